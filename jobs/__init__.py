@@ -1,0 +1,1 @@
+"""trnjobs: planning and running the cycle as jobs."""

@@ -1,0 +1,36 @@
+"""The only seam to a device: one file each, chosen by name."""
+
+import importlib.util
+
+from pipeline.backends.base import Backend, Batch, HostMean
+from pipeline.core.errors import ConfigError
+
+__all__ = ["NAMES", "Backend", "Batch", "HostMean", "open_backend"]
+NAMES = ("auto", "xla", "cpu", "cuda")
+
+
+def open_backend(name: str, local_rank: int = 0) -> Backend:
+    """The device of this rank. `auto`: xla where torch_xla is installed, else cuda where there is one, else cpu."""
+    if name == "auto":
+        name = _best()
+    if name == "xla":
+        from pipeline.backends.xla import XlaBackend
+
+        return XlaBackend()
+    if name == "cuda":
+        from pipeline.backends.cuda import CudaBackend
+
+        return CudaBackend(local_rank)
+    if name == "cpu":
+        from pipeline.backends.cpu import CpuBackend
+
+        return CpuBackend()
+    raise ConfigError(f"backend {name!r}", expected=f"one of {', '.join(NAMES)}")
+
+
+def _best() -> str:
+    if importlib.util.find_spec("torch_xla"):
+        return "xla"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

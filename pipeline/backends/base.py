@@ -1,0 +1,57 @@
+"""What a backend answers. The only things the rest of the code may ask of a device."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+HostMean = Callable[[list[Tensor]], list[Tensor]]
+Batch = dict[str, Tensor]
+
+
+class Backend(Protocol):
+    """One device of one rank."""
+
+    name: str
+    device: torch.device
+    is_lazy: bool
+    """True when operations are traced and run at step boundaries."""
+    reduces_in_graph: bool
+    """True when `reduce` is a device collective; False when it goes through the host."""
+    process_group: str | None
+    """The torch.distributed device backend to add to gloo, such as `cuda:nccl`."""
+
+    def runtime_world_size(self) -> int:
+        """How many devices the runtime believes take part."""
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        """Batches on the device, moved there behind the step."""
+
+    def step_boundary(self) -> None:
+        """Cut the graph here and start executing it (lazy devices); nothing elsewhere."""
+
+    def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
+        """Mean over ranks, in place. `host_mean` does it for CPU tensors."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies in host memory, with one synchronisation for all."""
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's random numbers (dropout)."""
+
+    def compile_count(self) -> int:
+        """Graphs compiled so far by this process (0 on eager devices)."""
+
+    def execute_seconds(self) -> float:
+        """Seconds the device spent executing so far (0 where the runtime does not tell)."""
+
+    def memory_bytes(self) -> int:
+        """Device memory in use; host resident set on CPU devices."""
+
+    def synchronise(self) -> None:
+        """Wait until everything started has finished."""

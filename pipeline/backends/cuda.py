@@ -1,0 +1,82 @@
+"""NVIDIA GPUs through eager PyTorch and NCCL."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.prefetch import prefetched
+from pipeline.core.errors import ConfigError
+
+
+class CudaBackend:
+    """One GPU of this node, chosen by local rank."""
+
+    name = "cuda"
+    is_lazy = False
+    reduces_in_graph = False
+    process_group: str | None = "cuda:nccl"
+
+    def __init__(self, local_rank: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "no CUDA device is visible", expected="an NVIDIA GPU and driver", next_command="--backend cpu"
+            )
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {local_rank} with {torch.cuda.device_count()} GPUs", expected="one process per GPU"
+            )
+        self.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(self.device)
+
+    def runtime_world_size(self) -> int:
+        return 1
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return self._moved(batches)
+
+    @contextmanager
+    def _moved(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """Pinned copies made by the prefetch thread, moved asynchronously on the step's stream."""
+        pinned = ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
+        with prefetched(pinned, depth=4) as ready:
+            yield (
+                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
+            )
+
+    def step_boundary(self) -> None:
+        return None
+
+    def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
+        del host_mean
+        if dist.is_initialized():
+            for tensor in tensors:
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return copies
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        return torch.autocast("cuda", dtype=dtype)
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def compile_count(self) -> int:
+        return 0
+
+    def execute_seconds(self) -> float:
+        return 0.0
+
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self.device)

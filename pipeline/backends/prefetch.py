@@ -1,0 +1,55 @@
+"""Batches made ahead by one thread; an error in it surfaces at the consumer's next batch."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from pipeline.backends.base import Batch
+
+
+class _Done:
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+@contextmanager
+def prefetched(batches: Iterable[Batch], depth: int) -> Iterator[Iterator[Batch]]:
+    """Iterate `batches` up to `depth` ahead. Leaving the context ends the thread."""
+    ready: queue.Queue[Batch | _Done] = queue.Queue(maxsize=depth)
+    left = threading.Event()
+
+    def put(item: Batch | _Done) -> bool:
+        while not left.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for batch in batches:
+                if not put(batch):
+                    return
+            put(_Done(None))
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
+            put(_Done(error))
+
+    def consume() -> Iterator[Batch]:
+        while True:
+            item = ready.get()
+            if isinstance(item, _Done):
+                if item.error is not None:
+                    raise item.error
+                return
+            yield item
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        yield consume()
+    finally:
+        left.set()
+        thread.join(timeout=10)

@@ -1,0 +1,130 @@
+"""PyTorch/XLA: Neuron devices and XLA:CPU. The only file that imports torch_xla."""
+
+import importlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from pipeline.backends.base import Batch, HostMean
+from pipeline.core.errors import ConfigError
+
+
+class XlaBackend:
+    """One PJRT device. On Neuron gradients are reduced in the graph; PJRT-CPU processes know nothing of each other."""
+
+    name = "xla"
+    is_lazy = True
+    process_group: str | None = None
+
+    def __init__(self) -> None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        try:
+            self._xla: Any = importlib.import_module("torch_xla")
+            self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
+            self._metrics: Any = importlib.import_module("torch_xla.debug.metrics")
+            self._runtime: Any = importlib.import_module("torch_xla.runtime")
+        except ImportError as error:
+            raise ConfigError(
+                f"torch_xla cannot be imported: {error}",
+                expected="torch-xla 2.9 beside torch 2.9",
+                next_command="pip install 'trnpipe[xla]', or --backend cpu",
+            ) from error
+        self.device: torch.device = self._xla.device()
+        self.device_type = str(self._runtime.device_type())
+        self.reduces_in_graph = self.device_type != "CPU"
+
+    def runtime_world_size(self) -> int:
+        if self.device_type == "CPU":
+            return int(self._runtime.global_runtime_device_count())
+        return int(self._runtime.world_size())
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return self._device_loader(batches)
+
+    @contextmanager
+    def _device_loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """MpDeviceLoader uploads behind the step. Its threads end an iteration in silence when the source fails
+        (torch_xla 2.9 parallel_loader.py, _loader_worker), so the source's error is kept here and raised when the loader runs dry."""
+        module: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
+        source = _Remembering(batches)
+        loader = module.MpDeviceLoader(source, self.device, loader_prefetch_size=4, device_prefetch_size=2)
+        iterator = iter(loader)
+
+        def consume() -> Iterator[Batch]:
+            yield from iterator
+            if source.error is not None:
+                raise source.error
+
+        try:
+            yield consume()
+        finally:
+            source.left = True
+            loader._parallel_loader.close()  # noqa: SLF001 - the public way to end its threads is to iterate again
+
+    def step_boundary(self) -> None:
+        self._xla.sync()
+
+    def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
+        if self.reduces_in_graph:
+            scale = 1.0 / self._runtime.world_size()
+            self._xm.all_reduce(self._xm.REDUCE_SUM, list(tensors), scale=scale)
+            return
+        for tensor, mean in zip(tensors, host_mean(self.to_host(tensors)), strict=True):
+            tensor.copy_(mean.to(self.device))
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self._xla.sync()
+        copies: list[Tensor] = [tensor.detach().cpu() for tensor in tensors]
+        return copies
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        if self.device_type == "CPU":
+            raise ConfigError(
+                "train.precision autocast on XLA:CPU",
+                expected="a Neuron device for autocast",
+                next_command="--train.precision bf16 or fp32",
+            )
+        return torch.autocast("xla", dtype=dtype)
+
+    def seed(self, seed: int) -> None:
+        self._xm.set_rng_state(seed, device=str(self.device))
+
+    def compile_count(self) -> int:
+        data = self._metrics.metric_data("CompileTime")
+        return 0 if data is None else int(data[0])
+
+    def execute_seconds(self) -> float:
+        data = self._metrics.metric_data("ExecuteTime")
+        return 0.0 if data is None else float(data[1]) / 1e9
+
+    def memory_bytes(self) -> int:
+        if self.device_type == "CPU":
+            return int(psutil.Process().memory_info().rss)
+        return int(self._xm.get_memory_info(self.device)["bytes_used"])
+
+    def synchronise(self) -> None:
+        self._xla.sync(wait=True)
+        self._xm.wait_device_ops()
+
+
+class _Remembering:
+    """An iterable that keeps the error that ended it, and can be told to end."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+        self.error: BaseException | None = None
+        self.left = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            for batch in self._batches:
+                if self.left:
+                    return
+                yield batch
+        except BaseException as error:  # noqa: BLE001 - raised at the consumer, by _device_loader
+            self.error = error

@@ -1,0 +1,1 @@
+"""Saving, verifying, finding, retaining and loading checkpoints."""

@@ -1,0 +1,60 @@
+"""state.json: everything about a checkpoint that is not a tensor."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.model.config import InputSpec, ModelConfig
+
+SCHEMA_VERSION = 1
+KIND = "checkpoint"
+WEIGHTS, OPTIMIZER, STATE, HF_CONFIG, TOKENIZER = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "config.json",
+    "tokenizer.json",
+)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Parent(_Record):
+    """The checkpoint a run started from."""
+
+    uri: str
+    digest: str = Field(description="Digest of its manifest: names its content")
+    cycle: str
+    step: int
+
+
+class Best(_Record):
+    """The best holdout evaluation so far."""
+
+    step: int
+    metric: str
+    value: float
+
+
+class TrainState(_Record):
+    """Where a run stands. The position in the data is `step`: the loader needs nothing else."""
+
+    schema_version: int = SCHEMA_VERSION
+    cycle: str
+    step: int = Field(ge=0, description="Optimizer steps done; also the number of global batches consumed")
+    max_steps: int
+    identity: str = Field(description="Hash of all that decides the weights; a run continues only its own checkpoints")
+    identity_parts: dict[str, str] = Field(description="What went into the identity, to name a difference")
+    model: ModelConfig
+    inputs: InputSpec
+    tokenizer_fingerprint: str
+    watermark: str = Field(
+        description="Newest dt= partition trained on, by this run or its parents; empty for flat data"
+    )
+    partitions: dict[str, str] = Field(
+        description="Fingerprint of every partition trained on, by this run or its parents"
+    )
+    parent: Parent | None
+    best: Best | None
+    settings_hash: str
+    code_version: str

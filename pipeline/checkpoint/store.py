@@ -1,0 +1,114 @@
+"""Checkpoints of one cycle in the workspace: find, verify, load, withdraw, delete."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.checkpoint.state import KIND, OPTIMIZER, SCHEMA_VERSION, STATE, TOKENIZER, WEIGHTS, TrainState
+from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.events import EventName
+from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.io.commit import fetch_dir, read_manifest
+from pipeline.io.storage import Storage
+
+Emit = Callable[..., None]
+_STEP = re.compile(r"^step-(\d+)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint in local files."""
+
+    prefix: str
+    folder: Path
+    digest: str
+    state: TrainState
+
+    def weights(self) -> dict[str, Tensor]:
+        """Named tensors, Hugging Face names, fp32."""
+        return _tensors(self.folder / WEIGHTS)
+
+    def optimizer(self) -> dict[str, Tensor]:
+        """The optimizer state under the names of TrainProgram."""
+        return _tensors(self.folder / OPTIMIZER)
+
+    def tokenizer(self) -> bytes:
+        return (self.folder / TOKENIZER).read_bytes()
+
+
+def prefix_of(cycle: str, step: int) -> str:
+    """Where the checkpoint of one step lies in the workspace."""
+    return f"checkpoints/{cycle}/step-{step}"
+
+
+def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoint:
+    """Verify every byte and read the state. Raises CheckpointError naming what is wrong."""
+    uri = storage.uri(prefix)
+    try:
+        manifest = read_manifest(storage, prefix)
+        if manifest is None or manifest.kind != KIND:
+            raise CheckpointError(
+                f"{uri} holds no committed checkpoint",
+                expected="a folder with a MANIFEST.json of kind checkpoint",
+                next_command="name a checkpoint as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch",
+            )
+        folder = fetch_dir(storage, prefix, cache_dir)
+        state = TrainState.model_validate_json((folder / STATE).read_bytes())
+    except (DataError, ValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{uri}: {str(error).splitlines()[0]}",
+            expected=f"a whole checkpoint of schema {SCHEMA_VERSION}",
+            next_command="use an earlier checkpoint of the cycle",
+        ) from error
+    return Checkpoint(prefix, folder, manifest.digest, state)
+
+
+class CheckpointStore:
+    """The checkpoints of one cycle."""
+
+    def __init__(self, storage: Storage, cycle: str, *, cache_dir: Path, emit: Emit) -> None:
+        self.storage = storage
+        self.cycle = cycle
+        self._cache_dir = cache_dir
+        self._emit = emit
+
+    def steps(self) -> list[int]:
+        """Steps that have a marker, ascending; not yet verified."""
+        names = self.storage.list_dirs(f"checkpoints/{self.cycle}/")
+        found = sorted(int(match.group(1)) for name in names if (match := _STEP.match(name)))
+        return [step for step in found if self.storage.stat(f"{prefix_of(self.cycle, step)}/{MANIFEST_NAME}")]
+
+    def open(self, step: int) -> Checkpoint:
+        """One step's checkpoint, verified. Raises CheckpointError."""
+        return open_checkpoint(self.storage, prefix_of(self.cycle, step), self._cache_dir)
+
+    def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that verifies, and what was wrong with the newer ones (each also an event)."""
+        rejected: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                return self.open(step), rejected
+            except CheckpointError as error:
+                rejected.append(error.seen)
+                self._emit(EventName.CHECKPOINT_REJECTED, step=step, reason=error.seen)
+        return None, rejected
+
+    def delete(self, step: int) -> None:
+        """Remove a checkpoint, marker first, so that a half-deleted one is never taken for whole."""
+        prefix = prefix_of(self.cycle, step)
+        self.storage.delete([f"{prefix}/{MANIFEST_NAME}"])
+        self.storage.delete_prefix(f"{prefix}/")
+        self._emit(EventName.CHECKPOINT_DELETED, step=step)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}", expected="a safetensors file") from error

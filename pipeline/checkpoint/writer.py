@@ -1,0 +1,125 @@
+"""Saving behind training: the caller hands over host copies; one thread writes, commits and prunes."""
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
+from pipeline.checkpoint.store import CheckpointStore, prefix_of
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
+from pipeline.core.events import EventName
+from pipeline.core.retention import steps_to_delete
+from pipeline.io.commit import commit_dir
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All of one checkpoint, in host memory. Tensors must not change any more."""
+
+    state: TrainState
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    hf_config: str
+    tokenizer: bytes
+
+
+class CheckpointWriter:
+    """Writes one snapshot at a time. A failed save is reported and the run goes on; the last good checkpoint stays."""
+
+    def __init__(self, store: CheckpointStore, config: CheckpointConfig, staging: Path) -> None:
+        self._store = store
+        self._config = config
+        self._staging = staging
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.failure: str = ""
+        self.last_saved: int | None = None
+
+    def submit(self, snapshot: Snapshot) -> float:
+        """Start saving; waits first for a save still under way. Returns the seconds waited."""
+        started = time.monotonic()
+        self.wait()
+        self._thread = threading.Thread(target=self._work, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until nothing is being saved. Re-raises a bug in the saving code; expected failures are in `failure`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _work(self, snapshot: Snapshot) -> None:
+        step = snapshot.state.step
+        started = time.monotonic()
+        try:
+            size_bytes = self._save(snapshot)
+            self.last_saved, self.failure = step, ""
+            self._store._emit(  # noqa: SLF001 - one event sink for the checkpoints of a cycle
+                EventName.CHECKPOINT_SAVED,
+                step=step,
+                prefix=prefix_of(self._store.cycle, step),
+                size_bytes=size_bytes,
+                seconds=round(time.monotonic() - started, 3),
+            )
+            self._prune(snapshot)
+        except (TransientError, DataError, ConfigError, OSError, Preempted) as error:
+            self.failure = str(error)
+            self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))  # noqa: SLF001
+        except BaseException as error:  # noqa: BLE001 - raised again by wait()
+            self._error = error
+
+    def _save(self, snapshot: Snapshot) -> int:
+        step = snapshot.state.step
+        if step in self._store.steps():
+            try:
+                self._store.open(step)
+                return 0  # an earlier attempt saved these very bytes
+            except CheckpointError:
+                self._store.delete(step)
+        folder = self._staging / f"step-{step}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            save_file(
+                {name: tensor.contiguous() for name, tensor in snapshot.weights.items()},
+                folder / WEIGHTS,
+                {"format": "pt"},
+            )
+            save_file(dict(snapshot.optimizer), folder / OPTIMIZER)
+            (folder / STATE).write_text(snapshot.state.model_dump_json(indent=1))
+            (folder / HF_CONFIG).write_text(snapshot.hf_config)
+            (folder / TOKENIZER).write_bytes(snapshot.tokenizer)
+            state = snapshot.state
+            fields: dict[str, JsonValue] = {
+                "step": step,
+                "cycle": state.cycle,
+                "parent": state.parent.uri if state.parent else "",
+                "settings_hash": state.settings_hash,
+                "tokenizer": state.tokenizer_fingerprint,
+            }
+            manifest = commit_dir(self._store.storage, folder, prefix_of(state.cycle, step), kind=KIND, fields=fields)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return manifest.size_bytes
+
+    def _prune(self, snapshot: Snapshot) -> None:
+        best = snapshot.state.best
+        for step in steps_to_delete(
+            self._store.steps(),
+            keep_last=self._config.keep_last,
+            keep_every_steps=self._config.keep_every_steps,
+            best_step=best.step if best else None,
+        ):
+            self._store.delete(step)

@@ -1,0 +1,181 @@
+"""The `trnpipe` command: one table of stages, one place where errors become exit codes."""
+
+import contextlib
+import difflib
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from pipeline.config_sources import resolve
+from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
+from pipeline.core.events import EventName
+from pipeline.core.stop import StopSignal
+from pipeline.parallel.launch import launch, note_exit_code, under_torchrun
+from pipeline.runtime_signals import LAUNCHER_GRACE_S, stop_on_signals
+from pipeline.settings import Settings
+from pipeline.settings_text import as_json, flags_text, table_text
+
+# A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
+STAGES: dict[str, str] = {
+    "prepare": "read new input, tokenise it once, commit token shards",
+    "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
+}
+PARALLEL = frozenset({"train"})  # stages that --launch.processes runs in several ranks
+COMMANDS: dict[str, str] = STAGES | {"config": "print every setting with its value and source; --json for machines"}
+
+_USAGE = "usage: trnpipe <command> [--config FILE.toml ...] [--section.key value ...]"
+_COMMON = """\
+  --config FILE.toml   settings from a file; may be repeated, later files win
+  --help               this text
+
+Order: defaults < --config files < environment < flags. --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the
+environment and max_steps under [train] in a file. Lists: a,b or JSON; no value: null; booleans also as --no-key."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line taken apart; nothing is interpreted yet."""
+
+    files: tuple[Path, ...]
+    flags: tuple[tuple[str, str | None], ...]
+    switches: frozenset[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    code = _guarded(words)
+    note_exit_code(code)
+    return code
+
+
+def _guarded(words: list[str]) -> int:
+    try:
+        return _command(words)
+    except (TrnpipeError, KeyboardInterrupt) as error:
+        name = " ".join(["trnpipe", *words[:1]])
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    except Exception as error:
+        traceback.print_exc()
+        return exit_code_of(error)
+
+
+def _command(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        return _show(_overview())
+    name, rest = words[0], words[1:]
+    if name == "--version":
+        from pipeline.stages.code_version import code_version
+
+        return _show(f"trnpipe {code_version()}")
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"no command {name!r}{hint}", expected=f"one of {', '.join(COMMANDS)}", next_command="trnpipe --help"
+        )
+    arguments = parse(rest, switches={"--help", "-h"} | ({"--json"} if name == "config" else set()))
+    if arguments.switches & {"--help", "-h"}:
+        return _show(f"{_USAGE.replace('<command>', name)}\n\n{COMMANDS[name]}\n\n{_COMMON}\n\n{flags_text()}")
+    resolved = resolve(arguments.files, os.environ, arguments.flags)
+    if name == "config":
+        return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
+    processes = resolved.settings.launch.processes
+    if name in PARALLEL and processes > 1 and not under_torchrun():
+        stop = StopSignal()
+        with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):
+            return launch(words, processes, stop)
+    return run_stage(name, resolved.settings)
+
+
+def parse(words: Sequence[str], switches: set[str]) -> Arguments:
+    """Split into --config files, flags and switches. `--flag value`, `--flag=value` and a bare `--flag` are taken.
+
+    Raises ConfigError for words that belong to no flag.
+    """
+    files: list[Path] = []
+    flags: list[tuple[str, str | None]] = []
+    seen: set[str] = set()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in switches:
+            seen.add(word)
+            continue
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(
+                f"unexpected argument {word!r}", expected="--section.key value", next_command="trnpipe --help"
+            )
+        flag, equals, text = word.partition("=")
+        value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if flag != "--config":
+            flags.append((flag, value))
+        elif value:
+            files.append(Path(value))
+        else:
+            raise ConfigError("--config has no value", expected="--config FILE.toml")
+    return Arguments(tuple(files), tuple(flags), frozenset(seen))
+
+
+def run_stage(name: str, settings: Settings) -> int:
+    """Run one stage under the signal handlers, with its start and outcome in the event log."""
+    from pipeline.stages.context import StageContext, open_context
+
+    stop, opened = StopSignal(), list[StageContext]()
+
+    def last_words(reason: str) -> None:
+        faulthandler.dump_traceback()
+        for ctx in opened:
+            ctx.events.emit(EventName.STAGE_STOPPED, stage=name, reason=reason)
+            ctx.events.flush(durable=True)
+
+    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop) as ctx:
+        opened.append(ctx)
+        ctx.events.emit(
+            EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
+        )
+        try:
+            result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
+        except BaseException as error:
+            outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
+            # What ended the stage decides the exit code, even when the log cannot be written (a full disk).
+            with contextlib.suppress(TrnpipeError):
+                ctx.events.emit(outcome, stage=name, error=type(error).__name__, reason=str(error))
+            raise
+        skipped = result.status == "already_done"
+        ctx.events.emit(
+            EventName.STAGE_SKIPPED if skipped else EventName.STAGE_FINISHED, stage=name, figures=result.figures
+        )
+    return EXIT_OK
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            _USAGE,
+            "       trnpipe --version",
+            "",
+            *rows,
+            "",
+            _COMMON,
+            "",
+            "trnpipe <command> --help lists every setting.",
+        ]
+    )
+
+
+def _show(text: str) -> int:
+    """Print; a reader that closes early (`| head`) is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OK

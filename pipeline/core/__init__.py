@@ -1,0 +1,1 @@
+"""Pure decisions: no torch, no boto3, no clock, no files."""

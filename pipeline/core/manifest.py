@@ -1,0 +1,94 @@
+"""The manifest: the one marker that makes an artefact visible, with the size and checksum of each of its files."""
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from pipeline.core.errors import DataError
+
+MANIFEST_NAME = "MANIFEST.json"
+SCHEMA_VERSION = 1
+
+
+def _check_name(name: str) -> str:
+    """A manifest comes from outside: its names must not lead out of the folder they are fetched into."""
+    if name == MANIFEST_NAME or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
+        raise ValueError(f"file name {name!r} is not a plain relative path")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_check_name)]
+
+
+class FileRecord(BaseModel):
+    """One file: its size and the hex xxh3_128 of its bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=0)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Manifest(BaseModel):
+    """What a committed folder holds. `fields` belongs to the artefact's kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = Field(min_length=1)
+    created_by: str
+    fields: dict[str, JsonValue]
+    files: dict[FileName, FileRecord]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of everything else; names the content, equal for equal artefacts."""
+        return _digest(self.model_dump(mode="json"))
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum over the files."""
+        return sum(record.size_bytes for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        """The stored form. ValueError when a field is NaN or infinite."""
+        body = self.model_dump(mode="json")
+        return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "manifest") -> "Manifest":
+        """Read and check. DataError naming `source` when it is no manifest, of a later version or was altered."""
+        try:
+            body: Any = json.loads(data)
+        except ValueError as error:
+            raise _bad(source, "is not JSON") from error
+        if not isinstance(body, dict):
+            raise _bad(source, "is not a JSON object")
+        if isinstance(version := body.get("schema_version"), int) and version > SCHEMA_VERSION:
+            raise DataError(
+                f"{source} has manifest schema {version}",
+                expected=f"schema {SCHEMA_VERSION} or earlier",
+                next_command="use the version of trnpipe that wrote it, or a later one",
+            )
+        digest = body.pop("digest", None)
+        try:
+            if digest != _digest(body):
+                raise _bad(source, "has a digest that does not fit its content")
+            return cls.model_validate(body, strict=True)
+        except (ValidationError, ValueError) as error:
+            raise _bad(source, "does not have the fields of a manifest") from error
+
+
+def _digest(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _bad(source: str, what: str) -> DataError:
+    return DataError(
+        f"{source} {what}",
+        expected="the manifest as it was committed",
+        next_command="delete that folder and run the stage that wrote it again",
+    )

@@ -1,0 +1,1 @@
+"""Input tables to fixed-shape token shards, and from there to batches."""

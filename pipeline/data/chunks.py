@@ -1,0 +1,215 @@
+"""The work of one worker: a chunk of rows becomes one shard per split, and a record that says it is done."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+from safetensors.numpy import save
+
+from pipeline.core.buckets import Bucket
+from pipeline.data.encode import Int64s, PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
+from pipeline.data.lexical import lexical_features
+from pipeline.data.rows import BadRow, Chunk
+from pipeline.data.token_set import SPLITS, ShardInfo, Split
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.validate import CleanRows, RowRules, clean
+from pipeline.io.atomic import write_atomic
+from pipeline.io.errors import os_errors
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+class QuarantinedRow(BaseModel):
+    """One line of quarantine.jsonl."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    row: int
+    reason: str
+    content: str
+
+
+class ChunkRecord(BaseModel):
+    """What a finished chunk left behind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows_read: int
+    rows_bad: int
+    reasons: dict[str, int]
+    truncated_rows: int
+    tokens: int
+    shards: dict[Split, ShardInfo]
+    sizes_bytes: dict[str, int]
+    quarantined: tuple[QuarantinedRow, ...]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Where a partition's shards wait for their commit: `files/` becomes the token set, `records/` proves progress."""
+
+    folder: Path
+
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
+
+    def record_path(self, index: int) -> Path:
+        return self.folder / "records" / f"{index:05d}.json"
+
+    def create(self) -> None:
+        with os_errors("writing", f"file://{self.folder}"):
+            self.files.mkdir(parents=True, exist_ok=True)
+            (self.folder / "records").mkdir(exist_ok=True)
+
+    def finished(self, index: int) -> ChunkRecord | None:
+        """The record of a chunk whose shards are all there, else None."""
+        try:
+            record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
+            whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
+        except (OSError, ValueError):  # never written, or torn: do it again
+            return None
+        return record if whole else None
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """How to encode, the same for all chunks of a partition."""
+
+    rules: RowRules
+    buckets: tuple[Bucket, ...]
+    lexical: bool
+    quarantine_rows: int
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """One chunk to encode; `index` numbers the chunks of a partition."""
+
+    partition: str
+    index: int
+    chunk: Chunk
+    settings: EncodeSettings
+    staging: Staging
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    partition: str
+    index: int
+    record: ChunkRecord
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(data: bytes) -> TextTokenizer:
+    return TextTokenizer(data)
+
+
+def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> ChunkResult:
+    """Validate, tokenise, pack and write; the record comes last and only after the shards are durable."""
+    rows, bad, rows_read = clean(task.chunk, task.settings.rules)
+    tokenizer = _tokenizer(tokenizer_json)
+    pairs = _tokenise(rows, tokenizer, task.settings.buckets)
+    numeric = rows.numeric
+    if task.settings.lexical:
+        numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
+    shards: dict[Split, ShardInfo] = {}
+    sizes: dict[str, int] = {}
+    with os_errors("writing", f"file://{task.staging.folder}"):
+        for place, split in enumerate(SPLITS):
+            index = np.flatnonzero(rows.split == place)
+            if not len(index):
+                continue
+            name = f"{split}-{task.index:05d}.safetensors"
+            arrays, counts = shard_arrays(rows, numeric, pairs, index, tokenizer, task.settings.buckets)
+            data = save(arrays)
+            write_file(task.staging.files / name, data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=counts), len(data)
+        record = _record(task.settings, bad, rows_read, pairs, shards, sizes)
+        write_file(task.staging.record_path(task.index), record.model_dump_json().encode())
+    return ChunkResult(task.partition, task.index, record)
+
+
+def _tokenise(rows: CleanRows, tokenizer: TextTokenizer, buckets: tuple[Bucket, ...]) -> PairTokens:
+    limit = text_characters(buckets)
+    products = [product_text(title, text, limit) for title, text in zip(rows.title, rows.text, strict=True)]
+    queries = [query[:limit] for query in rows.query]
+    return pair_tokens(tokenizer.encode(queries), tokenizer.encode(products), buckets)
+
+
+def shard_arrays(
+    rows: CleanRows,
+    numeric: npt.NDArray[np.float32],
+    pairs: PairTokens,
+    index: Int64s,
+    tokenizer: TextTokenizer,
+    buckets: tuple[Bucket, ...],
+) -> tuple[Arrays, tuple[int, ...]]:
+    """The tensors of rows `index` (names as in the shard format) and the number of rows in each bucket."""
+    arrays: Arrays = {}
+    counts = []
+    dtype = id_dtype(tokenizer.vocab_size)
+    for place, bucket in enumerate(buckets):
+        chosen = index[pairs.bucket[index] == place]
+        counts.append(len(chosen))
+        if not len(chosen):
+            continue
+        for side, tokens, length in (
+            ("query", pairs.query, bucket.query_tokens),
+            ("product", pairs.product, bucket.product_tokens),
+        ):
+            arrays[f"b{place}.{side}"] = pack(
+                tokens, chosen, length, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=dtype
+            )
+        columns: Mapping[str, npt.NDArray[np.generic]] = {
+            "label": rows.label,
+            "gain": rows.gain,
+            "numeric": numeric,
+            "categorical": rows.categorical,
+            "sample_id": rows.sample_id,
+            "query_id": rows.query_id,
+        }
+        arrays |= {f"b{place}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
+    return arrays, tuple(counts)
+
+
+def _record(
+    settings: EncodeSettings,
+    bad: list[BadRow],
+    rows_read: int,
+    pairs: PairTokens,
+    shards: dict[Split, ShardInfo],
+    sizes: dict[str, int],
+) -> ChunkRecord:
+    reasons = Counter[str]()
+    for row in bad:
+        reasons[row.reason] += row.count
+    return ChunkRecord(
+        rows_read=rows_read,
+        rows_bad=reasons.total(),
+        reasons=dict(sorted(reasons.items())),
+        truncated_rows=int(pairs.truncated.sum()),
+        tokens=int(pairs.num_tokens.sum()),
+        shards=shards,
+        sizes_bytes=sizes,
+        quarantined=tuple(
+            QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content)
+            for row in bad[: settings.quarantine_rows]
+        ),
+    )
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a staged file so that it is there whole, or not at all, whatever is killed."""
+
+    def fill(file: BinaryIO) -> None:
+        file.write(data)
+
+    write_atomic(path, fill)

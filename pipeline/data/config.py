@@ -1,0 +1,101 @@
+"""Settings of the data side: where rows come from, what they are called, how they become shards."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from pipeline.core.buckets import Bucket, check_buckets
+
+
+class ColumnMapping(BaseModel):
+    """Input column names for the fields we use. Optional ones are ignored when the input lacks them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    query: str = Field("query", description="Column of the query text")
+    title: str = Field("title", description="Column of the product title")
+    text: str = Field("text", description="Column of longer product text, appended to the title (optional)")
+    label: str = Field("label", description="Column of the relevance label (class name)")
+    gain: str = Field("gain", description="Column of the graded gain, 0 to 1 (optional)")
+    query_id: str = Field("query_id", description="Column of the query id (optional; default: hash of the query)")
+    product_id: str = Field("product_id", description="Column of the product id (optional; default: hash of the title)")
+    split: str = Field(
+        "split", description="Column naming train / valid / test (optional; default: hash of the query id)"
+    )
+
+
+class CategoricalFeature(BaseModel):
+    """A categorical column, hashed to a fixed number of ids (no vocabulary to keep in step)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    column: str = Field(description="Input column")
+    num_ids: int = Field(1024, ge=2, le=2**24, description="Number of hash ids; id 0 means missing")
+
+
+class SyntheticConfig(BaseModel):
+    """The built-in deterministic catalogue, used when no input is given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_queries: int = Field(1500, ge=10, description="Queries to generate")
+    candidates_per_query: int = Field(12, ge=4, description="Products judged for each query")
+    num_days: int = Field(1, ge=1, le=366, description="dt= partitions the queries are dealt to")
+    first_day: str = Field("2026-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$", description="First partition")
+    seed: int = Field(17, ge=0, description="Seed of the generator")
+
+
+class TokenizerConfig(BaseModel):
+    """A given tokenizer.json, or a WordPiece trained on the corpus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | None = Field(None, description="URI of a tokenizer.json (default: the parent's, else train one)")
+    vocab_size: int = Field(8192, ge=256, le=250_000, description="Entries of a trained vocabulary")
+    train_rows: int = Field(1_000_000, ge=100, description="Rows read, spread over the input, to train it")
+    lowercase: bool = Field(True, description="Lower-case and strip accents before training")
+
+
+class DataConfig(BaseModel):
+    """Input and its preparation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
+    path: str | None = Field(None, description="File or folder (file:// or s3://); none: the synthetic catalogue")
+    format: Literal["auto", "parquet", "csv", "jsonl", "esci"] = Field(
+        "auto", description="Input layout; auto: by suffix"
+    )
+    esci_locale: str | None = Field(None, description="ESCI: keep one product_locale only (us, es, jp)")
+    columns: ColumnMapping = ColumnMapping()
+    labels: tuple[str, ...] = Field(
+        (), description="Class names from least to most relevant; empty: from the data, ordered by mean gain"
+    )
+    numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
+    categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
+    lexical: bool = Field(True, description="Add features of the word overlap between query and title")
+    filter: Annotated[
+        dict[str, str], Field(description="Keep rows whose column equals the value, as column=value")
+    ] = {}
+    valid_fraction: float = Field(
+        0.05, ge=0, lt=0.5, description="Queries held out for validation when there is no split column"
+    )
+    test_fraction: float = Field(
+        0.05, ge=0, lt=0.5, description="Queries held out for test when there is no split column"
+    )
+    max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Share of bad rows above which the input is refused")
+    quarantine_rows: int = Field(1000, ge=1, description="Bad rows kept, with reasons, per partition")
+    buckets: tuple[str, ...] = Field(("16x16", "16x32", "32x64"), description="Static shapes, QUERYxPRODUCT tokens")
+    rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one worker (bounds memory)")
+    num_workers: int = Field(0, ge=0, description="Tokenising processes; 0: one per core")
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+    @field_validator("buckets")
+    @classmethod
+    def _nested(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value]))
+
+    @property
+    def bucket_shapes(self) -> tuple[Bucket, ...]:
+        return tuple(Bucket.parse(text) for text in self.buckets)

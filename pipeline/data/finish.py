@@ -1,0 +1,89 @@
+"""The end of a partition: add up its chunks, refuse it when too many rows are bad, commit it."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeline.core.errors import DataError
+from pipeline.data.chunks import ChunkRecord, EncodeSettings, QuarantinedRow, Staging, write_file
+from pipeline.data.config import DataConfig
+from pipeline.data.labels import LabelSet
+from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.partitions import Partition
+from pipeline.data.token_set import SPLITS, TokenSetInfo
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.commit import commit_dir
+from pipeline.io.errors import os_errors
+from pipeline.io.storage import Storage
+
+QUARANTINE = "quarantine.jsonl"
+_TOP_REASONS = 3
+
+
+def commit_partition(
+    config: DataConfig,
+    workspace: Storage,
+    prefix: str,
+    partition: Partition,
+    staging: Staging,
+    records: Sequence[ChunkRecord],
+    settings: EncodeSettings,
+    tokenizer: TextTokenizer,
+    labels: LabelSet,
+) -> TokenSetInfo:
+    """Publish the shards of all chunks with their manifest. Raises DataError above the share of bad rows."""
+    reasons = Counter[str]()
+    for record in records:
+        reasons.update(record.reasons)
+    info = TokenSetInfo(
+        dataset=config.name,
+        partition=partition.name,
+        watermark=partition.watermark,
+        fingerprint=prefix.rsplit("/", 1)[-1],
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        buckets=config.buckets,
+        labels=tuple(labels.gains),
+        label_gains=tuple(labels.gains.values()),
+        numeric=config.numeric + (LEXICAL_NAMES if settings.lexical else ()),
+        categorical=settings.rules.categorical,
+        splits={
+            split: shards
+            for split in SPLITS
+            if (shards := tuple(record.shards[split] for record in records if split in record.shards))
+        },
+        rows_read=sum(record.rows_read for record in records),
+        rows_bad=sum(record.rows_bad for record in records),
+        reasons=dict(sorted(reasons.items())),
+        truncated_rows=sum(record.truncated_rows for record in records),
+        tokens=sum(record.tokens for record in records),
+    )
+    bad = [row for record in records for row in record.quarantined][: config.quarantine_rows]
+    refuse_bad_share(config, info, bad, workspace)
+    with os_errors("writing", f"file://{staging.files}"):
+        write_file(staging.files / QUARANTINE, quarantine_lines(bad))
+    commit_dir(workspace, staging.files, prefix, kind="tokens", fields=info.model_dump(mode="json"))
+    return info
+
+
+def quarantine_lines(rows: Sequence[QuarantinedRow]) -> bytes:
+    """One JSON line per row."""
+    return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
+
+
+def refuse_bad_share(config: DataConfig, info: TokenSetInfo, bad: Sequence[QuarantinedRow], workspace: Storage) -> None:
+    """Raise DataError with the top reasons when too many rows are bad; the sample is kept where it can be read."""
+    if info.rows_bad <= config.max_bad_fraction * info.rows_read:
+        return
+    key = f"tokens/{config.name}/refused/{info.fingerprint}.jsonl"
+    if bad:
+        workspace.write_bytes(key, quarantine_lines(bad))
+    sample = key if bad else f"tokens/{config.name}/{info.fingerprint}/{QUARANTINE}"
+    top = Counter(info.reasons).most_common(_TOP_REASONS)
+    raise DataError(
+        f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad "
+        f"({info.rows_bad / info.rows_read:.1%}): " + ", ".join(f"{reason} ({count})" for reason, count in top),
+        expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
+        next_command=f"look at {workspace.uri(sample)}; "
+        "repair the input, correct --data.columns / --data.labels, or raise --data.max-bad-fraction",
+    )

@@ -1,0 +1,93 @@
+"""Batches of one rank as torch tensors. The state of the loader is the number of the next optimizer step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.core.batching import BatchPlan, Int64s, rank_slice
+from pipeline.core.order import mix64
+from pipeline.data.shards import Arrays, TokenRows
+
+
+class RowSource(Protocol):
+    """Rows by (pool, number)."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays: ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank needs for one micro-step, still on the host."""
+
+    position: int
+    bucket: int
+    tensors: dict[str, Tensor]
+    sample_ids: Int64s
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Which part of every global batch this rank takes."""
+
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+
+
+def training_batches(
+    source: RowSource, plan: BatchPlan, share: RankShare, start: int, stop: int
+) -> Iterator[MicroBatch]:
+    """Micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` each, without end markers."""
+    for position in range(start, stop):
+        batch = plan.batch(position)
+        for micro_step in range(share.accumulation):
+            part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
+            arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket)
+            yield MicroBatch(position, batch.bucket, to_tensors(arrays), arrays["sample_id"])
+
+
+def evaluation_batches(
+    rows: TokenRows, *, batch_size: int, limit: int, share: RankShare
+) -> Iterator[tuple[Arrays, dict[str, Tensor]]]:
+    """This rank's part of a split, bucket by bucket, in full batches: the last of a bucket is filled by repeating a row.
+
+    Yields (arrays of the real rows only, tensors of the full batch). At most `limit` rows over all ranks, spread evenly.
+    """
+    total = sum(rows.sizes)
+    step = max(1, -(-total // limit))
+    for bucket, size in enumerate(rows.sizes):
+        wanted = np.arange(0, size, step, dtype=np.int64)[share.rank :: share.world_size]
+        for start in range(0, len(wanted), batch_size):
+            real = wanted[start : start + batch_size]
+            filled = np.concatenate([real, np.repeat(real[-1:], batch_size - len(real))])
+            arrays = rows.read(np.full(batch_size, bucket, dtype=np.int64), filled, bucket)
+            yield {name: values[: len(real)] for name, values in arrays.items()}, to_tensors(arrays)
+
+
+def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """The tensors a model and its losses need; 32-bit integers only (64-bit ones are truncated on Neuron)."""
+    query_key = (arrays["query_id"].view(np.uint64) ^ (arrays["query_id"].view(np.uint64) >> np.uint64(32))).astype(
+        np.uint32
+    )
+    return {
+        "query": torch.from_numpy(arrays["query"]),
+        "product": torch.from_numpy(arrays["product"]),
+        "numeric": torch.from_numpy(arrays["numeric"]),
+        "categorical": torch.from_numpy(arrays["categorical"]),
+        "label": torch.from_numpy(arrays["label"].astype(np.int32)),
+        "gain": torch.from_numpy(arrays["gain"]),
+        "query_key": torch.from_numpy(query_key.view(np.int32)),
+    }
+
+
+def sample_digest(sample_ids: Int64s) -> int:
+    """A 64-bit digest of a set of samples, the same in any order; digests of parts add up (mod 2^64)."""
+    with np.errstate(over="ignore"):
+        return int(mix64(sample_ids.astype(np.uint64)).sum(dtype=np.uint64))

@@ -1,0 +1,290 @@
+"""Prepare: every partition of the input becomes a committed folder of token shards, unless it is there already.
+
+Order: open the input, look at its labels and find or train the tokenizer, name each partition by fingerprint, reuse
+what is committed, tokenise the rest chunk by chunk in worker processes, commit a partition when its last chunk is done.
+Memory: the parent holds at most (workers + 2) chunks, each worker two. Killed anywhere and run again, it skips finished
+chunks and writes the same bytes.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.core.errors import DataError
+from pipeline.core.events import EventName
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.stop import StopSignal
+from pipeline.data.chunks import ChunkRecord, ChunkResult, ChunkTask, EncodeSettings, Staging, encode_chunk
+from pipeline.data.config import DataConfig
+from pipeline.data.finish import commit_partition, refuse_bad_share
+from pipeline.data.labels import LabelSet, decide_labels
+from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.partitions import Partition, Source
+from pipeline.data.pool import WorkerPool
+from pipeline.data.rows import cut_chunks
+from pipeline.data.sources import open_source
+from pipeline.data.survey import survey
+from pipeline.data.token_set import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokenizer_store import find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
+from pipeline.data.validate import RowRules
+from pipeline.io.commit import read_manifest
+from pipeline.io.storage import Storage
+
+Progress = Callable[[int, int | None], None]
+"""Called with (rows done, rows in total or None when unknown)."""
+
+
+class Emit(Protocol):
+    """Writes one event."""
+
+    def __call__(self, name: EventName, /, **fields: object) -> object: ...
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them."""
+
+    token_set_prefixes: list[str]
+    tokenizer_prefix: str
+    tokenizer_fingerprint: str
+    reused: int
+    prepared: int
+    rows: int
+    rows_bad: int
+    labels: tuple[str, ...]
+
+
+@dataclass
+class _Work:
+    """A partition on its way: chunks announced so far, and those done."""
+
+    partition: Partition
+    prefix: str
+    staging: Staging
+    done: dict[int, ChunkRecord] = field(default_factory=dict)
+    num_chunks: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_chunks == len(self.done)
+
+
+def prepare(
+    config: DataConfig,
+    workspace: Storage,
+    *,
+    scratch: Path,
+    tokenizer: bytes | None = None,
+    events: Emit,
+    progress: Progress = lambda done, total: None,
+    stop: StopSignal,
+) -> PreparedData:
+    """Bring the workspace's token sets up to date with the input.
+
+    Args:
+        scratch: a local folder that a rerun finds again; staging for chunks, not needed once prepare has returned.
+        tokenizer: tokenizer.json of the model to go on training; `config.tokenizer.path` comes first.
+    Raises DataError, ConfigError, TransientError, Preempted.
+    """
+    source = open_source(config, scratch=scratch, stop=stop)
+    labels, text_tokenizer, tokenizer_prefix = _labels_and_tokenizer(
+        config, source, workspace, scratch, tokenizer, events, stop
+    )
+    settings = _encode_settings(config, source, labels)
+    infos: dict[str, TokenSetInfo] = {}
+    works: list[_Work] = []
+    prefixes: list[str] = []
+    for partition in source.partitions:
+        name = _token_set_fingerprint(config, partition, settings[partition.name], text_tokenizer)
+        prefixes.append(prefix := f"tokens/{config.name}/{name}")
+        manifest = read_manifest(workspace, prefix)
+        if manifest is None:
+            works.append(_Work(partition, prefix, Staging(scratch / "tokens" / name)))
+            continue
+        infos[prefix] = info = TokenSetInfo.model_validate(manifest.fields)
+        refuse_bad_share(config, info, [], workspace)
+        events(EventName.PARTITION_REUSED, partition=partition.name, prefix=prefix, rows=info.rows)
+    context = _Context(config, workspace, text_tokenizer, labels, events, progress, stop)
+    infos |= _encode_all(context, source, works, settings, num_done=sum(info.rows_read for info in infos.values()))
+    result = [infos[prefix] for prefix in prefixes]
+    if not sum(info.rows for info in result):
+        raise DataError(
+            f"{config.path or 'the synthetic catalogue'} has no usable rows ({len(result)} partitions read)",
+            expected="rows with a query and a title",
+            next_command="check --data.path" + (f" and --data.filter {dict(config.filter)}" if config.filter else ""),
+        )
+    return PreparedData(
+        prefixes,
+        tokenizer_prefix,
+        text_tokenizer.fingerprint,
+        len(prefixes) - len(works),
+        len(works),
+        sum(info.rows for info in result),
+        sum(info.rows_bad for info in result),
+        tuple(labels.gains),
+    )
+
+
+@dataclass(frozen=True)
+class _Context:
+    config: DataConfig
+    workspace: Storage
+    tokenizer: TextTokenizer
+    labels: LabelSet
+    events: Emit
+    progress: Progress
+    stop: StopSignal
+
+
+def _labels_and_tokenizer(
+    config: DataConfig,
+    source: Source,
+    workspace: Storage,
+    scratch: Path,
+    given: bytes | None,
+    events: Emit,
+    stop: StopSignal,
+) -> tuple[LabelSet, TextTokenizer, str]:
+    """Both need a look at all rows, unless given; they share one pass."""
+    found = given_tokenizer(config, given, stop)
+    trained_on = None
+    if found is None:
+        trained_on = source.partitions
+        found = find_tokenizer(config, source, workspace)
+    want_labels = not config.labels and not source.fixed_labels
+    seen = None
+    if want_labels or found is None:
+        seen = survey(source, config, want_labels=want_labels, want_sample=found is None, stop=stop)
+    labels = decide_labels(config, source, seen)
+    if found is None:
+        found = train_in_worker(config, list(seen.sample.texts() if seen else ()), stop)
+        events(EventName.TOKENIZER_TRAINED, rows=len(seen.sample.held) if seen else 0, fingerprint=found.fingerprint)
+    return labels, found, store_tokenizer(config, trained_on, workspace, found, scratch)
+
+
+def _encode_settings(config: DataConfig, source: Source, labels: LabelSet) -> dict[str, EncodeSettings]:
+    """How to encode each partition; only the name differs."""
+    categorical = tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical)
+    return {
+        partition.name: EncodeSettings(
+            RowRules(
+                partition.name,
+                tuple(labels.gains),
+                labels.row_gains,
+                config.numeric,
+                categorical,
+                config.filter,
+                config.valid_fraction,
+                config.test_fraction,
+                carve_valid=bool(source.fixed_labels),
+            ),
+            config.bucket_shapes,
+            config.lexical,
+            config.quarantine_rows,
+        )
+        for partition in source.partitions
+    }
+
+
+def _token_set_fingerprint(
+    config: DataConfig, partition: Partition, settings: EncodeSettings, tokenizer: TextTokenizer
+) -> str:
+    """Everything the bytes of the shards depend on."""
+    rules = settings.rules
+    return fingerprint(
+        {
+            "format": FORMAT_VERSION,
+            "content": partition.content_id,
+            "tokenizer": tokenizer.fingerprint,
+            "labels": list(rules.labels),
+            "row_gains": list(rules.label_gains),
+            "columns": config.columns.model_dump(),
+            "esci_locale": config.esci_locale,
+            "numeric": list(config.numeric),
+            "categorical": [feature.model_dump() for feature in config.categorical],
+            "lexical": list(LEXICAL_NAMES) if config.lexical else [],
+            "filter": dict(config.filter),
+            "fractions": [config.valid_fraction, config.test_fraction],
+            "buckets": list(config.buckets),
+            "quarantine_rows": config.quarantine_rows,
+            "rows_per_chunk": config.rows_per_chunk,
+        }
+    )
+
+
+def _encode_all(
+    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings], *, num_done: int
+) -> dict[str, TokenSetInfo]:
+    """Tokenise the chunks of all partitions in one stream, and commit each partition as it completes."""
+    if not works:
+        return {}
+    by_name = {work.partition.name: work for work in works}
+    waiting, infos = list(works), dict[str, TokenSetInfo]()
+    total = source.num_rows()
+    tasks = _tasks(context, source, works, settings)
+    pool = WorkerPool[bytes, ChunkTask, ChunkResult](
+        encode_chunk,
+        context.tokenizer.data,
+        num_workers=context.config.num_workers,
+        stop=context.stop,
+        doing="preparing data",
+    )
+    with pool:
+        for result in pool.run(tasks):
+            by_name[result.partition].done[result.index] = result.record
+            num_done += result.record.rows_read
+            context.progress(num_done, total)
+            waiting = _commit_complete(context, waiting, settings, infos)
+    _commit_complete(context, waiting, settings, infos)
+    return infos
+
+
+def _tasks(
+    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings]
+) -> Iterator[ChunkTask]:
+    """The chunks that still have to be encoded; those a killed run finished are noted as done."""
+    for work in works:
+        work.staging.create()
+        index = 0
+        for file in work.partition.files:
+            for chunk in cut_chunks(file.key, source.read(file), context.config.rows_per_chunk):
+                context.stop.raise_if_set("preparing data")
+                if record := work.staging.finished(index):
+                    work.done[index] = record
+                else:
+                    yield ChunkTask(work.partition.name, index, chunk, settings[work.partition.name], work.staging)
+                index += 1
+        work.num_chunks = index
+
+
+def _commit_complete(
+    context: _Context, waiting: list[_Work], settings: dict[str, EncodeSettings], infos: dict[str, TokenSetInfo]
+) -> list[_Work]:
+    """Commit what is complete; returns the rest."""
+    rest = []
+    for work in waiting:
+        if not work.is_complete:
+            rest.append(work)
+            continue
+        records = [work.done[index] for index in range(len(work.done))]
+        infos[work.prefix] = info = commit_partition(
+            context.config,
+            context.workspace,
+            work.prefix,
+            work.partition,
+            work.staging,
+            records,
+            settings[work.partition.name],
+            context.tokenizer,
+            context.labels,
+        )
+        shutil.rmtree(work.staging.folder, ignore_errors=True)
+        if info.rows_bad:
+            context.events(
+                EventName.ROWS_QUARANTINED, partition=work.partition.name, rows=info.rows_bad, reasons=info.reasons
+            )
+        context.events(EventName.PARTITION_PREPARED, partition=work.partition.name, prefix=work.prefix, rows=info.rows)
+    return rest

@@ -1,0 +1,102 @@
+"""Token shards as memory maps: rows of any bucket by number, without reading the rest."""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import DataError
+
+Int64s = npt.NDArray[np.int64]
+Arrays = dict[str, npt.NDArray[Any]]
+_DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One safetensors file of token rows. `rows[b]` rows of bucket b."""
+
+    path: Path
+    rows: tuple[int, ...]
+
+
+def map_safetensors(path: Path) -> Arrays:
+    """Every tensor of a safetensors file as a read-only memory map (format: 8-byte header length, JSON, data)."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    data = np.memmap(path, mode="r", dtype=np.uint8)
+    arrays: Arrays = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        arrays[name] = data[start:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays
+
+
+class TokenRows:
+    """The rows of one split over any number of shards, numbered per bucket in shard order."""
+
+    def __init__(self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int) -> None:
+        self.buckets = tuple(buckets)
+        self.pad_id = pad_id
+        self._shards = tuple(shards)
+        counts = np.array([shard.rows for shard in shards], dtype=np.int64).reshape(len(shards), len(self.buckets))
+        self._starts = np.vstack([np.zeros((1, len(self.buckets)), dtype=np.int64), np.cumsum(counts, axis=0)])
+        self._maps: dict[int, Arrays] = {}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each bucket."""
+        return tuple(int(size) for size in self._starts[-1])
+
+    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays:
+        """Rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.
+
+        Returns the arrays of FIELDS, N rows each, in the order asked for.
+        """
+        shape = self.buckets[bucket]
+        result: Arrays = {}
+        for pool in np.unique(pools):
+            places = np.flatnonzero(pools == pool)
+            shard_of = np.searchsorted(self._starts[:, pool], rows[places], side="right") - 1
+            for shard in np.unique(shard_of):
+                chosen = places[shard_of == shard]
+                local = rows[chosen] - self._starts[shard, pool]
+                for field in FIELDS:
+                    values = self._map(int(shard))[f"b{pool}.{field}"][local]
+                    if field not in result:
+                        result[field] = self._empty(field, values, len(rows), shape)
+                    if values.ndim == 2:
+                        result[field][chosen, : values.shape[1]] = values
+                    else:
+                        result[field][chosen] = values
+        return result
+
+    def _empty(self, field: str, like: npt.NDArray[Any], rows: int, shape: Bucket) -> npt.NDArray[Any]:
+        if field == "query":
+            return np.full((rows, shape.query_tokens), self.pad_id, dtype=np.int32)
+        if field == "product":
+            return np.full((rows, shape.product_tokens), self.pad_id, dtype=np.int32)
+        return np.zeros((rows, *like.shape[1:]), dtype=like.dtype)
+
+    def _map(self, shard: int) -> Arrays:
+        if shard not in self._maps:
+            path = self._shards[shard].path
+            try:
+                self._maps[shard] = map_safetensors(path)
+            except (OSError, ValueError, KeyError, struct.error) as error:
+                raise DataError(
+                    f"token shard {path} cannot be read: {error}",
+                    expected="the file that prepare committed",
+                    next_command="delete its folder and run trnpipe prepare again",
+                ) from error
+        return self._maps[shard]

@@ -1,0 +1,145 @@
+"""One pass over a few columns, before the work: which labels there are, and a sample of texts for the tokenizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.core.errors import DataError
+from pipeline.core.stop import StopSignal
+from pipeline.data.columns import FILTER
+from pipeline.data.config import DataConfig
+from pipeline.data.encode import text_characters
+from pipeline.data.partitions import Source
+from pipeline.data.rows import RawBatch
+from pipeline.data.validate import filter_mask, parse_number
+
+MAX_LABELS = 1000
+_GAIN_DIGITS = 6
+_TEXT_FIELDS = ("query", "title", "text")
+
+
+@dataclass
+class LabelCount:
+    """Rows of one label, and the sum of their gains (of those that have one)."""
+
+    rows: int = 0
+    gains: int = 0
+    gain_sum: float = 0.0
+
+    @property
+    def mean_gain(self) -> float:
+        return round(self.gain_sum / self.gains, _GAIN_DIGITS) if self.gains else 0.0
+
+
+@dataclass
+class TextSample:
+    """Every `stride`-th row; the stride doubles whenever the sample outgrows `limit` rows: an even spread, one pass.
+
+    Depends on the rows in order, not on how they are cut into batches.
+    """
+
+    limit: int
+    stride: int = 1
+    seen: int = 0
+    held: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+
+    def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
+        chosen = np.flatnonzero((self.seen + np.arange(batch.num_rows)) % self.stride == 0)
+        part = batch.take(pa.array(chosen))
+        columns = [
+            pc.binary_slice(part[name], 0, max_bytes).to_pylist() for name in _TEXT_FIELDS if name in part.schema.names
+        ]
+        rows = ((value or b"" for value in row) for row in zip(*columns, strict=True))
+        self.held += [(self.seen + int(place), tuple(row)) for place, row in zip(chosen, rows, strict=True)]
+        self.seen += batch.num_rows
+        while len(self.held) > self.limit:
+            self.stride *= 2
+            self.held = [item for item in self.held if item[0] % self.stride == 0]
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the sampled rows; bytes that are not UTF-8 are left out."""
+        for _, row in self.held:
+            for value in row:
+                if value:
+                    yield value.decode("utf-8", "ignore")
+
+
+@dataclass(frozen=True)
+class Survey:
+    labels: dict[str, LabelCount]
+    sample: TextSample
+    has_labels: bool
+
+    def ordered_labels(self) -> dict[str, float]:
+        """Label -> mean gain, least relevant first; ties by name."""
+        means = {name: count.mean_gain for name, count in self.labels.items()}
+        return dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
+
+
+def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
+    """Read what is wanted and nothing else. Raises DataError (missing columns, far too many labels)."""
+    fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
+    labels: dict[str, LabelCount] = {}
+    sample = TextSample(config.tokenizer.train_rows)
+    max_bytes = 4 * text_characters(config.bucket_shapes)
+    has_labels = False
+    for batch in _batches(source, fields, config, stop):
+        if want_labels and "label" in batch.schema.names:
+            has_labels = True
+            _count_labels(labels, batch)
+            _check_count(labels, config)
+        if want_sample:
+            sample.add(batch, max_bytes)
+    return Survey(labels, sample, has_labels)
+
+
+def _batches(source: Source, fields: list[str], config: DataConfig, stop: StopSignal) -> Iterator[pa.RecordBatch]:
+    for partition in source.partitions:
+        for file in partition.files:
+            raw: RawBatch
+            for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
+                stop.raise_if_set(f"reading {file.key}")
+                columns = raw.columns
+                yield columns.filter(pa.array(filter_mask(columns, config.filter))) if config.filter else columns
+
+
+def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch) -> None:
+    encoded = batch["label"].dictionary_encode()
+    place = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy(zero_copy_only=False)
+    size = len(encoded.dictionary) + 1
+    rows = np.bincount(place, minlength=size)
+    gain = _gains(batch)
+    known = np.isfinite(gain)
+    gains = np.bincount(place[known], minlength=size)
+    sums = np.bincount(place[known], weights=gain[known], minlength=size)
+    for number, value in enumerate(encoded.dictionary.to_pylist()):
+        try:
+            name = value.decode().strip()
+        except UnicodeDecodeError:  # a bad row, counted when rows are judged
+            continue
+        if name:
+            count = labels.setdefault(name, LabelCount())
+            count.rows += int(rows[number])
+            count.gains += int(gains[number])
+            count.gain_sum += float(sums[number])
+
+
+def _gains(batch: pa.RecordBatch) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if "gain" not in batch.schema.names:
+        return np.full(batch.num_rows, np.nan)
+    column = batch["gain"]
+    if pa.types.is_floating(column.type):
+        return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
+    return np.array([parse_number(value) for value in column.to_pylist()], dtype=np.float64)
+
+
+def _check_count(labels: dict[str, LabelCount], config: DataConfig) -> None:
+    if len(labels) > MAX_LABELS:
+        raise DataError(
+            f"column {config.columns.label!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",
+            expected="a few relevance classes",
+            next_command="set --data.columns.label to the column of the classes, or list them in --data.labels",
+        )

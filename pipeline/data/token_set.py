@@ -1,0 +1,60 @@
+"""What a folder of token shards says about itself: the `fields` of its MANIFEST.json."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT_VERSION = 1
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardInfo(_Record):
+    """One shard file and its rows in each bucket (a bucket without rows has no tensors)."""
+
+    file: str
+    rows: tuple[int, ...]
+
+
+class CategoricalInfo(_Record):
+    """A hashed categorical column; id 0 means missing."""
+
+    column: str
+    num_ids: int
+
+
+class TokenSetInfo(_Record):
+    """One prepared partition.
+
+    `label_gains` are the mean gain of each label when it was prepared, or evenly spaced from 0 to 1 when labels were
+    configured for data without gains. `rows_read` counts rows after the filter, bad ones included.
+    """
+
+    schema_version: int = FORMAT_VERSION
+    dataset: str
+    partition: str = Field(description="dt=YYYY-MM-DD or flat")
+    watermark: str = Field(description="The date of the partition; empty when flat")
+    fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    pad_id: int
+    buckets: tuple[str, ...]
+    labels: tuple[str, ...]
+    label_gains: tuple[float, ...]
+    numeric: tuple[str, ...] = Field(description="Configured columns, then lexical features")
+    categorical: tuple[CategoricalInfo, ...]
+    splits: dict[Split, tuple[ShardInfo, ...]]
+    rows_read: int
+    rows_bad: int
+    reasons: dict[str, int]
+    truncated_rows: int = Field(description="Rows of which a side was longer than the largest bucket")
+    tokens: int = Field(description="Tokens without padding, special tokens included")
+
+    @property
+    def rows(self) -> int:
+        """Usable rows over all splits."""
+        return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)

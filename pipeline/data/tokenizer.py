@@ -1,0 +1,160 @@
+"""The text tokenizer: trained here (WordPiece) or given as a tokenizer.json, and named by its content."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import xxhash
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pipeline.core.errors import DataError
+from pipeline.data.config import TokenizerConfig
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_ALPHABET = 1000
+_EQUIVALENTS = {
+    "[PAD]": ("[PAD]", "<pad>"),
+    "[CLS]": ("[CLS]", "<s>", "<bos>"),
+    "[SEP]": ("[SEP]", "</s>", "<eos>"),
+    "[UNK]": ("[UNK]", "<unk>"),
+}
+_ENCODE_BLOCK = 8192
+
+
+def tokenizer_fingerprint(data: bytes) -> str:
+    """32 hex digits of the bytes of a tokenizer.json."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of N texts, special tokens included, back to back: text i is `ids[offsets[i]:offsets[i + 1]]`.
+
+    `ids` int32 [sum of lengths], `offsets` int64 [N + 1].
+    """
+
+    ids: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+class TextTokenizer:
+    """A tokenizer.json with the four special tokens known. Texts become `[CLS] ... [SEP]`.
+
+    Args:
+        data: the bytes of a tokenizer.json.
+        source: where it came from, for messages.
+    Raises DataError when it cannot be parsed or lacks a special token.
+    """
+
+    def __init__(self, data: bytes, source: str = "tokenizer.json") -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise DataError(
+                f"{source} is not a tokenizer.json: {error}",
+                expected="a file saved by Hugging Face tokenizers",
+                next_command="set --data.tokenizer.path, or leave it out to train one",
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.data = data
+        self.fingerprint = tokenizer_fingerprint(data)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.pad_id, self.cls_id, self.sep_id, self.unk_id = (
+            _special(vocabulary, name, source) for name in ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+        )
+
+    def encode(self, texts: Sequence[str]) -> Tokens:
+        """Tokens of each text, not truncated. Equal texts are tokenised once."""
+        unique = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        encoded = self._encode_unique(list(unique))
+        if len(unique) == len(texts):
+            return encoded
+        return take(encoded, np.array([unique[text] for text in texts], dtype=np.int64))
+
+    def _encode_unique(self, texts: list[str]) -> Tokens:
+        ids, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
+        for start in range(0, len(texts), _ENCODE_BLOCK):
+            block = self._tokenizer.encode_batch_fast(texts[start : start + _ENCODE_BLOCK], add_special_tokens=False)
+            lists = [[self.cls_id, *encoding.ids, self.sep_id] for encoding in block]
+            ids.append(np.fromiter(chain.from_iterable(lists), dtype=np.int32))
+            lengths.append(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)))
+        return Tokens(np.concatenate(ids), np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
+
+
+def take(tokens: Tokens, index: npt.NDArray[np.int64]) -> Tokens:
+    """Texts by number, in the order (and as often as) asked for. Shape of `index`: [M]."""
+    lengths = tokens.lengths[index]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    shift = np.repeat(tokens.offsets[index] - offsets[:-1], lengths)
+    return Tokens(tokens.ids[np.arange(offsets[-1]) + shift], offsets)
+
+
+def _special(vocabulary: dict[str, int], name: str, source: str) -> int:
+    for token in _EQUIVALENTS[name]:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise DataError(
+        f"{source} has no {name} token",
+        expected="one of " + ", ".join(_EQUIVALENTS[name]) + " in its vocabulary",
+        next_command="give a BERT-like tokenizer.json, or leave --data.tokenizer.path out to train one",
+    )
+
+
+def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
+    """A BERT-style WordPiece as the bytes of tokenizer.json; the same texts give the same bytes.
+
+    The library numbers the `##x` pieces of single characters in the order of a randomly seeded hash map, and breaks
+    ties between merges by these numbers. Handing them over as "special tokens" pins the numbers; the vocabulary found
+    then goes into a tokenizer of its own, in which they are not special.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    unique = list(dict.fromkeys(texts))
+    tokenizer = _wordpiece({}, config)
+    alphabet = _alphabet(unique, tokenizer.normalizer)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=2,
+        special_tokens=[*SPECIAL_TOKENS, *alphabet, *("##" + character for character in alphabet)],
+        limit_alphabet=len(alphabet),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(unique, trainer)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    result = _wordpiece({token: place for place, (token, _) in enumerate(vocabulary)}, config)
+    result.add_special_tokens(list(SPECIAL_TOKENS))
+    place = SPECIAL_TOKENS.index
+    result.post_processor = processors.BertProcessing(("[SEP]", place("[SEP]")), ("[CLS]", place("[CLS]")))
+    result.decoder = decoders.WordPiece()
+    return result.to_str().encode()
+
+
+def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizers.Tokenizer:
+    model = models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=config.lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _alphabet(texts: Sequence[str], normalizer: normalizers.Normalizer) -> list[str]:
+    """The characters to keep, sorted: all, or the most frequent when there are too many (ties by code point)."""
+    characters = sorted(set().union(*texts))
+    if len(characters) > _ALPHABET:
+        counts = Counter[str]()
+        for text in texts:
+            counts.update(text)
+        characters = sorted(characters, key=lambda character: (-counts[character], character))[:_ALPHABET]
+    normal = {part for character in characters for part in normalizer.normalize_str(character)}
+    return sorted(character for character in normal if not character.isspace())

@@ -1,0 +1,235 @@
+"""From raw rows to usable ones: every row either passes or gets one reason why not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.core.fingerprint import hash63
+from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC
+from pipeline.data.rows import BadRow, Chunk, Int64s, shorten
+from pipeline.data.token_set import SPLITS, CategoricalInfo
+
+EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
+NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
+BAD_GAIN = "gain is not a number from 0 to 1"
+_SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
+
+
+def not_utf8(field: str) -> str:
+    return f"{field} is not UTF-8"
+
+
+def bad_feature(column: str) -> str:
+    return f"feature {column} is not a finite number"
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What makes a row usable. `label_gains`: gain per label for rows without a gain of their own."""
+
+    partition: str
+    labels: tuple[str, ...]
+    label_gains: tuple[float, ...]
+    numeric: tuple[str, ...]
+    categorical: tuple[CategoricalInfo, ...]
+    filter: Mapping[str, str]
+    valid_fraction: float
+    test_fraction: float
+    carve_valid: bool
+    """Take the validation rows out of train by hash: for layouts that only know train and test (ESCI)."""
+
+
+@dataclass(frozen=True)
+class CleanRows:
+    """N usable rows; arrays have length N. `split` indexes SPLITS; `label` is -1 without labels."""
+
+    query: list[str]
+    title: list[str]
+    text: list[str]
+    label: npt.NDArray[np.int16]
+    gain: npt.NDArray[np.float32]
+    numeric: npt.NDArray[np.float32]
+    categorical: npt.NDArray[np.int32]
+    sample_id: Int64s
+    query_id: Int64s
+    split: npt.NDArray[np.int8]
+
+
+def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -> npt.NDArray[np.bool_]:
+    """Rows [N] whose filter columns equal the wanted values."""
+    keep = np.ones(columns.num_rows, dtype=np.bool_)
+    for column, value in wanted.items():
+        equal = pc.fill_null(pc.equal(columns[FILTER + column], pa.scalar(value.encode(), pa.large_binary())), False)
+        keep &= equal.to_numpy(zero_copy_only=False) if isinstance(equal, pa.Array) else equal.to_numpy()
+    return keep
+
+
+class _Rows:
+    """The columns of a chunk with one reason (or None) per row; the first reason stays."""
+
+    def __init__(self, table: pa.Table, rows: Int64s) -> None:
+        self.table, self.rows = table, rows
+        self.reason: list[str | None] = [None] * len(rows)
+
+    def has(self, field: str) -> bool:
+        return field in self.table.column_names
+
+    def mark(self, row: int, reason: str) -> None:
+        if self.reason[row] is None:
+            self.reason[row] = reason
+
+    def text(self, field: str) -> list[str]:
+        """Stripped texts; missing and undecodable ones are empty, the latter marked."""
+        if not self.has(field):
+            return [""] * len(self.rows)
+        column = self.table[field]
+        try:
+            return [value.strip() if value else "" for value in pc.cast(column, pa.large_string()).to_pylist()]
+        except pa.ArrowInvalid:  # some row is not UTF-8: find out which
+            return [self._decode(row, field, value) for row, value in enumerate(column.to_pylist())]
+
+    def _decode(self, row: int, field: str, value: bytes | None) -> str:
+        try:
+            return value.decode().strip() if value else ""
+        except UnicodeDecodeError:
+            self.mark(row, not_utf8(field))
+            return ""
+
+    def numbers(self, field: str) -> npt.NDArray[np.float64]:
+        """Numbers; NaN where there is none."""
+        column = self.table[field].combine_chunks()
+        if pa.types.is_floating(column.type):
+            return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
+        return np.array([parse_number(value) for value in column.to_pylist()], dtype=np.float64)
+
+
+def parse_number(value: bytes | None) -> float:
+    try:
+        return float(value) if value else float("nan")
+    except ValueError:
+        return float("nan")
+
+
+def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
+    """Apply the filter, then judge every row.
+
+    Returns the usable rows, the bad ones (those the reader found first), and the number of rows judged.
+    """
+    table = chunk.table()
+    keep = filter_mask(table, rules.filter)
+    rows = _Rows(table.filter(pa.array(keep)) if rules.filter else table, chunk.rows[keep])
+    query, title, text = rows.text("query"), rows.text("title"), rows.text("text")
+    for row, (one, other) in enumerate(zip(query, title, strict=True)):
+        if not one or not other:
+            rows.mark(row, EMPTY_QUERY if not one else EMPTY_TITLE)
+    label = _labels(rows, rules)
+    gain = _gains(rows, rules, label)
+    numeric = _numeric(rows, rules)
+    query_id = _query_ids(rows, query)
+    split = _splits(rows, rules, query_id)
+    categorical = _categorical(rows, rules)
+    good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
+    kept = np.flatnonzero(good).tolist()
+    prefix = f"{rules.partition}|{chunk.file}|"
+    usable = CleanRows(
+        [query[row] for row in kept],
+        [title[row] for row in kept],
+        [text[row] for row in kept],
+        label[good],
+        gain[good],
+        numeric[good],
+        categorical[good],
+        np.array([hash63(f"{prefix}{rows.rows[row]}") for row in kept], dtype=np.int64),
+        query_id[good],
+        split[good],
+    )
+    bad = list(chunk.bad) + [
+        _bad_row(chunk.file, rows, row, reason) for row, reason in enumerate(rows.reason) if reason
+    ]
+    return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
+
+
+def _bad_row(file: str, rows: _Rows, row: int, reason: str) -> BadRow:
+    values = {name: rows.table[name][row].as_py() for name in rows.table.column_names}
+    shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
+    return BadRow(file, int(rows.rows[row]), reason, shorten(str(shown)))
+
+
+def _labels(rows: _Rows, rules: RowRules) -> npt.NDArray[np.int16]:
+    if not rules.labels:
+        return np.full(len(rows.rows), -1, dtype=np.int16)
+    places = {name: place for place, name in enumerate(rules.labels)}
+    names = rows.text("label")
+    label = np.array([places.get(name, -1) for name in names], dtype=np.int16)
+    for row in np.flatnonzero(label < 0).tolist():
+        rows.mark(row, UNKNOWN_LABEL if names[row] else NO_LABEL)
+    return label
+
+
+def _gains(rows: _Rows, rules: RowRules, label: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
+    if not rows.has("gain"):
+        of_label = np.array([*rules.label_gains, 0.0], dtype=np.float32)  # label -1 reads the last entry
+        return of_label[label]
+    gain = rows.numbers("gain")
+    wrong = ~((gain >= 0) & (gain <= 1))
+    for row in np.flatnonzero(wrong).tolist():
+        rows.mark(row, BAD_GAIN)
+    return np.where(wrong, 0.0, gain).astype(np.float32)
+
+
+def _numeric(rows: _Rows, rules: RowRules) -> npt.NDArray[np.float32]:
+    values = np.zeros((len(rows.rows), len(rules.numeric)), dtype=np.float32)
+    for place, column in enumerate(rules.numeric):
+        with np.errstate(over="ignore"):
+            values[:, place] = rows.numbers(NUMERIC + column).astype(np.float32)
+        for row in np.flatnonzero(~np.isfinite(values[:, place])).tolist():
+            rows.mark(row, bad_feature(column))
+    return values
+
+
+def _categorical(rows: _Rows, rules: RowRules) -> npt.NDArray[np.int32]:
+    """Hash ids from 1; 0 means missing. Bytes are hashed as they are, valid text or not."""
+    ids = np.zeros((len(rows.rows), len(rules.categorical)), dtype=np.int32)
+    for place, info in enumerate(rules.categorical):
+        values = rows.table[CATEGORICAL + info.column].to_pylist()
+        ids[:, place] = [category_id(value, info.num_ids) for value in values]
+    return ids
+
+
+def category_id(value: bytes | None, num_ids: int) -> int:
+    """The id of one category: 0 for missing, else 1 + hash modulo (num_ids - 1)."""
+    stripped = value.strip() if value else b""
+    return 1 + hash63(stripped) % (num_ids - 1) if stripped else 0
+
+
+def _query_ids(rows: _Rows, queries: Sequence[str]) -> Int64s:
+    """Hash of the query id, or of the query in lower case when there is no id."""
+    ids = rows.text("query_id") if rows.has("query_id") else [""] * len(queries)
+    names = [given or query.lower() for given, query in zip(ids, queries, strict=True)]
+    hashes = {name: hash63(name) for name in set(names)}
+    return np.array([hashes[name] for name in names], dtype=np.int64)
+
+
+def _splits(rows: _Rows, rules: RowRules, query_id: Int64s) -> npt.NDArray[np.int8]:
+    """From the split column, else by query: all rows of a query land in one split, whatever the number of rows."""
+    by_hash = _split_by_hash(query_id, rules.valid_fraction, rules.test_fraction)
+    if not rows.has("split"):
+        return by_hash
+    names = rows.text("split")
+    split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in names], dtype=np.int8)
+    for row in np.flatnonzero(split < 0).tolist():
+        rows.mark(row, UNKNOWN_SPLIT)
+    if rules.carve_valid:
+        split[(split == 0) & (by_hash == SPLITS.index("valid"))] = SPLITS.index("valid")
+    return split
+
+
+def _split_by_hash(query_id: Int64s, valid_fraction: float, test_fraction: float) -> npt.NDArray[np.int8]:
+    unique, place = np.unique(query_id, return_inverse=True)
+    share = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])
+    split = np.where(share < test_fraction, 2, np.where(share < test_fraction + valid_fraction, 1, 0))
+    return split.astype(np.int8)[place]

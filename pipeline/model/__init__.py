@@ -1,0 +1,1 @@
+"""The text encoder, the interactions, the heads and the losses."""

@@ -1,0 +1,109 @@
+"""Shape of the model. Presets give the encoder sizes; any single field may be set over them."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.core.errors import ConfigError
+
+
+class EncoderSize(BaseModel):
+    """Sizes of a BERT-style encoder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+
+
+PRESETS: dict[str, EncoderSize] = {
+    "tiny": EncoderSize(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=512),
+    # MiniLM-L6, BERT base and BERT large as published on Hugging Face.
+    "small": EncoderSize(hidden_size=384, num_layers=6, num_heads=12, intermediate_size=1536),
+    "base": EncoderSize(hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
+    "large": EncoderSize(hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
+}
+
+
+class ModelConfig(BaseModel):
+    """A text encoder shared by query and product, interactions over both embeddings, and two heads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["tiny", "small", "base", "large"] = Field(
+        "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
+    )
+    hidden_size: int | None = Field(None, ge=8, description="Encoder width D (default: preset)")
+    num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
+    num_heads: int | None = Field(None, ge=1, description="Attention heads (default: preset)")
+    intermediate_size: int | None = Field(None, ge=8, description="Encoder feed-forward width (default: preset)")
+    max_positions: int = Field(512, ge=8, le=8192, description="Position embeddings; the longest bucket must fit")
+    layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
+    pooling: Literal["mean", "cls"] = Field("mean", description="Text embedding from token states")
+    interactions: Literal["explicit", "implicit", "both"] = Field(
+        "both", description="explicit: product, difference, DCN-v2 cross; implicit: deep MLP"
+    )
+    interaction_size: int = Field(
+        128, ge=4, description="Width each text embedding is projected to for the interactions"
+    )
+    cross_layers: int = Field(2, ge=0, le=8, description="DCN-v2 cross layers")
+    mlp_sizes: tuple[int, ...] = Field((256, 128), description="Widths of the implicit MLP")
+    categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
+    init_from: str | None = Field(
+        None, description="URI of a Hugging Face BERT/MiniLM folder to start the encoder from"
+    )
+
+    @property
+    def encoder(self) -> EncoderSize:
+        """The preset with single fields set over it. Raises ConfigError when the heads do not divide the width."""
+        base = PRESETS[self.preset]
+        size = EncoderSize(
+            hidden_size=self.hidden_size or base.hidden_size,
+            num_layers=self.num_layers or base.num_layers,
+            num_heads=self.num_heads or base.num_heads,
+            intermediate_size=self.intermediate_size or base.intermediate_size,
+        )
+        if size.hidden_size % size.num_heads:
+            raise ConfigError(
+                f"model.hidden_size {size.hidden_size} with model.num_heads {size.num_heads}",
+                expected="a width that the heads divide",
+            )
+        return size
+
+
+class LossConfig(BaseModel):
+    """Graded classification plus contrastive loss with in-batch negatives."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes")
+    contrastive_weight: float = Field(0.2, ge=0, description="Weight of the contrastive loss")
+    temperature: float = Field(0.05, gt=0, description="Divides the cosine similarities")
+    positive_gain: float = Field(
+        0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
+    )
+    negatives_group: int = Field(
+        16,
+        ge=2,
+        description="Samples that are each other's negatives; fixed, so that results do not depend on world size",
+    )
+
+
+class InputSpec(BaseModel):
+    """What the data fixes about the model: vocabulary, classes and features. Stored with every checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocab_size: int
+    pad_id: int
+    labels: tuple[str, ...]
+    label_gains: tuple[float, ...]
+    numeric: tuple[str, ...] = ()
+    categorical_ids: tuple[int, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.labels)

@@ -1,0 +1,98 @@
+"""A BERT encoder for static shapes: no data-dependent branch, no host sync.
+
+The arithmetic is Hugging Face BERT's (post layer norm, erf GELU, learned positions); query, key and value are one matrix.
+Weights go from and to Hugging Face names in model/hf.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.model.config import ModelConfig
+
+_MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each with a residual and a layer norm after it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.encoder
+        width = size.hidden_size
+        self.num_heads = size.num_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.intermediate = nn.Linear(width, size.intermediate_size)
+        self.output = nn.Linear(size.intermediate_size, width)
+        self.output_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
+        """hidden [B, T, D], score_bias [B, 1, 1, T] -> [B, T, D]."""
+        batch, tokens, width = hidden.shape
+        heads = (batch, tokens, 3, self.num_heads, width // self.num_heads)
+        query, key, value = self.qkv(hidden).view(heads).permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D/H]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
+        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
+        hidden = self.attention_norm(hidden + self._drop(attended))
+        expanded = F.gelu(self.intermediate(hidden))
+        result: Tensor = self.output_norm(hidden + self._drop(self.output(expanded)))
+        return result
+
+    def _drop(self, values: Tensor) -> Tensor:
+        return F.dropout(values, self.dropout, self.training) if self.dropout else values
+
+
+class TextEncoder(nn.Module):
+    """Token ids to one embedding a text."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
+        super().__init__()
+        width = config.encoder.hidden_size
+        self.pad_id = pad_id
+        self.pooling = config.pooling
+        self.dropout = config.dropout
+        self.word_embeddings = nn.Embedding(vocab_size, width)
+        self.position_embeddings = nn.Embedding(config.max_positions, width)
+        self.type_embeddings = nn.Embedding(2, width)
+        self.embedding_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int [B, T], padded with `pad_id` -> embeddings [B, D], not normalised."""
+        return self.pool(self.hidden_states(tokens), tokens)
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """tokens int [B, T] -> states of the last layer [B, T, D]."""
+        fixed = self.position_embeddings.weight[: tokens.shape[1]] + self.type_embeddings.weight[0]
+        hidden: Tensor = self.embedding_norm(self.word_embeddings(tokens) + fixed)
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout, self.training)
+        padding = (tokens == self.pad_id).to(hidden.dtype)
+        score_bias = (padding * _MASKED)[:, None, None, :]
+        for layer in self.layers:
+            hidden = layer(hidden, score_bias)
+        return hidden
+
+    def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """States [B, T, D] to [B, D]: the mean over real tokens, or the first state."""
+        if self.pooling == "cls":
+            return hidden[:, 0]
+        real = (tokens != self.pad_id).to(hidden.dtype).unsqueeze(-1)
+        return (hidden * real).sum(1) / real.sum(1).clamp(min=1.0)
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """BERT's initial weights (normal, std 0.02; zero biases), drawn on CPU from one generator: equal on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for child in module.modules():
+            if isinstance(child, nn.Linear | nn.Embedding):
+                child.weight.normal_(0.0, 0.02, generator=generator)
+            if isinstance(child, nn.Linear) and child.bias is not None:
+                child.bias.zero_()
+            if isinstance(child, nn.LayerNorm):
+                child.weight.fill_(1.0)
+                child.bias.zero_()

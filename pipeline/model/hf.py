@@ -1,0 +1,127 @@
+"""Weights under Hugging Face BERT names, so that `transformers` and every backend read the same file.
+
+Encoder tensors carry the prefix `bert.`; interactions and head keep their own names.
+"""
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import CheckpointError
+from pipeline.model.config import InputSpec, ModelConfig
+
+PREFIX = "bert."
+_OPTIONAL = ("pooler.", "cls.", "embeddings.position_ids")
+_EMBEDDINGS = {
+    "word_embeddings.weight": "embeddings.word_embeddings.weight",
+    "position_embeddings.weight": "embeddings.position_embeddings.weight",
+    "type_embeddings.weight": "embeddings.token_type_embeddings.weight",
+    "embedding_norm.weight": "embeddings.LayerNorm.weight",
+    "embedding_norm.bias": "embeddings.LayerNorm.bias",
+}
+_LAYER = {
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict to Hugging Face names; the joint query-key-value matrix is cut in three."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if not name.startswith("encoder."):
+            result[name] = tensor
+        elif ".qkv." in name:
+            layer, kind = name.removeprefix("encoder.layers.").split(".qkv.")
+            for part, piece in zip(("query", "key", "value"), tensor.chunk(3, dim=0), strict=True):
+                result[f"{PREFIX}encoder.layer.{layer}.attention.self.{part}.{kind}"] = piece
+        else:
+            result[_hf_name(name.removeprefix("encoder."))] = tensor
+    return result
+
+
+def _hf_name(name: str) -> str:
+    if name in _EMBEDDINGS:
+        return PREFIX + _EMBEDDINGS[name]
+    _, layer, part, kind = name.split(".")
+    return f"{PREFIX}encoder.layer.{layer}.{_LAYER[part]}.{kind}"
+
+
+def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Hugging Face names back to ours, complete and in the shapes of `template`.
+
+    Raises CheckpointError naming the first tensor that is missing or of another shape: a checkpoint of another architecture.
+    """
+    result: dict[str, Tensor] = {}
+    expected = to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in template.items()})
+    for name, tensor in expected.items():
+        found = weights.get(name)
+        if found is None or found.shape != tensor.shape:
+            seen = "no such tensor" if found is None else f"shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{source}: {name}: {seen}",
+                expected=f"shape {list(tensor.shape)}, from the model settings",
+                next_command="use the model settings of the checkpoint (its state.json), or --train.start scratch",
+            )
+    for name in template:
+        if ".qkv." in name:
+            layer, kind = name.removeprefix("encoder.layers.").split(".qkv.")
+            parts = [
+                weights[f"{PREFIX}encoder.layer.{layer}.attention.self.{part}.{kind}"]
+                for part in ("query", "key", "value")
+            ]
+            result[name] = torch.cat(parts, dim=0)
+        else:
+            hf_name = _hf_name(name.removeprefix("encoder.")) if name.startswith("encoder.") else name
+            result[name] = weights[hf_name]
+    return result
+
+
+def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """The encoder's part of a foreign BERT/MiniLM checkpoint (with or without the `bert.` prefix), in our names.
+
+    Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
+    """
+    prefixed = {name if name.startswith(PREFIX) else PREFIX + name: tensor for name, tensor in weights.items()}
+    unknown = [
+        name
+        for name in prefixed
+        if not name.removeprefix(PREFIX).startswith((*_OPTIONAL, "embeddings.", "encoder.layer."))
+    ]
+    if unknown:
+        raise CheckpointError(f"{source}: unknown tensor {unknown[0]}", expected="the weights of a BERT encoder")
+    encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
+    positions = PREFIX + "embeddings.position_embeddings.weight"
+    rows = encoder["encoder.position_embeddings.weight"].shape[0]
+    if positions in prefixed:
+        prefixed[positions] = prefixed[positions][:rows]
+    return from_hf(prefixed, encoder, source=source)
+
+
+def hf_config(config: ModelConfig, spec: InputSpec) -> str:
+    """config.json that lets `transformers.BertModel.from_pretrained` open a checkpoint folder."""
+    size = config.encoder
+    return json.dumps(
+        {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "hidden_size": size.hidden_size,
+            "num_hidden_layers": size.num_layers,
+            "num_attention_heads": size.num_heads,
+            "intermediate_size": size.intermediate_size,
+            "hidden_act": "gelu",
+            "layer_norm_eps": config.layer_norm_eps,
+            "max_position_embeddings": config.max_positions,
+            "type_vocab_size": 2,
+            "vocab_size": spec.vocab_size,
+            "pad_token_id": spec.pad_id,
+            "hidden_dropout_prob": config.dropout,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        indent=1,
+    )

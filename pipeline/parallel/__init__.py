@@ -1,0 +1,1 @@
+"""Ranks: launching them, agreeing between them."""

@@ -1,0 +1,107 @@
+"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors on every backend."""
+
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.core.errors import TransientError
+from pipeline.parallel.world import World
+
+
+class Gang:
+    """The ranks of one run. Alone, every call returns at once."""
+
+    def __init__(self, world: World, *, timeout_s: float, device_backend: str | None = None) -> None:
+        """Join the others. `device_backend` adds a device-side process group (nccl for cuda)."""
+        self.world = world
+        self._pending: tuple[Tensor, Any] | None = None
+        if world.world_size > 1:
+            kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
+            with _peers("joining the other ranks"):
+                dist.init_process_group(kind, timeout=timedelta(seconds=timeout_s))
+
+    def agree(self, flag: bool) -> bool:
+        """True on every rank when the flag of any rank was up one call earlier.
+
+        The exchange runs behind the step: each call starts one and returns the result of the one before.
+        """
+        if self.world.world_size == 1:
+            return flag
+        with _peers("agreeing to stop"):
+            result = self._finish()
+            mine = torch.tensor([int(flag)], dtype=torch.int32)
+            self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, async_op=True))
+        return result
+
+    def agree_now(self, flag: bool) -> bool:
+        """True on every rank when the flag of any rank is up. Waits for all."""
+        if self.world.world_size == 1:
+            return flag
+        with _peers("agreeing to stop"):
+            earlier = self._finish()
+            mine = torch.tensor([int(flag or earlier)], dtype=torch.int32)
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return bool(mine.item())
+
+    def mean(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Element-wise mean over ranks of CPU tensors, in place."""
+        if self.world.world_size > 1:
+            with _peers("reducing gradients"):
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+                    tensor /= self.world.world_size
+        return tensors
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (plain Python or numpy), in rank order, on every rank."""
+        if self.world.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world.world_size
+        with _peers("gathering results"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world.world_size > 1:
+            with _peers("waiting for the other ranks"):
+                dist.barrier()
+
+    def close(self) -> None:
+        """Leave. Pending exchanges are finished first, so that no peer is left waiting."""
+        if self.world.world_size > 1:
+            with _peers("leaving"):
+                self._finish()
+            dist.destroy_process_group()
+
+    def _finish(self) -> bool:
+        if self._pending is None:
+            return False
+        tensor, work = self._pending
+        self._pending = None
+        work.wait()
+        return bool(tensor.item())
+
+
+class _peers:  # noqa: N801 - reads as a statement: `with _peers("..."):`
+    """Turn the collective library's RuntimeError into a TransientError that says what was going on."""
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            raise TransientError(
+                f"a peer failed while {self.doing}: {str(error).splitlines()[0]}",
+                expected="all ranks alive",
+                next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
+            ) from error

@@ -1,0 +1,61 @@
+"""Who we are among the ranks, read from torchrun's environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks as in torch.distributed."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_from_env(env: Mapping[str, str] = os.environ) -> World:
+    """The world torchrun describes; alone without it. Raises ConfigError when the variables do not fit together."""
+    if "WORLD_SIZE" not in env:
+        return World()
+    try:
+        world = World(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            node_rank=int(env.get("GROUP_RANK", "0")),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"WORLD_SIZE is set but the launch environment is not whole: {error}",
+            expected="RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them",
+            next_command="start through --launch.processes N or torchrun, or unset WORLD_SIZE",
+        ) from error
+    if not 0 <= world.rank < world.world_size:
+        raise ConfigError(f"RANK {world.rank} of WORLD_SIZE {world.world_size}", expected="0 <= RANK < WORLD_SIZE")
+    return world
+
+
+def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool, device: str) -> None:
+    """Compare torchrun's world with what the device runtime believes.
+
+    Two PJRT-CPU processes each report a world of one; then gradients go through gloo and that is right. Anywhere else a
+    difference means every rank would train alone without a word. Raises ConfigError.
+    """
+    expected = world.world_size if reduces_in_graph else 1
+    if runtime_world_size != expected:
+        raise ConfigError(
+            f"torchrun says world size {world.world_size}, the {device} runtime says {runtime_world_size}",
+            expected=f"a runtime world size of {expected}",
+            next_command="launch one process per device (torchrun --nproc-per-node), and unset CPU_NUM_DEVICES,"
+            " NEURON_PJRT_WORLD_SIZE and NEURON_PJRT_PROCESSES_NUM_DEVICES",
+        )

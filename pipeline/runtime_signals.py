@@ -1,0 +1,126 @@
+"""SIGTERM and SIGINT become the stop signal, and the process ends in time even when nobody polls it.
+
+Python runs signal handlers only between bytecodes of the main thread, so a handler does not run while that thread is
+inside a long C++ call such as a compile. The C-level handler does write the signal number to the wake-up descriptor at
+once (signal.set_wakeup_fd), and a monitor thread reads it there. It needs the GIL, which such a call must release.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+from pipeline.core.errors import Preempted
+from pipeline.core.stop import StopSignal
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_S = 15.0  # Batch kills 30 s after SIGTERM; we promise 20
+LAST_HOOK_S = 3.0
+LAUNCHER_GRACE_S = GRACE_S + LAST_HOOK_S + 1.0  # the ranks of a launcher end themselves first
+_CLOSE = 0  # not a signal number
+
+LastHook = Callable[[str], None]
+
+
+@contextmanager
+def stop_on_signals(stop: StopSignal, *, grace_s: float = GRACE_S, last_hook: LastHook | None = None) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT set `stop`; main thread only.
+
+    When the process still runs `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process
+    ends with 143. A second SIGINT ends it at once. After a signal the monitor stays on: shutdown may hang too.
+    Forked workers share the wake-up descriptor: they let go of it, so that ending one does not stop us, and ignore
+    SIGINT, which a terminal sends to the whole group while it is ours to decide.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        stop.set(signal.Signals(signum).name)
+
+    handlers = {signum: signal.signal(signum, on_signal) for signum in SIGNALS}
+    wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _guard_forks(lambda: signal.getsignal(signal.SIGTERM) is on_signal)
+    monitor = threading.Thread(
+        target=_monitor, args=((reader, writer), stop, grace_s, last_hook), name="signals", daemon=True
+    )
+    monitor.start()
+    try:
+        yield
+    finally:
+        if not stop.is_set():
+            signal.set_wakeup_fd(wakeup_fd)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            writer.send(bytes([_CLOSE]))
+            monitor.join()
+
+
+def _guard_forks(is_ours: Callable[[], bool]) -> None:
+    """Give forked children default SIGTERM, no SIGINT and no wake-up descriptor, for as long as `is_ours()`.
+
+    Signals wait while a fork is under way: one that came between the fork and the change would be taken for the
+    parent's. Hooks cannot be removed again, so they ask each time.
+    """
+    earlier = threading.local()
+
+    def before() -> None:
+        earlier.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if is_ours() else None
+
+    def in_parent() -> None:
+        if earlier.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
+
+    def in_child() -> None:
+        if earlier.mask is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _monitor(
+    pair: tuple[socket.socket, socket.socket], stop: StopSignal, grace_s: float, last_hook: LastHook | None
+) -> None:
+    """Read signal numbers; from the first on, count down. Owns both ends, which stay open as long as it runs."""
+    reader, writer = pair
+    deadline: float | None = None
+    num_interrupts = 0
+    with reader, writer:
+        while True:
+            reader.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            try:
+                received = reader.recv(64)
+            except TimeoutError:
+                _end(f"{stop.reason}, not stopped within {grace_s:g} s", last_hook)
+            if _CLOSE in received:
+                return
+            for signum in received:
+                if signum not in SIGNALS:
+                    continue
+                stop.set(signal.Signals(signum).name)
+                deadline = deadline or time.monotonic() + grace_s
+                num_interrupts += signum == signal.SIGINT
+            if num_interrupts > 1:
+                _end("a second SIGINT", None)
+
+
+def _end(reason: str, last_hook: LastHook | None) -> None:
+    """Last words, then out with the children, without atexit handlers: they may be what hangs."""
+    try:
+        os.write(2, f"trnpipe: {reason}; exit {Preempted.exit_code}\n".encode())
+        if last_hook is not None:
+            hook = threading.Thread(target=last_hook, args=(reason,), daemon=True)
+            hook.start()
+            hook.join(LAST_HOOK_S)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    finally:
+        os._exit(Preempted.exit_code)

@@ -1,0 +1,75 @@
+"""The one tree of settings. Values come together in `pipeline.config_sources`."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.main import IncEx
+
+from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.core.fingerprint import fingerprint
+from pipeline.data.config import DataConfig
+from pipeline.io.retry import RetryPolicy
+from pipeline.model.config import ModelConfig
+from pipeline.train.config import TrainConfig
+
+
+class LaunchConfig(BaseModel):
+    """Processes of one run on this machine; torchrun's own variables win when they are set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    processes: int = Field(1, ge=1, le=1024, description="Training processes to start here, one per device")
+
+
+class LogConfig(BaseModel):
+    """What a run says while it works."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every_steps: int = Field(10, ge=1, description="Steps between two lines of figures")
+    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
+
+
+class Settings(BaseModel):
+    """Everything a cycle can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workspace: str = Field(
+        "workspace", min_length=1, description="Folder or URI (file://, s3://) of all a cycle reads and writes"
+    )
+    cycle: str = Field(
+        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="Name of this retraining; empty: today's date (UTC)"
+    )
+    model_name: str = Field(
+        "relevance", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the model in the registry"
+    )
+    backend: Literal["auto", "xla", "cpu", "cuda"] = Field("auto", description="Device; auto: cuda, else xla, else cpu")
+    scratch: str | None = Field(
+        None, description="Local folder for temporary files (default: in a local workspace, else the system's)"
+    )
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    storage: RetryPolicy = RetryPolicy()
+    log: LogConfig = LogConfig()
+
+
+# Where, when and how fast a cycle runs; the same work has the same hash without them.
+_NOT_HASHED: dict[str, IncEx | bool] = {
+    "workspace": True,
+    "cycle": True,
+    "scratch": True,
+    "launch": True,
+    "storage": True,
+    "log": True,
+    "data": {"num_workers": True},
+    "train": {"deadline": True, "collective_timeout_s": True},
+}
+
+
+def settings_hash(settings: Settings) -> str:
+    """32 hex digits naming the settings that decide what is produced; equal on every machine and in every process."""
+    return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))

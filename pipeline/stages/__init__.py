@@ -1,0 +1,1 @@
+"""One file per stage: validate, do, commit a result."""

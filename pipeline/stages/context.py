@@ -1,0 +1,107 @@
+"""What a stage is given beside its settings. Built once, at the rim."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.events import EventName
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import Storage, open_storage
+from pipeline.parallel.world import World, world_from_env
+from pipeline.settings import Settings, settings_hash
+from pipeline.stages.code_version import code_version
+from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventLog
+
+
+class Events(Protocol):
+    """Where events go; the log of the cycle on rank 0."""
+
+    def emit(self, event: EventName, /, **fields: object) -> None: ...
+    def flush(self, durable: bool = False) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoEvents:
+    """Ranks other than 0 write no events."""
+
+    def emit(self, event: EventName, /, **fields: object) -> None:
+        return
+
+    def flush(self, durable: bool = False) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The outside world of one stage run. `scratch` is a local folder that may be lost at any time."""
+
+    settings: Settings
+    workspace: Storage
+    cycle: str
+    scratch: Path
+    events: Events
+    console: Console
+    stop: StopSignal
+    world: World
+    settings_hash: str
+    code_version: str
+
+
+@contextmanager
+def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ) -> Iterator[StageContext]:
+    """Open the workspace and the event log; close the log on leaving. Raises ConfigError for either."""
+    workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    cycle = settings.cycle or datetime.now(UTC).date().isoformat()
+    scratch = scratch_folder(settings, workspace, env)
+    world = world_from_env(env)
+    events = EventLog(workspace, f"cycles/{cycle}/events.jsonl", scratch=scratch) if world.is_main else NoEvents()
+    try:
+        yield StageContext(
+            settings=settings,
+            workspace=workspace,
+            cycle=cycle,
+            scratch=scratch,
+            events=events,
+            console=Console(quiet=not world.is_main),
+            stop=stop,
+            world=world,
+            settings_hash=settings_hash(settings),
+            code_version=code_version(),
+        )
+    finally:
+        events.close()
+
+
+def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:
+    """The folder for temporary files, made when missing. Another attempt finds it again, so downloads are reused.
+
+    In a local workspace (so that publishing is a rename), else `$XDG_CACHE_HOME/trnpipe/<hash of the root>`, else the
+    same under ~/.cache. Setting `scratch` goes before all. Raises ConfigError when it cannot be made.
+    """
+    inside = workspace.local_path(".scratch")
+    if settings.scratch is not None:
+        folder = Path(settings.scratch).expanduser().absolute()
+    elif inside is not None:
+        folder = inside
+    else:
+        cache = env.get("XDG_CACHE_HOME")
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "trnpipe" / fingerprint(workspace.root)[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"scratch folder {folder}: {error.strerror}",
+            expected="a local folder that can be written",
+            next_command="set --workspace or --scratch to another folder",
+        ) from error
+    return folder

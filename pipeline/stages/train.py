@@ -1,0 +1,92 @@
+"""The train stage: from prepared partitions and a parent to a verified checkpoint."""
+
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+
+from pipeline.core.errors import DataError
+from pipeline.core.format import format_duration
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.parent import find_parent
+from pipeline.stages.result import Figure, StageResult, load_result, store_result
+from pipeline.train.identity import check_identity
+from pipeline.train.inputs import gather_inputs
+from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
+
+NAME = "train"
+
+
+def run(settings: Settings, ctx: StageContext) -> StageResult:
+    """Train this cycle's model, or say that it is done already. Raises every error of the family."""
+    started = datetime.now(UTC)
+    prepared = load_result(ctx.workspace, ctx.cycle, "prepare")
+    if prepared is None:
+        raise DataError(
+            f"cycle {ctx.cycle} has no prepared data",
+            expected="the result of the prepare stage",
+            next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
+        )
+    parent = find_parent(settings, ctx.workspace, ctx.scratch / "parent")
+    inputs = gather_inputs(ctx.workspace, _partitions(prepared), parent, settings.train, settings.model)
+    earlier = load_result(ctx.workspace, ctx.cycle, NAME)
+    if earlier is not None:
+        check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
+        ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
+        return earlier.model_copy(update={"status": "already_done"})
+    tokenizer = ctx.workspace.read_bytes(f"{prepared.outputs['tokenizer']}/tokenizer.json")
+    outcome = TrainRun(_config(settings), _surroundings(ctx), inputs, tokenizer).run()
+    result = StageResult(
+        stage=NAME,
+        cycle=ctx.cycle,
+        status="done",
+        inputs=dict(inputs.identity),
+        outputs={"checkpoint": outcome.prefix},
+        figures=_figures(outcome),
+        settings_hash=ctx.settings_hash,
+        code_version=ctx.code_version,
+        started=started,
+        finished=datetime.now(UTC),
+    )
+    if ctx.world.is_main:
+        store_result(ctx.workspace, result)
+    _tell(ctx, outcome, (result.finished - started).total_seconds())
+    return result
+
+
+def _partitions(prepared: StageResult) -> list[str]:
+    """Committed token folders of the prepare stage, in partition order."""
+    return [prefix for name, prefix in sorted(prepared.outputs.items()) if name.startswith("token_set_")]
+
+
+def _config(settings: Settings) -> RunConfig:
+    return RunConfig(
+        train=settings.train,
+        model=settings.model,
+        checkpoint=settings.checkpoint,
+        backend=settings.backend,
+        log_every=settings.log.every_steps,
+        tensorboard=settings.log.tensorboard,
+    )
+
+
+def _surroundings(ctx: StageContext) -> Surroundings:
+    names = (field.name for field in fields(Surroundings))
+    return Surroundings(**{name: getattr(ctx, name) for name in names})
+
+
+def _figures(outcome: Outcome) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {"step": outcome.step, "steps_done": outcome.steps_done, "late": outcome.late}
+    for split, values in outcome.holdouts.items():
+        figures |= {f"{split}_{name}": value for name, value in asdict(values).items() if value == value}  # noqa: PLR0124
+    return figures
+
+
+def _tell(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
+    for split, values in outcome.holdouts.items():
+        ctx.console.info(
+            f"{split}: {values.rows} rows | accuracy {values.accuracy:.4f} | macro F1 {values.macro_f1:.4f} | "
+            f"positive F1 {values.positive_f1:.4f} | nDCG@10 {values.ndcg:.4f} | loss {values.loss:.4f}"
+        )
+    ctx.console.info(
+        f"train: done in {format_duration(seconds)}, step {outcome.step}, checkpoint {ctx.workspace.uri(outcome.prefix)}"
+    )

@@ -1,0 +1,82 @@
+"""Settings of the training loop."""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.model.config import LossConfig
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up")
+    warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
+    final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this")
+
+
+class GuardConfig(BaseModel):
+    """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sigma: float = Field(6.0, gt=0, description="Skip above mean + sigma standard deviations of the gradient norm")
+    min_ratio: float = Field(
+        4.0, ge=1, description="...and above this multiple of the mean, so that calm runs are not cut"
+    )
+    warmup_steps: int = Field(50, ge=1, description="Steps before spikes are judged (NaN always is)")
+    decay: float = Field(0.98, gt=0, lt=1, description="Decay of the running mean and variance")
+    patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
+
+
+class TrainConfig(BaseModel):
+    """One training run of one cycle."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: str = Field(
+        "incumbent",
+        description="incumbent, scratch, or the URI of a checkpoint; scratch is used when nothing is promoted",
+    )
+    replay_share: float = Field(
+        0.1, ge=0, lt=1, description="Share of an incremental run's samples drawn from older partitions"
+    )
+    epochs: float = Field(2.0, gt=0, description="Passes over the chosen samples (used when max_steps is 0)")
+    max_steps: int = Field(0, ge=0, description="Optimizer steps; 0: from epochs")
+    global_batch_size: int = Field(64, ge=2, description="Samples of one optimizer step, over all ranks")
+    micro_batch_size: int = Field(
+        64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
+    )
+    precision: Literal["fp32", "autocast", "bf16"] = Field(
+        "fp32", description="bf16: bf16 weights and activations, fp32 master weights"
+    )
+    step_boundary: Literal["split", "fused"] = Field(
+        "split", description="Graphs: forward+backward and update apart, or one"
+    )
+    seed: int = Field(1, ge=0, description="Seed of initial weights, order and dropout")
+    evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
+    evaluate_rows: int = Field(
+        5000, ge=1, description="Most holdout rows used during training (the final one uses all)"
+    )
+    metric: Literal["accuracy", "macro_f1", "positive_f1", "ndcg"] = Field(
+        "accuracy", description="Holdout metric that names the best checkpoint"
+    )
+    deadline: datetime | None = Field(None, description="Time (ISO 8601) by which the cycle needs the model")
+    on_deadline: Literal["warn", "finish"] = Field(
+        "warn", description="At the deadline: go on, or evaluate and finish with what there is"
+    )
+    collective_timeout_s: float = Field(
+        300.0, gt=0, description="Seconds after which a peer that does not answer fails the run (retry)"
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    guard: GuardConfig = GuardConfig()

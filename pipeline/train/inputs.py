@@ -1,0 +1,121 @@
+"""What a run trains on and starts from, chosen before anything is loaded onto a device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.checkpoint.state import Parent
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.errors import ConfigError
+from pipeline.core.partitions import Selection, select_partitions
+from pipeline.data.token_store import TokenSet, read_token_sets
+from pipeline.io.storage import Storage
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.train.config import TrainConfig
+from pipeline.train.identity import check_identity, identity_parts
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Partitions, model inputs and parent of one run."""
+
+    sets: tuple[TokenSet, ...]
+    selection: Selection
+    spec: InputSpec
+    parent: Checkpoint | None
+    identity: Mapping[str, str]
+
+    @property
+    def new_sets(self) -> list[TokenSet]:
+        return [s for s in self.sets if s.partition in self.selection.new]
+
+    @property
+    def old_sets(self) -> list[TokenSet]:
+        return [s for s in self.sets if s.partition in self.selection.old]
+
+    @property
+    def parent_record(self) -> Parent | None:
+        """How the parent is named in the lineage."""
+        if self.parent is None:
+            return None
+        state = self.parent.state
+        return Parent(uri=self.parent.prefix, digest=self.parent.digest, cycle=state.cycle, step=state.step)
+
+    @property
+    def partitions(self) -> dict[str, str]:
+        """Every partition the weights have seen when the run is done: the parent's and the new ones."""
+        seen = dict(self.parent.state.partitions) if self.parent else {}
+        return seen | {p.name: p.fingerprint for p in self.selection.new}
+
+    @property
+    def watermark(self) -> str:
+        before = self.parent.state.watermark if self.parent else ""
+        return max(before, self.selection.watermark)
+
+
+def gather_inputs(
+    workspace: Storage, prefixes: Sequence[str], parent: Checkpoint | None, train: TrainConfig, model: ModelConfig
+) -> RunInputs:
+    """Read the prepared partitions, choose the new ones, check that they fit the parent. Raises ConfigError, DataError."""
+    sets = read_token_sets(workspace, prefixes)
+    info = sets[0].info
+    spec = InputSpec(
+        vocab_size=info.vocab_size,
+        pad_id=info.pad_id,
+        labels=info.labels,
+        label_gains=info.label_gains if parent is None else parent.state.inputs.label_gains,
+        numeric=info.numeric,
+        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
+    )
+    longest = max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
+    if longest > model.max_positions:
+        raise ConfigError(
+            f"the longest bucket has {longest} tokens, model.max_positions is {model.max_positions}",
+            expected="buckets that fit the position embeddings",
+            next_command=f"--model.max-positions {longest}, or smaller data.buckets",
+        )
+    if parent is not None:
+        _check_parent(parent, spec, info.tokenizer_fingerprint, model)
+    selection = select_partitions(
+        [s.partition for s in sets],
+        parent_watermark=parent.state.watermark if parent else None,
+        parent_partitions=parent.state.partitions if parent else {},
+    )
+    identity = identity_parts(train, model, spec, selection, info.buckets, parent.digest if parent else "")
+    return RunInputs(tuple(sets), selection, spec, parent, identity)
+
+
+def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
+    """The parent's tokenizer, classes, features and architecture must be ours. Raises ConfigError naming the difference."""
+    state = parent.state
+    if state.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise ConfigError(
+            f"the data was tokenised with {tokenizer_fingerprint}, {parent.prefix} was trained with {state.tokenizer_fingerprint}",
+            expected="the tokenizer of the checkpoint",
+            next_command=f"trnpipe prepare --data.tokenizer.path <{parent.prefix}/tokenizer.json>, or --train.start scratch",
+        )
+    if state.inputs != spec:
+        ours, theirs = spec.model_dump(), state.inputs.model_dump()
+        name = next(name for name in ours if ours[name] != theirs[name])
+        raise ConfigError(
+            f"the data has {name} {ours[name]}",
+            expected=f"{theirs[name]}, as {parent.prefix} was trained with",
+            next_command="prepare the data with the parent's settings, or --train.start scratch",
+        )
+    check_architecture(state.model, model, where=parent.prefix)
+
+
+def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
+    """Raises ConfigError naming the first field in which two models differ in shape."""
+    ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
+    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump()}
+    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump()}
+    for name, value in wanted.items():
+        if theirs[name] != value:
+            raise ConfigError(
+                f"{where} has model.{name} {theirs[name]}",
+                expected=f"{value}, from the settings",
+                next_command="use the checkpoint's model settings, or --train.start scratch",
+            )
+
+
+__all__ = ["RunInputs", "check_architecture", "check_identity", "gather_inputs"]

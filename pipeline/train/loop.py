@@ -1,0 +1,197 @@
+"""The training loop, in run order.
+
+Rules it keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the figures of
+all its steps are on disk; every batch is counted; the stop signal is agreed on by all ranks at a step boundary.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.backends import Backend, Batch
+from pipeline.core.deadline import forecast
+from pipeline.core.errors import NumericError
+from pipeline.core.events import EventName
+from pipeline.core.stop import StopSignal
+from pipeline.parallel.gang import Gang
+from pipeline.telemetry.console import Console, StepFigures
+from pipeline.train.batches import BatchStream, add_digests, schedule_of
+from pipeline.train.config import TrainConfig
+from pipeline.train.pace import Pace
+from pipeline.train.program import TrainProgram
+
+Emit = Callable[..., None]
+Ended = Literal["complete", "stopped", "late"]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls out to. `evaluate(step)` scores the holdout and returns True for a new best; `save(step)` hands a
+    checkpoint to the background; `scalars(step, values)` is an optional sink."""
+
+    evaluate: Callable[[int], bool]
+    save: Callable[[int], None]
+    scalars: Callable[[int, dict[str, float]], None]
+    emit: Emit
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Steps between things. `evaluate` 0: only at the end."""
+
+    log: int
+    evaluate: int
+    save: int
+
+
+@dataclass
+class TrainLoop:
+    """One run from `start_step` to `max_steps`."""
+
+    program: TrainProgram
+    backend: Backend
+    stream: BatchStream
+    gang: Gang
+    stop: StopSignal
+    console: Console
+    config: TrainConfig
+    cadence: Cadence
+    hooks: Hooks
+    start_step: int
+    max_steps: int
+    accumulation: int
+    deadline_s: float | None = None
+    """Seconds from now to the deadline."""
+    skipped: int = 0
+    """Steps the guard skipped before `start_step`."""
+
+    step: int = field(init=False, default=0)
+    _digests: list[int] = field(init=False, default_factory=list)
+    _pace: Pace = field(init=False)
+    _warned: bool = field(init=False, default=False)
+    _compiles: int = field(init=False, default=0)
+    _started: float = field(init=False, default_factory=time.monotonic)
+
+    def run(self) -> Ended:
+        """Train until `max_steps`, the stop signal (a checkpoint is then handed over) or the deadline."""
+        self.step = self.start_step
+        self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
+        with self.backend.loader(self.stream) as batches:
+            while self.step < self.max_steps:
+                self._one_step(batches)
+                stopping = self.gang.agree(self.stop.is_set())
+                evaluating = self._due(self.cadence.evaluate) and self.step < self.max_steps
+                saving = stopping or self._due(self.cadence.save)
+                late = False
+                if evaluating or saving or self._due(self.cadence.log) or self.step == self.max_steps:
+                    late = self._report()
+                if evaluating and not stopping:
+                    saving = self.hooks.evaluate(self.step) or saving
+                if saving:
+                    self.hooks.save(self.step)
+                if evaluating or saving:
+                    self._pace.resume()
+                if stopping:
+                    return "stopped"
+                if late:
+                    return "late"
+        return "complete"
+
+    def _one_step(self, batches: Iterator[Batch]) -> None:
+        """Accumulate, then update. Nothing here waits for the device (except the host reduction of local ranks)."""
+        tokens, digest, batch = 0, 0, None
+        for _ in range(self.accumulation):
+            asked_at = time.monotonic()
+            batch = next(batches, None)
+            if batch is None:
+                raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
+            micro_tokens, micro_digest, ready_at = self.stream.took(self.step)
+            self._pace.waited(max(0.0, ready_at - asked_at))  # not the clock around next(): on XLA that waits for the device
+            tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
+            self.program.micro_step(batch)
+        if batch is not None:
+            self.program.update(batch["control"], self.gang.world.world_size)
+        self._digests.append(digest)
+        self._pace.step_done(tokens)
+        self.step += 1
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _report(self) -> bool:
+        """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""
+        count = len(self._digests)
+        figures = self.program.read_figures(count)
+        interval = self._pace.read()
+        digests = [add_digests(list(parts)) for parts in zip(*self.gang.gather(self._digests), strict=True)]
+        self._digests = []
+        if not figures:
+            return False
+        last = figures[-1]
+        losses = [row["loss"] for row in figures]
+        rate = schedule_of(self.config, self.step, self.max_steps)
+        left_s = None if self.deadline_s is None else self.deadline_s - (time.monotonic() - self._started)
+        outlook = forecast(
+            steps_left=self.max_steps - self.step,
+            seconds_per_step=self._pace.seconds_per_step,
+            seconds_to_deadline=left_s,
+        )
+        self.hooks.emit(
+            EventName.TRAIN_STEPS,
+            step=self.step,
+            losses=losses,
+            grad_norms=[row["grad_norm"] for row in figures],
+            samples=[f"{digest:016x}" for digest in digests],
+            learning_rate=rate,
+            samples_per_s=round(interval.samples_per_s, 1),
+            tokens_per_s=round(interval.tokens_per_s, 1),
+            data_wait_share=round(interval.data_wait_share, 4),
+            memory_bytes=self.backend.memory_bytes(),
+            eta_s=round(outlook.eta_s, 1),
+        )
+        self.console.step_line(
+            StepFigures(
+                step=self.step,
+                max_steps=self.max_steps,
+                loss=sum(losses) / count,
+                grad_norm=last["grad_norm"],
+                learning_rate=rate,
+                samples_per_s=interval.samples_per_s,
+                tokens_per_s=interval.tokens_per_s,
+                data_wait_share=interval.data_wait_share,
+                eta_s=outlook.eta_s,
+            )
+        )
+        self.hooks.scalars(
+            self.step, {"train/loss": losses[-1], "train/grad_norm": last["grad_norm"], "train/rate": rate}
+        )
+        self._note_compiles()
+        self._judge(last)
+        if outlook.at_risk and not self._warned:
+            self._warned = True
+            self.console.warn(f"the deadline will be missed by about {-(outlook.spare_s or 0):.0f} s at this pace")
+            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=outlook.eta_s, spare_s=outlook.spare_s)
+        if left_s is None or self.config.on_deadline == "warn":
+            return False
+        return self.gang.agree_now(left_s <= 0)
+
+    def _note_compiles(self) -> None:
+        compiles = self.backend.compile_count()
+        if compiles != self._compiles:
+            self.hooks.emit(EventName.GRAPH_COMPILED, step=self.step, new=compiles - self._compiles, total=compiles)
+            self._compiles = compiles
+
+    def _judge(self, last: dict[str, float]) -> None:
+        """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""
+        skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
+        if skipped > self.skipped:
+            self.console.warn(f"{skipped - self.skipped} steps skipped (NaN or a gradient spike), {skipped} in all")
+            self.hooks.emit(EventName.STEP_SKIPPED, step=self.step, new=skipped - self.skipped, total=skipped)
+        self.skipped = skipped
+        if in_a_row >= self.config.guard.patience:
+            raise NumericError(
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite or far off",
+                expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
+                next_command="lower train.optimizer.learning_rate or look at the data of these steps; the last checkpoint is good",
+            )

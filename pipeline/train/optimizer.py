@@ -1,0 +1,71 @@
+"""AdamW over flat vectors, with the step skipped on the device when the guard says so.
+
+Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.train.config import OptimizerConfig
+
+CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
+
+
+def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
+    """The scalars of optimizer step `step` (1-based), fp32 [4]. They travel with the batch: no transfer of their own, and
+    no graph knows the step. Computed in double precision on the host, so they are equal on every backend."""
+    return torch.tensor(
+        [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
+    )
+
+
+class AdamW:
+    """Two moments for each flat vector. Vector 0 is decayed, vector 1 is not (see FlatLayout)."""
+
+    def __init__(self, masters: Sequence[Tensor], config: OptimizerConfig, *, traced: bool) -> None:
+        """`traced`: write the update out for a tracing device; otherwise use PyTorch's fused kernel."""
+        self.config = config
+        self.masters = list(masters)
+        self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
+        self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
+        self._update = self._traced if traced else self._fused
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
+        """Update in place where `ok` (bool scalar). `clip` (fp32 scalar) scales the gradients, `control` see above."""
+        for group, decay in enumerate((self.config.weight_decay, 0.0)):
+            self._update(group, grads[group], decay, control, clip, ok)
+
+    def _traced(self, group: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+        config = self.config
+        master, first, second = self.masters[group], self.exp_avg[group], self.exp_avg_sq[group]
+        clipped = grad * clip
+        new_first = first * config.beta1 + clipped * (1.0 - config.beta1)
+        new_second = second * config.beta2 + clipped * clipped * (1.0 - config.beta2)
+        direction = (new_first / control[1]) / (torch.sqrt(new_second / control[2]) + config.eps)
+        new_master = master - control[0] * (direction + master * decay)
+        first.copy_(torch.where(ok, new_first, first))
+        second.copy_(torch.where(ok, new_second, second))
+        master.copy_(torch.where(ok, new_master, master))
+
+    def _fused(self, group: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+        config = self.config
+        torch._fused_adamw_(  # noqa: SLF001 - the kernel behind torch.optim.AdamW(fused=True); it can skip on the device
+            [self.masters[group]],
+            [grad],
+            [self.exp_avg[group]],
+            [self.exp_avg_sq[group]],
+            [],
+            [control[3]],
+            lr=control[0],
+            beta1=config.beta1,
+            beta2=config.beta2,
+            weight_decay=decay,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=1.0 / clip,
+            found_inf=1.0 - ok.float(),
+        )

@@ -1,0 +1,149 @@
+"""The training program of one rank: everything that lives on the device, and the two graphs of a step.
+
+`micro_step` is forward and backward, `update` is reduction, clipping, guard and AdamW. Nothing here reads a value back;
+figures collect in a small device buffer that the host fetches every N steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from pipeline.backends import Backend, HostMean
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import CheckpointError, DataError
+from pipeline.model.config import LossConfig
+from pipeline.model.flat import FlatLayout
+from pipeline.model.losses import Targets, relevance_loss
+from pipeline.model.relevance import RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.train.config import TrainConfig
+from pipeline.train.guard import SpikeGuard
+from pipeline.train.optimizer import AdamW
+
+FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped")
+
+
+class TrainProgram:
+    """Master weights (fp32), moments, guard and figures on one device."""
+
+    def __init__(
+        self,
+        model: RelevanceModel,
+        backend: Backend,
+        config: TrainConfig,
+        *,
+        accumulation: int,
+        host_mean: HostMean,
+        figure_rows: int,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.backend = backend
+        self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
+        self.layout = FlatLayout.of(model)
+        self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
+        self.optimizer = AdamW(self.masters, config.optimizer, traced=backend.is_lazy)
+        self.guard = SpikeGuard(config.guard, backend.device)
+        self._model = model.to("meta")  # structure only: its tensors are the masters
+        self._config = config
+        self._loss_config: LossConfig = config.loss
+        self._accumulation = accumulation
+        self._host_mean = host_mean
+        self._grads: list[Tensor] | None = None
+        self._loss: Tensor | None = None
+        self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
+        self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        """Scores and embeddings of one batch on the device."""
+        shape = (batch["query"].shape[1], batch["product"].shape[1])
+        if shape not in self._shapes:
+            known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
+            raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
+        inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
+        precision = self._config.precision
+        masters = [master.bfloat16() for master in self.masters] if precision == "bf16" else self.masters
+        context = self.backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
+        with context:
+            outputs: RelevanceOutputs = torch.func.functional_call(self._model, self.layout.unpack(masters), (inputs,))
+        return outputs
+
+    @torch.no_grad()
+    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits over relevance classes, fp32 [B, K], without a gradient."""
+        self._model.eval()
+        return self.forward(batch).logits.float()
+
+    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
+        """Forward and backward; the gradient is added to what this step has so far."""
+        self._model.train()
+        loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
+        grads = torch.autograd.grad(loss, self.masters)
+        if self._grads is None or self._loss is None:
+            self._grads, self._loss = list(grads), loss.detach()
+        else:
+            self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
+            self._loss = self._loss + loss.detach()
+        if self._config.step_boundary == "split":
+            self.backend.step_boundary()
+
+    @torch.no_grad()
+    def update(self, control: Tensor, world_size: int) -> None:
+        """Reduce over ranks, clip, judge, step, note the figures. `control`: see optimizer.control_values."""
+        if self._grads is None or self._loss is None:
+            raise RuntimeError("update() before micro_step()")
+        grads, loss = self._grads, self._loss.reshape(1)
+        if world_size > 1:
+            self.backend.reduce([*grads, loss], self._host_mean)
+        self._grads, self._loss = None, None
+        grad_norm = torch.sqrt(sum((grad * grad).sum() for grad in grads))  # type: ignore[arg-type]
+        ok = self.guard.judge(loss[0], grad_norm)
+        clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
+        self.optimizer.step(grads, control, clip, ok)
+        row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4]])
+        self._figures = torch.cat(
+            [self._figures[1:], row[None]]
+        )  # a shift, not an indexed write: static on every device
+        self.backend.step_boundary()
+
+    def read_figures(self, count: int) -> list[dict[str, float]]:
+        """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
+        (rows,) = self.backend.to_host([self._figures])
+        return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
+
+    def _batch_loss(self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor]) -> Tensor:
+        targets = Targets(batch["label"], batch["gain"], batch["query_key"])
+        return relevance_loss(outputs, targets, self._loss_config)
+
+    def _device_state(self) -> dict[str, Tensor]:
+        state = {"guard": self.guard.state}
+        for group, kind in enumerate(("decayed", "plain")):
+            state[f"master.{kind}"] = self.masters[group]
+            state[f"exp_avg.{kind}"] = self.optimizer.exp_avg[group]
+            state[f"exp_avg_sq.{kind}"] = self.optimizer.exp_avg_sq[group]
+        return state
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(named weights fp32, optimizer state) copied to host memory with one synchronisation."""
+        state = self._device_state()
+        host = dict(zip(state, self.backend.to_host(list(state.values())), strict=True))
+        weights = self.layout.unpack([host.pop("master.decayed"), host.pop("master.plain")])
+        return weights, host
+
+    @torch.no_grad()
+    def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
+        """Put weights (our names, any dtype) and, when resuming, the optimizer state on the device."""
+        packed = dict(zip(("master.decayed", "master.plain"), self.layout.pack(weights), strict=True))
+        state = self._device_state()
+        incoming = {**packed, **(optimizer or {})}
+        if optimizer is not None and incoming.keys() != state.keys():
+            raise CheckpointError(
+                f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state.keys() - packed.keys()))
+            )
+        for name, tensor in incoming.items():
+            if tensor.shape != state[name].shape:
+                raise CheckpointError(
+                    f"{name} has {list(tensor.shape)} elements", expected=f"{list(state[name].shape)} for this model"
+                )
+            state[name].copy_(tensor.to(self.backend.device))
+        self.backend.synchronise()

@@ -1,0 +1,314 @@
+"""One training run: assemble, resume, train, choose the candidate, score it."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.backends import Backend, open_backend
+from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.state import Best, TrainState
+from pipeline.checkpoint.store import CheckpointStore, prefix_of
+from pipeline.checkpoint.writer import CheckpointWriter
+from pipeline.core.batching import BatchPlan
+from pipeline.core.errors import CheckpointError
+from pipeline.core.events import EventName
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.stop import StopSignal
+from pipeline.data.sampler import TrainingPools
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_set import Split
+from pipeline.data.token_store import open_rows
+from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout
+from pipeline.io.storage import Storage
+from pipeline.model.config import ModelConfig
+from pipeline.model.initial import initial_model
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World, check_world
+from pipeline.telemetry.console import Console
+from pipeline.telemetry.tensorboard import TensorBoardSink
+from pipeline.train.batches import BatchStream
+from pipeline.train.config import TrainConfig
+from pipeline.train.guard import SKIPPED
+from pipeline.train.identity import check_identity
+from pipeline.train.inputs import RunInputs
+from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.program import TrainProgram
+from pipeline.train.saver import Saver
+from pipeline.train.share import batch_share
+
+
+class Events(Protocol):
+    """The event log of the cycle."""
+
+    def emit(self, event: EventName, /, **fields: object) -> None: ...
+    def flush(self, durable: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a run happens: everything that is not a setting."""
+
+    workspace: Storage
+    cycle: str
+    scratch: Path
+    events: Events
+    console: Console
+    stop: StopSignal
+    world: World
+    settings_hash: str
+    code_version: str
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings a run reads."""
+
+    train: TrainConfig
+    model: ModelConfig
+    checkpoint: CheckpointConfig
+    backend: str
+    log_every: int
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves: the candidate checkpoint and its figures by split."""
+
+    prefix: str
+    step: int
+    steps_done: int
+    late: bool
+    holdouts: dict[str, HoldoutFigures]
+
+
+class TrainRun:
+    """Carries one run of one rank from its start to its end."""
+
+    def __init__(self, config: RunConfig, around: Surroundings, inputs: RunInputs, tokenizer: bytes) -> None:
+        self.config, self.around, self.inputs = config, around, inputs
+        self._tokenizer = tokenizer
+
+    def run(self) -> Outcome:
+        """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
+        train, world = self.config.train, self.around.world
+        self.share = batch_share(train, world)
+        self.backend: Backend = open_backend(self.config.backend, world.local_rank)
+        check_world(
+            world,
+            runtime_world_size=self.backend.runtime_world_size(),
+            reduces_in_graph=self.backend.reduces_in_graph,
+            device=self.backend.name,
+        )
+        gang = Gang(world, timeout_s=train.collective_timeout_s, device_backend=self.backend.process_group)
+        with closing(gang):
+            self.gang = gang
+            return self._run()
+
+    def _run(self) -> Outcome:
+        around = self.around
+        pools = self._pools()
+        plan = BatchPlan(pools.sizes, self.config.train.global_batch_size, self.config.train.seed)
+        self.max_steps = self.config.train.max_steps or max(1, round(self.config.train.epochs * plan.batches_per_epoch))
+        self._assemble()
+        start, skipped = self._resume()
+        self._announce(pools, plan, start)
+        with closing(self._sink()) as sink:
+            loop = TrainLoop(
+                program=self.program,
+                backend=self.backend,
+                stream=BatchStream(pools, plan, self.share, self.config.train, start, self.max_steps),
+                gang=self.gang,
+                stop=around.stop,
+                console=around.console,
+                config=self.config.train,
+                cadence=Cadence(
+                    self.config.log_every, self.config.train.evaluate_every, self.config.checkpoint.every_steps
+                ),
+                hooks=Hooks(self._evaluate, self.saver.save, sink.scalars, around.events.emit),
+                start_step=start,
+                max_steps=self.max_steps,
+                accumulation=self.share.accumulation,
+                deadline_s=_seconds_to(self.config.train.deadline),
+                skipped=skipped,
+            )
+            ended = loop.run()
+            if ended == "stopped":
+                self.saver.wait_saved(loop.step)
+                around.stop.set("another rank")  # keeps the reason of our own signal, if there was one
+                around.stop.raise_if_set(f"training; step {loop.step} of {self.max_steps} is saved")
+            return self._finish(loop.step, late=ended == "late")
+
+    def _rows(self, split: Split) -> TokenRows:
+        sets = self.inputs.new_sets or list(self.inputs.sets)
+        return open_rows(self.around.workspace, sets, split, self.around.scratch / "tokens")
+
+    def _pools(self) -> TrainingPools:
+        """Training rows: new partitions, and a replay share of old ones."""
+        cache, workspace = self.around.scratch / "tokens", self.around.workspace
+        new = open_rows(workspace, self.inputs.new_sets, "train", cache)
+        old = open_rows(workspace, self.inputs.old_sets, "train", cache) if self.inputs.old_sets else None
+        return TrainingPools.build(new, old, self.config.train.replay_share, self.config.train.seed)
+
+    def _assemble(self) -> None:
+        """Model, program, and the two ends of checkpointing."""
+        config, around, inputs = self.config, self.around, self.inputs
+        self.valid = self._rows("valid")
+        model = initial_model(config.model, inputs.spec, config.train.seed, around.scratch)
+        template = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        self.program = TrainProgram(
+            model,
+            self.backend,
+            config.train,
+            accumulation=self.share.accumulation,
+            host_mean=self.gang.mean,
+            figure_rows=config.log_every,
+            buckets=self.valid.buckets,
+        )
+        store = CheckpointStore(
+            around.workspace, around.cycle, cache_dir=around.scratch / "checkpoints", emit=around.events.emit
+        )
+        base = TrainState(
+            cycle=around.cycle,
+            step=0,
+            max_steps=self.max_steps,
+            identity=fingerprint(dict(inputs.identity)),
+            identity_parts=dict(inputs.identity),
+            model=config.model,
+            inputs=inputs.spec,
+            tokenizer_fingerprint=inputs.sets[0].info.tokenizer_fingerprint,
+            watermark=inputs.watermark,
+            partitions=inputs.partitions,
+            parent=inputs.parent_record,
+            best=None,
+            settings_hash=around.settings_hash,
+            code_version=around.code_version,
+        )
+        writer = CheckpointWriter(store, config.checkpoint, around.scratch / "saving")
+        self.saver = Saver(self.program, store, writer, self.gang, base, template, self._tokenizer, around.console.warn)
+
+    def _resume(self) -> tuple[int, int]:
+        """Put the starting weights on the device. Returns (step to continue from, steps skipped before it)."""
+        newest = self.saver.newest()
+        if newest is not None:
+            check_identity(newest.state.identity_parts, self.inputs.identity, where=newest.prefix)
+            self.saver.restore(newest)
+            self.around.console.info(f"train: continuing from {self.around.workspace.uri(newest.prefix)}")
+            self.around.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
+            return newest.state.step, int(self.program.guard.state.cpu()[SKIPPED])
+        if self.inputs.parent is not None:
+            self.saver.start_from(self.inputs.parent)
+        return 0, 0
+
+    def _announce(self, pools: TrainingPools, plan: BatchPlan, start: int) -> None:
+        world, train, selection = self.around.world, self.config.train, self.inputs.selection
+        parameters = sum(self.program.layout.sizes)
+        parent = self.inputs.parent.prefix if self.inputs.parent else "scratch"
+        self.around.console.info(
+            f"train: {parameters / 1e6:.1f}M parameters on {world.world_size} x {self.backend.name} | from {parent} | "
+            f"{sum(pools.new.sizes):,} new and {sum(pools.replay_sizes):,} replayed samples | "
+            f"{plan.batches_per_epoch:,} batches of {plan.batch_size} an epoch, "
+            f"{self.share.accumulation} micro-steps a step | steps {start:,} to {self.max_steps:,}"
+        )
+        if selection.late:
+            names = ", ".join(p.name for p in selection.late)
+            self.around.console.warn(
+                f"partitions at or before the parent's watermark have changed: {names}; replayed only"
+            )
+        self.around.events.emit(
+            EventName.TRAIN_STARTED,
+            step=start,
+            max_steps=self.max_steps,
+            parameters=parameters,
+            world_size=world.world_size,
+            backend=self.backend.name,
+            precision=train.precision,
+            parent=parent,
+            new_partitions=[p.name for p in selection.new],
+            old_partitions=[p.name for p in selection.old],
+            batches_by_bucket=dict(zip([b.name for b in self.valid.buckets], plan.batches_by_bucket, strict=True)),
+        )
+
+    def _sink(self) -> "_NoSink | TensorBoardSink":
+        if not (self.config.tensorboard and self.around.world.is_main):
+            return _NoSink()
+        local = self.around.workspace.local_path(f"cycles/{self.around.cycle}/tensorboard")
+        return TensorBoardSink(local or self.around.scratch / "tensorboard")
+
+    def _score(self, rows: TokenRows, limit: int) -> HoldoutFigures:
+        return evaluate_holdout(
+            self.program.scores,
+            self.backend,
+            rows,
+            label_gains=self.inputs.spec.label_gains,
+            batch_size=min(self.config.train.micro_batch_size, self.config.train.global_batch_size),
+            limit=limit,
+            gang=self.gang,
+            stop=self.around.stop,
+        )
+
+    def _evaluate(self, step: int) -> bool:
+        """Score the holdout; True when it is the best so far."""
+        figures = self._score(self.valid, self.config.train.evaluate_rows)
+        metric = self.config.train.metric
+        value = float(getattr(figures, metric))
+        best = self.saver.best
+        is_best = best is None or value > best.value
+        if is_best:
+            self.saver.best = Best(step=step, metric=metric, value=value)
+        self.around.events.emit(
+            EventName.HOLDOUT_EVALUATED,
+            step=step,
+            split="valid",
+            best=is_best,
+            **{metric: value},
+            loss=figures.loss,
+            rows=figures.rows,
+        )
+        self.around.console.info(
+            f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
+        )
+        return is_best
+
+    def _finish(self, step: int, *, late: bool) -> Outcome:
+        """Evaluate and save the last step, take the best, score it on everything."""
+        self._evaluate(step)
+        self.saver.save(step)
+        self.saver.wait_saved(step)
+        self.gang.barrier()
+        best = self.saver.best
+        if best is None:
+            raise CheckpointError("the run ended without an evaluation", expected="a best checkpoint")
+        if best.step != step:
+            self.saver.restore(self.saver.store.open(best.step))
+        holdouts = {}
+        for split in ("valid", "test"):
+            rows = self.valid if split == "valid" else self._rows("test")
+            if sum(rows.sizes):
+                holdouts[split] = figures = self._score(rows, sum(rows.sizes))
+                self.around.events.emit(
+                    EventName.HOLDOUT_EVALUATED,
+                    step=best.step,
+                    split=split,
+                    accuracy=figures.accuracy,
+                    loss=figures.loss,
+                    rows=figures.rows,
+                )
+        return Outcome(prefix_of(self.around.cycle, best.step), best.step, step, late, holdouts)
+
+
+class _NoSink:
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def _seconds_to(deadline: datetime | None) -> float | None:
+    if deadline is None:
+        return None
+    aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
+    return (aware - datetime.now(UTC)).total_seconds()

@@ -1,0 +1,84 @@
+"""From the state on the device to a checkpoint handed to the background, and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeline.checkpoint.state import Best, TrainState
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
+from pipeline.core.errors import CheckpointError, TransientError
+from pipeline.model.hf import from_hf, hf_config, to_hf
+from pipeline.parallel.gang import Gang
+from pipeline.train.program import TrainProgram
+
+
+@dataclass
+class Saver:
+    """Saves and restores one run. Rank 0 writes; every rank reads for itself."""
+
+    program: TrainProgram
+    store: CheckpointStore
+    writer: CheckpointWriter
+    gang: Gang
+    base: TrainState
+    """State at step 0; only step and best change."""
+    template: dict[str, Tensor]
+    """Names and shapes of the model's tensors (on the meta device)."""
+    tokenizer: bytes
+    warn: Callable[[str], None]
+    best: Best | None = field(default=None)
+    stall_s: float = field(init=False, default=0.0)
+    _told: str = field(init=False, default="")
+
+    def newest(self) -> Checkpoint | None:
+        """The newest valid checkpoint of this cycle, the same on every rank."""
+        step, checkpoint = -1, None
+        if self.gang.world.is_main:
+            checkpoint, rejected = self.store.newest_valid()
+            for reason in rejected:
+                self.warn(f"checkpoint passed over: {reason}")
+            step = -1 if checkpoint is None else checkpoint.state.step
+        chosen = int(self.gang.gather(step)[0])
+        return checkpoint if self.gang.world.is_main else None if chosen < 0 else self.store.open(chosen)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of this run: weights, moments, guard, best."""
+        self.program.restore(self._weights(checkpoint), checkpoint.optimizer())
+        self.best = checkpoint.state.best
+
+    def start_from(self, parent: Checkpoint) -> None:
+        """Take over a parent's weights; the optimizer starts anew."""
+        self.program.restore(self._weights(parent), None)
+
+    def _weights(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        return from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)
+
+    def save(self, step: int) -> None:
+        """Copy to the host and hand over. A failed earlier save is told once."""
+        if self.writer.failure and self.writer.failure != self._told:
+            self._told = self.writer.failure
+            self.warn(f"a checkpoint could not be saved, training goes on: {self._told}")
+        weights, optimizer = self.program.snapshot()
+        if not self.gang.world.is_main:
+            return
+        state = self.base.model_copy(update={"step": step, "best": self.best})
+        config = hf_config(state.model, state.inputs)
+        self.stall_s += self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
+
+    def wait_saved(self, step: int) -> None:
+        """Until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
+        self.writer.wait()
+        if self.gang.world.is_main and self.writer.last_saved != step:
+            raise TransientError(
+                f"the checkpoint of step {step} could not be saved: {self.writer.failure}",
+                expected="a workspace with room that can be written",
+                next_command="make room, then run the same command; it continues from the last good checkpoint",
+            )
+
+    def open_best(self) -> Checkpoint:
+        """The best checkpoint so far, verified. Raises CheckpointError."""
+        if self.best is None:
+            raise CheckpointError("no holdout evaluation has been made", expected="a best checkpoint")
+        return self.store.open(self.best.step)

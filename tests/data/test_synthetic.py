@@ -1,0 +1,59 @@
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+
+from pipeline.data.config import SyntheticConfig
+from pipeline.data.synthetic import GAINS, SCHEMA, generate, partitions
+
+SMALL = SyntheticConfig(num_queries=60, num_days=3)
+
+
+def rows(config: SyntheticConfig) -> list[dict[str, object]]:
+    return [row for name in partitions(config) for batch in generate(config, name) for row in batch.to_pylist()]
+
+
+@pytest.mark.unit
+def test_same_seed_same_rows_and_another_seed_others() -> None:
+    assert rows(SMALL) == rows(SMALL)
+    assert rows(SMALL) != rows(SMALL.model_copy(update={"seed": 18}))
+
+
+@pytest.mark.unit
+def test_size_grades_and_gains() -> None:
+    seen = rows(SMALL)
+    assert len(seen) == 60 * 12
+    assert {row["label"]: row["gain"] for row in seen} == GAINS
+    shares = Counter(row["label"] for row in seen)
+    assert all(shares[label] > 0.1 * len(seen) for label in GAINS)
+    assert len({(row["query_id"], row["product_id"]) for row in seen}) == len(seen)
+
+
+@pytest.mark.unit
+def test_a_query_lives_on_one_day() -> None:
+    days = [
+        {row["query_id"] for batch in generate(SMALL, name) for row in batch.to_pylist()} for name in partitions(SMALL)
+    ]
+    assert partitions(SMALL) == ["dt=2026-01-01", "dt=2026-01-02", "dt=2026-01-03"]
+    assert all(days)
+    assert sum(map(len, days)) == len(set().union(*days)) == 60
+
+
+@pytest.mark.unit
+def test_batches_have_the_schema_and_no_empty_text() -> None:
+    table = pa.Table.from_batches(generate(SMALL, "dt=2026-01-01"))
+    assert table.schema == SCHEMA
+    assert all(text for name in ("query", "title", "label") for text in table[name].to_pylist())
+
+
+@pytest.mark.unit
+def test_overlap_alone_does_not_solve_it() -> None:
+    """Accessories name the product they are for: sharing more words with a query does not make a title more relevant."""
+    overlap: dict[object, list[float]] = {}
+    for row in rows(SMALL):
+        query, title = set(str(row["query"]).split()), set(str(row["title"]).lower().split())
+        overlap.setdefault(row["label"], []).append(len(query & title) / len(query))
+    some_complements_beat_half_of_exact = (
+        max(overlap["complement"]) > sorted(overlap["exact"])[len(overlap["exact"]) // 2]
+    )
+    assert some_complements_beat_half_of_exact

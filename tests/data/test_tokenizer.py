@@ -1,0 +1,81 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.tokenizer import SPECIAL_TOKENS, TextTokenizer, train_tokenizer
+
+TEXTS = [f"{brand} kettle {size}l Größe {size * 7} café" for brand in ("acme", "bolt", "coro") for size in range(40)]
+CONFIG = TokenizerConfig(vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def trained() -> TextTokenizer:
+    return TextTokenizer(train_tokenizer(TEXTS, CONFIG))
+
+
+@pytest.mark.unit
+def test_same_texts_same_bytes_in_another_process(trained: TextTokenizer) -> None:
+    """The library's own trainer fails this: its hash maps are seeded anew in every process."""
+    code = (
+        "import sys, json; from pipeline.data.tokenizer import *; texts = json.loads(sys.stdin.read());"
+        "sys.stdout.buffer.write(train_tokenizer(texts, TokenizerConfig(vocab_size=300)))"
+    )
+    for _ in range(2):
+        seen = subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(TEXTS).encode(), capture_output=True, check=True
+        )
+        assert seen.stdout == trained.data
+
+
+@pytest.mark.unit
+def test_texts_are_wrapped_and_known(trained: TextTokenizer) -> None:
+    tokens = trained.encode(["acme kettle", "", "acme kettle", "7 café"])
+    texts = [tokens.ids[a:b].tolist() for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+    assert all(text[0] == trained.cls_id and text[-1] == trained.sep_id for text in texts)
+    assert texts[0] == texts[2]
+    assert texts[1] == [trained.cls_id, trained.sep_id]
+    assert trained.unk_id not in tokens.ids
+    assert max(tokens.ids) < trained.vocab_size <= 300
+
+
+@pytest.mark.unit
+def test_single_characters_are_not_special(trained: TextTokenizer) -> None:
+    added = [token["content"] for token in json.loads(trained.data)["added_tokens"]]
+    assert added == list(SPECIAL_TOKENS)
+    vocabulary = json.loads(trained.data)["model"]["vocab"]
+    assert "kettle" in vocabulary
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+
+
+@pytest.mark.unit
+def test_many_characters_are_cut_to_the_most_frequent() -> None:
+    texts = ["".join(chr(0x4E00 + i) for i in range(1500)), "frequent words stay", "frequent words stay here"]
+    first = train_tokenizer(texts, TokenizerConfig(vocab_size=2500))
+    assert first == train_tokenizer(texts, TokenizerConfig(vocab_size=2500))
+    assert "f" in json.loads(first)["model"]["vocab"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("missing", ["[PAD]", "[CLS]", "[SEP]", "[UNK]"])
+def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) -> None:
+    spoiled = trained.data.replace(json.dumps(missing).encode(), b'"[GONE]"')
+    with pytest.raises(DataError, match=missing.strip("[]")):
+        TextTokenizer(spoiled, "given.json")
+
+
+@pytest.mark.unit
+def test_equivalent_names_are_accepted(trained: TextTokenizer) -> None:
+    renamed = trained.data.replace(b'"[CLS]"', b'"<s>"').replace(b'"[SEP]"', b'"</s>"').replace(b'"[PAD]"', b'"<pad>"')
+    other = TextTokenizer(renamed)
+    assert (other.cls_id, other.sep_id, other.pad_id) == (trained.cls_id, trained.sep_id, trained.pad_id)
+    assert other.fingerprint != trained.fingerprint
+
+
+@pytest.mark.unit
+def test_a_file_of_something_else_is_refused() -> None:
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+        TextTokenizer(b'{"a": 1}', "given.json")

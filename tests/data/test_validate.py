@@ -1,0 +1,113 @@
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.columns import plan_columns, to_fields
+from pipeline.data.config import CategoricalFeature, DataConfig
+from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks
+from pipeline.data.token_set import CategoricalInfo
+from pipeline.data.validate import CleanRows, RowRules, category_id, clean
+
+CONFIG = DataConfig(
+    numeric=("price",), categorical=(CategoricalFeature(column="brand", num_ids=16),), filter={"market": "uk"}
+)
+RULES = RowRules(
+    "flat",
+    ("no", "yes"),
+    (0.0, 1.0),
+    ("price",),
+    (CategoricalInfo(column="brand", num_ids=16),),
+    {"market": "uk"},
+    0.0,
+    0.0,
+    carve_valid=False,
+)
+GOOD: dict[str, Any] = {
+    "query": b"q",
+    "title": b"t",
+    "label": b"yes",
+    "gain": 0.5,
+    "price": 1.0,
+    "brand": b"acme",
+    "split": b"train",
+    "market": b"uk",
+}
+
+
+def chunk_of(*rows: dict[str, Any]) -> Chunk:
+    table = pa.Table.from_pylist([{**GOOD, **row} for row in rows])
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    fields = to_fields(columns, plan_columns(CONFIG, table.column_names, "f"))
+    return next(cut_chunks("f", [RawBatch(fields, np.arange(len(rows), dtype=np.int64))], 1000))
+
+
+def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[BadRow], int]:
+    return clean(chunk_of(*rows), RULES)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"query": b"  "}, "empty query"),
+        ({"query": None}, "empty query"),
+        ({"title": b""}, "empty title"),
+        ({"label": b"maybe"}, "unknown label"),
+        ({"label": None}, "no label"),
+        ({"title": b"\xff"}, "title is not UTF-8"),
+        ({"query": b"\xc3"}, "query is not UTF-8"),
+        ({"gain": float("nan")}, "gain is not a number from 0 to 1"),
+        ({"gain": 1.5}, "gain is not a number from 0 to 1"),
+        ({"price": float("nan")}, "feature price is not a finite number"),
+        ({"price": None}, "feature price is not a finite number"),
+        ({"price": 1e300}, "feature price is not a finite number"),
+        ({"split": b"holdout"}, "unknown split"),
+    ],
+)
+def test_each_defect_has_its_reason(change: dict[str, Any], reason: str) -> None:
+    rows, bad, rows_read = judged({}, change, {})
+    assert [(row.row, row.reason) for row in bad] == [(1, reason)]
+    assert len(rows.query) == 2
+    assert rows_read == 3
+
+
+@pytest.mark.unit
+def test_good_rows_keep_their_values() -> None:
+    rows, bad, _ = judged({"split": b"Validation"}, {"label": b"no", "brand": None, "query": " ü ".encode()})
+    assert not bad
+    assert rows.query == ["q", "ü"]
+    assert rows.label.tolist() == [1, 0]
+    assert rows.gain.tolist() == [0.5, 0.5]
+    assert rows.numeric.tolist() == [[1.0], [1.0]]
+    assert rows.categorical.tolist() == [[category_id(b"acme", 16)], [0]]
+    assert rows.split.tolist() == [1, 0]
+    assert len(set(rows.sample_id.tolist())) == 2
+
+
+@pytest.mark.unit
+def test_filtered_rows_are_not_judged() -> None:
+    rows, bad, rows_read = judged({"market": b"de", "query": None}, {}, {"market": None})
+    assert (len(rows.query), bad, rows_read) == (1, [], 1)
+
+
+@pytest.mark.unit
+def test_category_ids_leave_zero_for_missing() -> None:
+    ids = {category_id(f"brand {i}".encode(), 16) for i in range(500)}
+    assert ids == set(range(1, 16))
+    assert category_id(None, 16) == category_id(b" ", 16) == 0
+
+
+@pytest.mark.unit
+def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
+    rules = RowRules("flat", (), (), (), (), {}, 0.2, 0.1, carve_valid=False)
+    table = pa.table(
+        {"query": [f"query {i // 4}".encode() for i in range(4000)], "title": [b"t"] * 4000, "gain": [0.0] * 4000}
+    )
+    chunk = next(cut_chunks("f", [RawBatch(table.to_batches()[0], np.arange(4000, dtype=np.int64))], 9999))
+    rows, _, _ = clean(chunk, rules)
+    assert all(len(set(rows.split[i : i + 4])) == 1 for i in range(0, 4000, 4))
+    shares = np.bincount(rows.split, minlength=3) / 4000
+    assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
+    assert (rows.label == -1).all()

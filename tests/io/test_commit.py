@@ -1,0 +1,358 @@
+"""Commit, verify and fetch on both storages, and writers killed at any point."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import ConfigError, DataError, Preempted
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
+from pipeline.core.stop import StopSignal
+from pipeline.io import atomic, locks
+from pipeline.io import commit as commit_module
+from pipeline.io.commit import commit_dir, fetch_dir, file_record, read_manifest, verify_dir
+from pipeline.io.errors import DiskFull, KeyNotFound
+from pipeline.io.s3 import S3Storage
+from pipeline.io.storage import Storage, open_storage
+from tests.io.conftest import FAST, Fault, Proxy
+
+FILES = {"a.bin", "sub/b.txt", "empty"}
+FORK = multiprocessing.get_context("fork")
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_commit_verify_fetch(storage: Storage, tree: Path, tmp_path: Path) -> None:
+    before = content_of(tree)
+    manifest = commit_dir(storage, tree, "out/one", kind="tokens", fields={"rows": 3, "share": 0.5, "names": ["ä"]})
+    assert set(manifest.files) == FILES
+    assert read_manifest(storage, "out/one") == manifest
+    assert verify_dir(storage, "out/one", deep=True) == manifest
+    folder = fetch_dir(storage, "out/one", tmp_path / "cache")
+    after = content_of(folder)
+    assert Manifest.from_json(after.pop(MANIFEST_NAME)) == manifest
+    assert after == before
+    assert manifest.files["a.bin"] == file_record(folder / "a.bin")
+
+
+def test_the_marker_is_written_last(storage: Storage, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Preempted("stopped here")
+
+    monkeypatch.setattr(commit_module, "check_sizes", stopped)
+    with pytest.raises(Preempted):
+        commit_dir(storage, tree, "out", kind="k", fields={})
+    assert {stat.key for stat in storage.list("out")} == {f"out/{name}" for name in FILES}
+    assert read_manifest(storage, "out") is None
+    with pytest.raises(KeyNotFound):
+        verify_dir(storage, "out", deep=False)
+    assert set(content_of(tree)) == FILES, "the sources are still there for the next try"
+
+
+def test_commit_again_replaces(storage: Storage, tree: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tree, other)
+    (other / "a.bin").write_bytes(b"changed")
+    first = commit_dir(storage, tree, "out", kind="k", fields={})
+    second = commit_dir(storage, other, "out", kind="k", fields={})
+    assert first.digest != second.digest
+    assert verify_dir(storage, "out", deep=True) == second
+
+
+def test_local_files_are_moved_not_copied(tmp_path: Path, tree: Path) -> None:
+    inode = (tree / "a.bin").stat().st_ino
+    commit_dir(open_storage(str(tmp_path / "root")), tree, "out", kind="k", fields={})
+    assert (tmp_path / "root" / "out" / "a.bin").stat().st_ino == inode
+    assert (tmp_path / "root" / "out" / "a.bin").stat().st_nlink == 1
+    assert not tree.exists()
+
+
+def test_commit_in_place(tmp_path: Path, tree: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    (tree / ".trnpipe-tmp-dead").write_bytes(b"half")
+    commit_dir(storage, tree, "made", kind="k", fields={})
+    assert set(verify_dir(storage, "made", deep=True).files) == FILES
+    again = commit_dir(storage, tree, "made", kind="k", fields={})
+    assert set(again.files) == FILES
+
+
+def test_a_missing_folder_is_a_data_error(storage: Storage, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a folder"):
+        commit_dir(storage, tmp_path / "nope", "out", kind="k", fields={})
+    with pytest.raises(ConfigError):
+        commit_dir(storage, tmp_path, "../out", kind="k", fields={})
+
+
+@pytest.mark.parametrize(
+    ("damage", "deep", "name"),
+    [
+        (lambda s: s.delete(["out/sub/b.txt"]), False, "sub/b.txt is missing"),
+        (lambda s: s.write_bytes("out/a.bin", b"short"), False, "a.bin has 5 bytes"),
+        (lambda s: s.write_bytes("out/sub/b.txt", b"sEcond"), True, "sub/b.txt has 6 bytes and xxh3_128"),
+        (lambda s: s.write_bytes(f"out/{MANIFEST_NAME}", b"{}"), False, MANIFEST_NAME),
+    ],
+)
+def test_damage_is_named(
+    storage: Storage, tree: Path, tmp_path: Path, damage: Callable[[Storage], None], deep: bool, name: str
+) -> None:
+    commit_dir(storage, tree, "out", kind="k", fields={})
+    damage(storage)
+    with pytest.raises(DataError, match=name):
+        verify_dir(storage, "out", deep=deep)
+    with pytest.raises(DataError, match=name.split(" ")[0]):
+        fetch_dir(storage, "out", tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob(MANIFEST_NAME))
+
+
+def test_a_shallow_check_does_not_read(storage: Storage, tree: Path) -> None:
+    commit_dir(storage, tree, "out", kind="k", fields={})
+    storage.write_bytes("out/sub/b.txt", b"sEcond")
+    gets = storage.requests.get
+    verify_dir(storage, "out", deep=False)
+    assert storage.requests.get == gets + 1, "the manifest only"
+
+
+def test_a_full_disk_during_the_commit(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path / "root"))
+    true_fsync, calls = os.fsync, [0]
+
+    def fsync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] > 6:
+            raise OSError(28, "No space left on device")
+        true_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(DiskFull):
+        commit_dir(storage, tree, "out", kind="k", fields={})
+    monkeypatch.undo()
+    assert read_manifest(storage, "out") is None
+    assert not list(tmp_path.rglob(".trnpipe-tmp-*"))
+    commit_dir(storage, tree, "out", kind="k", fields={})
+    verify_dir(storage, "out", deep=True)
+
+
+def _killed_at(event_number: int, names: frozenset[str], work: Callable[[], object]) -> int:
+    """Run `work` in a forked child that kills itself with SIGKILL at its n-th audited event; the exit code."""
+
+    def child() -> None:
+        left = [event_number]
+
+        def hook(event: str, _: object) -> None:
+            if event in names:
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        work()
+
+    process = FORK.Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+LOCAL_EVENTS = frozenset({"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock"})
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "over-a-committed-one"])
+def test_kill_9_at_every_file_operation_of_a_local_commit(
+    tmp_path: Path, tree: Path, existing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only a power cut asks for fsync; after a kill the kernel still has every write. Saves 10 s.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    kept = content_of(tree)
+    number = 0
+    exit_code = -signal.SIGKILL
+    while exit_code == -signal.SIGKILL:
+        number += 1
+        base = tmp_path / f"case{number}"
+        shutil.copytree(tree, base / "made")
+        storage = open_storage(str(base / "root"))
+        if existing:
+            shutil.copytree(tree, base / "older")
+            (base / "older" / "a.bin").write_bytes(b"older")
+            commit_dir(storage, base / "older", "out", kind="k", fields={})
+        commit = partial(commit_dir, storage, base / "made", "out", kind="k", fields={"n": 1})
+        exit_code = _killed_at(number, LOCAL_EVENTS, commit)
+        manifest = read_manifest(storage, "out")
+        if manifest is not None:
+            assert verify_dir(storage, "out", deep=True) == manifest, "a marker never covers a half artefact"
+        if manifest is None or "n" not in manifest.fields:
+            assert content_of(base / "made") == kept
+            commit()
+        assert set(verify_dir(storage, "out", deep=True).files) == FILES
+        assert not any(".trnpipe" in stat.key for stat in storage.list(""))
+    assert exit_code == 0
+    assert number > 20, "the kills reached the operations"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("size_bytes", [1, 4096, 9 * 2**20 + 1])
+def test_kill_9_at_a_byte_of_the_copy(tmp_path: Path, size_bytes: int) -> None:
+    """The kernel ends the process (SIGXFSZ) when a file grows past the limit: a death at exactly that byte."""
+    import resource
+
+    source = tmp_path / "source"
+    source.write_bytes(b"x" * (10 * 2**20))
+    storage = open_storage(str(tmp_path / "root"))
+    storage.write_bytes("key", b"")
+
+    def child() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        storage.upload(source, "key")
+
+    process = FORK.Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGXFSZ
+    assert storage.read_bytes("key") == b""
+    assert [stat.key for stat in storage.list("")] == ["key"]
+
+
+@pytest.mark.fault
+def test_kill_9_at_every_request_of_an_s3_commit(aws: str, s3_uri: str, tree: Path) -> None:
+    storage = open_storage(s3_uri, retry=FAST)
+    exit_code, number = -signal.SIGKILL, 0
+    while exit_code == -signal.SIGKILL:
+        number += 1
+        commit = partial(commit_dir, storage, tree, f"out{number}", kind="k", fields={})
+        exit_code = _killed_at(number, frozenset({"http.client.send"}), commit)
+        if read_manifest(storage, f"out{number}") is None:
+            commit()
+        # A kill may also come while the last request is on its way: then the marker is there, and all is.
+        assert set(verify_dir(storage, f"out{number}", deep=True).files) == FILES
+    assert exit_code == 0 and number > 5
+
+
+def test_fetch_downloads_once_and_resumes(s3: Storage, proxy: Proxy, tree: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    commit_dir(s3, tree, "out", kind="k", fields={})
+    proxy.faults = [Fault("denied", "GET", "out/sub/b.txt")]
+    with pytest.raises(ConfigError):
+        fetch_dir(s3, "out", cache)
+    assert not list(cache.rglob(MANIFEST_NAME)), "not committed"
+    proxy.seen.clear()
+    folder = fetch_dir(s3, "out", cache)
+    assert not any("out/a.bin" in path for method, path in proxy.seen if method == "GET"), "already here and verified"
+    proxy.seen.clear()
+    assert fetch_dir(s3, "out", cache) == folder
+    assert [path for _, path in proxy.seen if MANIFEST_NAME not in path] == []
+    (folder / "a.bin").write_bytes((folder / "a.bin").read_bytes()[::-1])
+    fetch_dir(s3, "out", cache)
+    assert (folder / "a.bin").read_bytes() == (tree / "a.bin").read_bytes(), "flipped bits are got again"
+
+
+@pytest.mark.fault
+def test_processes_that_fetch_together_download_once(s3_uri: str, proxy: Proxy, tree: Path, tmp_path: Path) -> None:
+    commit_dir(open_storage(s3_uri, retry=FAST), tree, "out", kind="k", fields={})
+    proxy.seen.clear()
+
+    def child() -> None:
+        fetch_dir(open_storage(s3_uri, retry=FAST), "out", tmp_path / "cache")
+
+    processes = [FORK.Process(target=child) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert sum("out/a.bin" in path for method, path in proxy.seen if method == "GET") == 1
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert {name for name in content_of(folder) if name != MANIFEST_NAME} == FILES
+
+
+@pytest.mark.fault
+def test_a_fetch_killed_while_it_writes(s3_uri: str, aws: str, tree: Path, tmp_path: Path) -> None:
+    storage = open_storage(s3_uri, retry=FAST)
+    manifest = commit_dir(storage, tree, "out", kind="k", fields={})
+    cache = tmp_path / "cache"
+    exit_code, number = -signal.SIGKILL, 0
+    while exit_code == -signal.SIGKILL:
+        number += 1
+        shutil.rmtree(cache, ignore_errors=True)
+        exit_code = _killed_at(
+            number, frozenset({"os.rename"}), lambda: fetch_dir(open_storage(s3_uri, retry=FAST), "out", cache)
+        )
+        marker = cache / manifest.digest / MANIFEST_NAME
+        assert not marker.exists() or exit_code == 0
+        assert set(content_of(fetch_dir(storage, "out", cache))) - {MANIFEST_NAME} >= FILES
+    assert exit_code == 0 and number == len(FILES) + 2
+
+
+def test_waiting_for_another_fetch_can_be_stopped(
+    s3: Storage, tree: Path, tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = commit_dir(s3, tree, "out", kind="k", fields={})
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with locks.exclusive(cache / f"{manifest.digest}.lock", StopSignal()):
+        true_wait = stop.wait
+
+        def wait(timeout_s: float) -> bool:
+            stop.set("SIGTERM")
+            return true_wait(timeout_s)
+
+        monkeypatch.setattr(stop, "wait", wait)
+        with pytest.raises(Preempted, match="lock"):
+            fetch_dir(s3, "out", cache)
+
+
+@pytest.mark.fault
+def test_a_storage_survives_a_fork(s3: Storage) -> None:
+    """Parent and children use one storage object; a shared connection would mix their answers."""
+    assert isinstance(s3, S3Storage)
+    s3.write_bytes("shared", b"x" * 100_000)
+    client, parent, parents_raw = s3._client, os.getpid(), s3._client.raw
+
+    def child(number: int) -> None:
+        assert (client.raw is parents_raw) == (os.getpid() == parent)
+        for turn in range(3):
+            s3.write_bytes(f"child{number}", str(turn).encode())
+            assert s3.read_bytes("shared") == b"x" * 100_000
+
+    processes = [FORK.Process(target=child, args=(number,)) for number in range(2)]
+    for process in processes:
+        process.start()
+    child(9)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert {s3.read_bytes(f"child{number}") for number in (0, 1, 9)} == {b"2"}
+
+
+def test_a_removed_folder_is_swept_only_when_its_remover_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path / "root"))
+    storage.write_bytes("old/x", b"1")
+    seen: list[int] = []
+    true_rmtree = shutil.rmtree
+    monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", -1.0)
+
+    def rmtree(path: Path) -> None:
+        assert storage.list_dirs("") == []
+        if not seen:
+            seen.append(atomic.sweep_temps(tmp_path / "root"))
+        else:
+            true_rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    storage.delete_prefix("old")
+    assert seen == [0], "its remover was alive"
+    assert atomic.sweep_temps(tmp_path / "root") == 1
+    assert list((tmp_path / "root").iterdir()) == []

@@ -1,0 +1,89 @@
+"""The context: cycle, scratch, ranks, and the event log."""
+
+import json
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from pipeline.core.errors import ConfigError
+from pipeline.core.events import EventName
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+from pipeline.settings import Settings, settings_hash
+from pipeline.stages.code_version import code_version
+from pipeline.stages.context import NoEvents, open_context, scratch_folder
+
+
+class Elsewhere:
+    """Stands for a storage without local paths."""
+
+    root = "s3://bucket/prefix"
+
+    def local_path(self, key: str) -> None:
+        return None
+
+
+def test_context_of_a_local_workspace(tmp_path: Path) -> None:
+    settings = Settings(workspace=str(tmp_path / "w"), cycle="c1")
+    with open_context(settings, StopSignal(), {}) as ctx:
+        ctx.events.emit(EventName.STAGE_STARTED, stage="x")
+    assert ctx.cycle == "c1"
+    assert ctx.settings_hash == settings_hash(settings)
+    assert ctx.scratch.is_relative_to(tmp_path / "w")
+    line = json.loads((tmp_path / "w/cycles/c1/events.jsonl").read_text())
+    assert (line["event"], line["stage"]) == ("stage_started", "x")
+
+
+def test_cycle_is_the_date_by_default(tmp_path: Path) -> None:
+    before = datetime.now(UTC).date()
+    with open_context(Settings(workspace=str(tmp_path)), StopSignal(), {}) as ctx:
+        assert before <= datetime.fromisoformat(ctx.cycle).date() <= datetime.now(UTC).date()
+
+
+def test_other_ranks_write_no_events_and_no_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    with open_context(Settings(workspace=str(tmp_path), cycle="c1"), StopSignal(), env) as ctx:
+        ctx.events.emit(EventName.STAGE_STARTED, stage="x")
+        ctx.events.flush(durable=True)
+        ctx.console.info("hello")
+    assert isinstance(ctx.events, NoEvents)
+    assert not list(tmp_path.rglob("*.jsonl"))
+    assert capsys.readouterr().out == ""
+
+
+def test_scratch_of_a_remote_workspace_is_found_again(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    first = scratch_folder(Settings(), Elsewhere(), env)  # type: ignore[arg-type]
+    assert first.is_dir()
+    assert first.is_relative_to(tmp_path / "cache" / "trnpipe")
+    assert scratch_folder(Settings(), Elsewhere(), env) == first  # type: ignore[arg-type]
+    named = scratch_folder(Settings(scratch=str(tmp_path / "mine")), Elsewhere(), env)  # type: ignore[arg-type]
+    assert named == tmp_path / "mine"
+
+
+def test_scratch_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Settings(workspace=str(tmp_path / "w"), scratch=str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match="scratch folder"):
+        scratch_folder(settings, open_storage(settings.workspace), {})
+
+
+def test_code_version_of_a_checkout_and_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "pipeline" / "__init__.py"
+    fake.parent.mkdir()
+    fake.write_text("")
+    monkeypatch.setattr(pipeline, "__file__", str(fake))
+    plain = pipeline.__version__
+    assert code_version.__wrapped__() == plain
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert code_version.__wrapped__() == plain, "no commit yet"
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "-c", "commit.gpgsign=false", "commit", "-q", "--no-verify", "-m", "x"], check=True)
+    clean = code_version.__wrapped__()
+    fake.write_text("# edited")
+    assert clean.startswith(f"{plain}+")
+    assert code_version.__wrapped__() == f"{clean}-dirty"

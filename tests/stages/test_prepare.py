@@ -1,0 +1,67 @@
+"""The prepare stage as a user runs it, on a small synthetic catalogue."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.core.errors import CheckpointError
+from pipeline.io.storage import open_storage
+from pipeline.stages.result import StageResult, load_result
+
+pytestmark = pytest.mark.stage
+
+SMALL = ["--data.synthetic.num-queries=40", "--data.tokenizer.vocab-size=400", "--data.num-workers=1"]
+
+
+def prepare(workspace: Path, *words: str) -> int:
+    return cli.main(["prepare", "--workspace", str(workspace), "--cycle", "c1", *SMALL, *words])
+
+
+def stored(workspace: Path) -> StageResult:
+    result = load_result(open_storage(str(workspace)), "c1", "prepare")
+    assert result is not None
+    return result
+
+
+def event_names(workspace: Path) -> list[str]:
+    lines = (workspace / "cycles/c1/events.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+def test_the_second_run_finds_the_first_and_other_settings_add_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path) == 0
+    first = stored(tmp_path)
+    assert "1 partition(s) prepared, 0 reused" in capsys.readouterr().out
+    assert (first.figures["partitions_prepared"], first.figures["rows"]) == (1, 40 * 12)
+    for prefix in first.outputs.values():
+        assert (tmp_path / prefix / "MANIFEST.json").is_file()
+    assert [name for name in event_names(tmp_path) if name.startswith("stage")] == ["stage_started", "stage_finished"]
+
+    assert prepare(tmp_path, "--train.seed=5") == 0
+    assert stored(tmp_path) == first
+    assert "0 partition(s) prepared, 1 reused" in capsys.readouterr().out
+    assert event_names(tmp_path)[-2:] == ["partition_reused", "stage_skipped"]
+
+    assert prepare(tmp_path, "--data.lexical=false") == 0
+    third = stored(tmp_path)
+    assert third.inputs != first.inputs
+    assert third.settings_hash != first.settings_hash
+    assert event_names(tmp_path)[-1] == "stage_finished"
+
+
+def test_a_broken_incumbent_stops_it_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "registry/relevance").mkdir(parents=True)
+    (tmp_path / "registry/relevance/production.json").write_text("{}")
+    assert prepare(tmp_path) == CheckpointError.exit_code
+    assert not (tmp_path / "tokens").exists()
+    assert event_names(tmp_path)[-1] == "stage_failed"
+
+
+def test_an_input_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = prepare(tmp_path, "--data.path", str(tmp_path / "none"))
+    assert code in (65, 78)
+    assert str(tmp_path / "none") in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""The command line: commands, exit codes, messages, events of a stage, and what may be imported when."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from pipeline import cli
+from pipeline.core import errors
+from pipeline.core.events import EventName
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.result import StageResult
+
+Run = Callable[[Settings, StageContext], StageResult]
+HEAVY = {"torch", "torch_xla", "boto3", "botocore", "pyarrow", "tokenizers", "rich"}
+
+
+def result_of(ctx: StageContext, status: str = "done") -> StageResult:
+    now = datetime.now(UTC)
+    return StageResult.model_validate(
+        {
+            "stage": "fake",
+            "cycle": ctx.cycle,
+            "status": status,
+            "inputs": {},
+            "figures": {"rows": 3},
+            "settings_hash": ctx.settings_hash,
+            "code_version": ctx.code_version,
+            "started": now,
+            "finished": now,
+        }
+    )
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
+    """Adds a stage named `fake` to the table."""
+
+    def add(run: Run) -> None:
+        module = types.ModuleType("pipeline.stages.fake")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "pipeline.stages.fake", module)
+        monkeypatch.setitem(cli.COMMANDS, "fake", "a stage of the tests")
+
+    return add
+
+
+def events_of(workspace: Path, cycle: str = "c1") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (workspace / "cycles" / cycle / "events.jsonl").read_text().splitlines()]
+
+
+def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_version_and_help_of_both_commands() -> None:
+    assert python("-m", "pipeline", "--version").stdout.startswith(f"trnpipe {pipeline.__version__}")
+    assert python("-m", "jobs", "--version").stdout == f"trnjobs {pipeline.__version__}\n"
+    assert "usage: trnjobs" in python("-m", "jobs", "--help").stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in ("prepare", "train", "config"))
+
+
+@pytest.mark.parametrize("command", ["prepare", "train", "config"])
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_lists_flags_with_defaults(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--train.seed", "3", word]) == 0
+    text = capsys.readouterr().out
+    assert f"usage: trnpipe {command} " in text
+    assert any("--train.max-steps int" in line and "[0]" in line for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_config_shows_the_resolved_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nseed = 4\nmax_steps = 1")
+    monkeypatch.setenv("TRNPIPE_DATA__PATH", "s3://b/in")
+    assert cli.main(["config", "--json", f"--config={file}", "--train.max-steps=5", "--log.tensorboard"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["settings"]["train"]["max_steps"] == 5
+    assert record["sources"] == {
+        "train.seed": str(file),
+        "data.path": "env TRNPIPE_DATA__PATH",
+        "train.max_steps": "flag --train.max-steps",
+        "log.tensorboard": "flag --log.tensorboard",
+    }
+
+
+def test_later_config_files_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "--json"]
+    for index in (1, 2):
+        (tmp_path / f"{index}.toml").write_text(f"[train]\nseed = {index}")
+        words += ["--config", str(tmp_path / f"{index}.toml")]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["train"]["seed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["trian"], "did you mean train?"),
+        (["--train.seed", "3"], "no command '--train.seed'"),
+        (["config", "what"], "unexpected argument 'what'"),
+        (["config", "--"], "unexpected argument '--'"),
+        (["config", "--config"], "--config has no value"),
+        (["config", "--config", "no-such.toml"], "no-such.toml"),
+        (["config", "--train.max-step", "3"], "--train.max-steps"),
+        (["train", "--json"], "unknown setting json"),
+        (["config", "--train.seed", "--train.epochs", "1"], "--train.seed has no value"),
+    ],
+)
+def test_a_bad_command_line_exits_78_with_a_message(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == errors.ConfigError.exit_code == 78
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert text in captured.err
+    assert "ConfigError" in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("error", errors.TrnpipeError.__subclasses__(), ids=lambda error: error.__name__)
+def test_each_error_has_its_exit_code_and_no_traceback(
+    error: type[errors.TrnpipeError], install: Callable[[Run], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: Settings, ctx: StageContext) -> StageResult:
+        raise error("seen this", expected="that", next_command="do it")
+
+    install(run)
+    assert cli.main(["fake", "--workspace", str(tmp_path), "--cycle", "c1"]) == error.exit_code
+    text = capsys.readouterr().err
+    assert text == f"trnpipe fake: {error.__name__}: seen this\n  expected: that\n  next: do it\n"
+    last = events_of(tmp_path)[-1]
+    stopped = error is errors.Preempted
+    assert last["event"] == (EventName.STAGE_STOPPED if stopped else EventName.STAGE_FAILED)
+    assert last["error"] == error.__name__
+
+
+@pytest.mark.parametrize(("error", "code", "traceback"), [(KeyboardInterrupt, 143, False), (ValueError, 1, True)])
+def test_only_a_bug_shows_a_traceback(
+    error: type[BaseException],
+    code: int,
+    traceback: bool,
+    install: Callable[[Run], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(settings: Settings, ctx: StageContext) -> StageResult:
+        raise error("broken")
+
+    install(run)
+    assert cli.main(["fake", "--workspace", str(tmp_path)]) == code
+    assert ("Traceback" in capsys.readouterr().err) is traceback
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_the_error(
+    install: Callable[[Run], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(settings: Settings, ctx: StageContext) -> StageResult:
+        def full(*_: object, **__: object) -> None:
+            raise errors.TransientError("no space left")
+
+        monkeypatch.setattr(ctx.events, "emit", full)
+        raise errors.NumericError("NaN")
+
+    install(run)
+    assert cli.main(["fake", "--workspace", str(tmp_path)]) == errors.NumericError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("status", "event"), [("done", EventName.STAGE_FINISHED), ("already_done", EventName.STAGE_SKIPPED)]
+)
+def test_a_stage_leaves_its_start_and_outcome(
+    status: str, event: EventName, install: Callable[[Run], None], tmp_path: Path
+) -> None:
+    install(lambda settings, ctx: result_of(ctx, status))
+    assert cli.main(["fake", "--workspace", f"file://{tmp_path}", "--cycle", "c1"]) == 0
+    first, last = events_of(tmp_path)
+    assert (first["event"], last["event"]) == (EventName.STAGE_STARTED, event)
+    assert first["settings_hash"]
+    assert first["code_version"]
+    assert last["figures"] == {"rows": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "launched"),
+    [
+        (["train", "--launch.processes", "2"], {}, True),
+        (["train"], {}, False),
+        (["train", "--launch.processes", "2"], {"WORLD_SIZE": "2", "RANK": "1"}, False),
+        (["prepare", "--launch.processes", "2"], {}, False),
+    ],
+)
+def test_only_training_is_launched_in_ranks_and_only_once(
+    words: list[str], env: dict[str, str], launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+
+    def fake_launch(given: list[str], processes: int, stop: object) -> int:
+        called.extend([given, processes])
+        return 75
+
+    monkeypatch.setattr(cli, "launch", fake_launch)
+    monkeypatch.setattr(cli, "run_stage", lambda name, settings: 0)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(words) == (75 if launched else 0)
+    assert called == ([words, 2] if launched else [])
+
+
+def imported_by(*words: str) -> set[str]:
+    """Top-level packages that a command imports, from -X importtime."""
+    done = python("-X", "importtime", *words)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["config"]], ids=" ".join)
+def test_help_and_config_import_nothing_heavy(words: list[str]) -> None:
+    packages = imported_by("-m", "pipeline", *words)
+    assert "pydantic" in packages
+    assert not packages & HEAVY
+
+
+def test_prepare_does_not_import_torch() -> None:
+    packages = imported_by("-c", "import pipeline.stages.prepare")
+    assert "pyarrow" in packages
+    assert not packages & {"torch", "torch_xla", "transformers"}
+
+
+def test_a_closed_pipe_is_no_failure() -> None:
+    line = f"{sys.executable} -m pipeline train --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""

@@ -1,0 +1,184 @@
+"""Signals, with real processes: a loop that polls, a main thread stuck in C, workers, children, a second SIGINT."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+
+PREAMBLE = """
+import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+from pipeline.core.stop import StopSignal
+from pipeline.core.errors import Preempted
+from pipeline.runtime_signals import stop_on_signals
+
+stop = StopSignal()
+
+def say(text):
+    print(text, flush=True)
+
+def block_in_c():  # a default mutex locked twice: never returns, releases the GIL, is not interrupted by signals
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    libc.pthread_mutex_lock(mutex)
+    say("ready")
+    libc.pthread_mutex_lock(mutex)
+
+def say_when_stopping():
+    stop.wait(1000)
+    say("stopping by " + stop.reason)
+
+threading.Thread(target=say_when_stopping, daemon=True).start()
+"""
+
+
+@contextmanager
+def started(script: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process that has said `ready`; killed at the end whatever happens."""
+    command = [sys.executable, "-c", PREAMBLE + script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert read_line(process) == "ready", process.communicate(timeout=10)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_polling_loop_stops_by_itself(signum: signal.Signals) -> None:
+    script = """
+with stop_on_signals(stop, grace_s=600):
+    say("ready")
+    try:
+        while True:
+            stop.wait(1000)
+            stop.raise_if_set("waiting")
+    except Preempted as error:
+        say("saved")
+        sys.exit(error.exit_code)
+"""
+    with started(script) as process:
+        process.send_signal(signum)
+        out, _ = process.communicate(timeout=60)
+        assert "saved" in out
+        assert process.returncode == 143
+
+
+def test_a_main_thread_stuck_in_c_is_ended_after_the_grace() -> None:
+    script = """
+def last_hook(reason):
+    say("last words: " + reason)
+
+with stop_on_signals(stop, grace_s=0.3, last_hook=last_hook):
+    block_in_c()
+"""
+    with started(script) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert "stopping by SIGTERM" in out
+        assert "last words: SIGTERM, not stopped within 0.3 s" in out
+        assert "exit 143" in err
+
+
+def test_a_last_hook_that_hangs_or_fails_changes_nothing() -> None:
+    script = """
+import pipeline.runtime_signals
+pipeline.runtime_signals.LAST_HOOK_S = 0.1
+with stop_on_signals(stop, grace_s=0.1, last_hook=lambda reason: time.sleep(1000)):
+    block_in_c()
+"""
+    for hook in ("time.sleep(1000)", "1 / 0"):
+        with started(script.replace("time.sleep(1000)", hook)) as process:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+            assert process.returncode == 143
+
+
+def test_a_second_sigint_ends_at_once_a_second_sigterm_does_not() -> None:
+    with started("with stop_on_signals(stop, grace_s=600): block_in_c()") as process:
+        process.send_signal(signal.SIGTERM)
+        assert read_line(process) == "stopping by SIGTERM"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert "second SIGINT" in err
+
+
+def test_children_do_not_outlive_a_forced_end() -> None:
+    script = """
+child = subprocess.Popen(["sleep", "1000"])
+with stop_on_signals(stop, grace_s=0.1):
+    block_in_c()
+"""
+    with started(script) as process:
+        (child,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert not psutil.wait_procs([child], timeout=60)[1]
+
+
+def test_a_shutdown_that_hangs_is_ended_too() -> None:
+    script = """
+import atexit
+with stop_on_signals(stop, grace_s=1.0):
+    say("ready")
+    stop.wait(1000)
+say("left")
+atexit.register(block_in_c)
+"""
+    with started(script) as process:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=50)
+        assert "left\nready" in out
+        assert process.returncode == 143
+
+
+def test_ending_a_forked_worker_does_not_stop_the_parent() -> None:
+    script = """
+with stop_on_signals(stop, grace_s=600):
+    codes = set()
+    for _ in range(20):  # at once, and once it runs
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        worker.start()
+        time.sleep(0.005 * (_ % 2))
+        worker.terminate()
+        worker.join()
+        codes.add(worker.exitcode)
+    stop.wait(0.2)
+    say("ready")
+    say(f"{stop.is_set()} {codes}")
+"""
+    with started(script) as process:
+        assert read_line(process) == f"False {{-{int(signal.SIGTERM)}}}"
+
+
+def test_handlers_are_put_back() -> None:
+    script = """
+def handlers():
+    return [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+
+before = handlers()
+with stop_on_signals(stop):
+    inside = handlers()
+monitors = [thread for thread in threading.enumerate() if thread.name == "signals"]
+say("ready")
+say(f"{before == handlers()} {before == inside} {signal.set_wakeup_fd(-1)} {monitors}")
+"""
+    with started(script) as process:
+        assert read_line(process) == "True False -1 []"

@@ -1,0 +1,294 @@
+"""Settings resolution: precedence, spelling, provenance, refusals, hash."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.config_sources import DEFAULT, FIELDS, Resolved, resolve
+from pipeline.core.errors import ConfigError
+from pipeline.settings import Settings, settings_hash
+from pipeline.settings_fields import Leaf, nearest
+from pipeline.settings_text import as_json, flags_text, shown, table_text
+
+Flags = list[tuple[str, str | None]]
+LEAVES = list(FIELDS.values())
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+def with_flags(*flags: tuple[str, str | None]) -> Settings:
+    return resolve([], {}, list(flags)).settings
+
+
+def toml(folder: Path, text: str, name: str = "a.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def value_of(resolved: Resolved, leaf: Leaf) -> object:
+    value: object = resolved.settings
+    for word in leaf.path:
+        value = getattr(value, word)
+    return value
+
+
+def test_without_any_source_everything_is_default() -> None:
+    resolved = resolve([], {"HOME": "/x", "trnpipe_workspace": "no"}, [])
+    assert resolved.settings == Settings()
+    assert set(resolved.sources.values()) == {DEFAULT}
+
+
+@pytest.mark.parametrize("num_sources", [0, 1, 2, 3, 4])
+def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> None:
+    first = toml(tmp_path, "[train]\nmax_steps = 11", "first.toml")
+    second = toml(tmp_path, "[train]\nmax_steps = 12", "second.toml")
+    resolved = resolve(
+        [first, second][:num_sources],
+        {"TRNPIPE_TRAIN__MAX_STEPS": "13"} if num_sources >= 3 else {},
+        [("--train.max-steps", "14")] if num_sources == 4 else [],
+    )
+    expected = [
+        (0, DEFAULT),
+        (11, str(first)),
+        (12, str(second)),
+        (13, "env TRNPIPE_TRAIN__MAX_STEPS"),
+        (14, "flag --train.max-steps"),
+    ][num_sources]
+    assert (resolved.settings.train.max_steps, resolved.sources["train.max_steps"]) == expected
+
+
+def test_sources_are_kept_for_each_value_apart(tmp_path: Path) -> None:
+    path = toml(tmp_path, "workspace = 'w'\n[train]\nseed = 5\n[train.optimizer]\nbeta1 = 0.8")
+    resolved = resolve([path], {"TRNPIPE_TRAIN__OPTIMIZER__BETA2": "0.9"}, [("--train.epochs", "3")])
+    by_source = {name: source for name, source in resolved.sources.items() if source != DEFAULT}
+    assert by_source == {
+        "workspace": str(path),
+        "train.seed": str(path),
+        "train.optimizer.beta1": str(path),
+        "train.optimizer.beta2": "env TRNPIPE_TRAIN__OPTIMIZER__BETA2",
+        "train.epochs": "flag --train.epochs",
+    }
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
+def test_every_default_can_be_typed_back(leaf: Leaf) -> None:
+    """What help and `trnpipe config` show is what flags and variables take, for every setting."""
+    text = shown(value_of(Resolved(Settings(), {}), leaf))
+    by_flag = resolve([], {}, [(leaf.flag, text)])
+    by_env = resolve([], {leaf.env: text}, [])
+    assert by_flag.settings == by_env.settings == Settings()
+    assert by_flag.sources[leaf.name] == f"flag {leaf.flag}"
+    assert by_env.sources[leaf.name] == f"env {leaf.env}"
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
+def test_every_setting_has_one_line_of_help(leaf: Leaf) -> None:
+    assert leaf.field.description
+    assert "\n" not in leaf.field.description
+    assert f"  {leaf.flag} " in flags_text()
+
+
+@pytest.mark.parametrize("flag", ["--train.max-steps", "--train.max_steps", "--Train.Max-Steps"])
+def test_kebab_and_snake_are_the_same(flag: str) -> None:
+    assert with_flags((flag, "7")).train.max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "expected"),
+    [
+        ("--log.tensorboard", None, True),
+        ("--no-log.tensorboard", None, False),
+        ("--log.tensorboard", "true", True),
+        ("--log.tensorboard", "false", False),
+    ],
+)
+def test_booleans(flag: str, text: str | None, expected: bool) -> None:
+    assert with_flags((flag, text)).log.tensorboard is expected
+
+
+@pytest.mark.parametrize("text", ["a,b", " a , b ", '["a", "b"]'])
+def test_lists(text: str) -> None:
+    assert with_flags(("--data.numeric", text)).data.numeric == ("a", "b")
+    assert resolve([], {"TRNPIPE_DATA__NUMERIC": text}, []).settings.data.numeric == ("a", "b")
+
+
+def test_list_of_numbers_and_of_tables() -> None:
+    assert with_flags(("--model.mlp-sizes", "64")).model.mlp_sizes == (64,)
+    feature = with_flags(("--data.categorical", '[{"column": "brand", "num_ids": 8}]')).data.categorical[0]
+    assert (feature.column, feature.num_ids) == ("brand", 8)
+
+
+def test_mappings() -> None:
+    assert with_flags(("--data.filter", "a=1,b=x=y")).data.filter == {"a": "1", "b": "x=y"}
+    assert with_flags(("--data.filter", '{"a": "1"}')).data.filter == {"a": "1"}
+    assert with_flags(("--data.filter.Locale", "us"), ("--data.filter.b", "2")).data.filter == {
+        "Locale": "us",
+        "b": "2",
+    }
+    assert resolve([], {"TRNPIPE_DATA__FILTER__Locale": "us"}, []).settings.data.filter == {"Locale": "us"}
+
+
+def test_a_mapping_replaces_that_of_an_earlier_source(tmp_path: Path) -> None:
+    path = toml(tmp_path, '[data.filter]\na = "1"')
+    assert resolve([path], {}, []).settings.data.filter == {"a": "1"}
+    assert resolve([path], {}, [("--data.filter.b", "2")]).settings.data.filter == {"b": "2"}
+
+
+def test_null_unsets_an_optional_value_only(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[data]\npath = 'x'")
+    assert resolve([path], {}, [("--data.path", "null")]).settings.data.path is None
+    assert with_flags(("--workspace", "null")).workspace == "null"
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=4))
+def test_any_list_survives_as_json(values: list[str]) -> None:
+    assert with_flags(("--data.numeric", json.dumps(values))).data.numeric == tuple(values)
+
+
+@given(st.integers(0, 2**31), st.floats(1e-6, 1.0))
+def test_numbers_survive_as_text(seed: int, rate: float) -> None:
+    settings = with_flags(("--train.seed", str(seed)), ("--train.optimizer.learning-rate", repr(rate)))
+    assert (settings.train.seed, settings.train.optimizer.learning_rate) == (seed, rate)
+
+
+@pytest.mark.parametrize(
+    ("toml_text", "env", "flags", "words"),
+    [
+        ("[train]\nmax_step = 3", {}, [], ["train.max_step ", "a.toml", "train.max_steps"]),
+        ("[trian]\nmax_steps = 3", {}, [], ["trian ", "a.toml"]),
+        ("[train.optimizer]\nlearning-rate = 3", {}, [], ["learning-rate", "train.optimizer.learning_rate"]),
+        ("", {"TRNPIPE_TRAIN__MAX_STEP": "3"}, [], ["env TRNPIPE_TRAIN__MAX_STEP", "train.max_steps"]),
+        ("", {"TRNPIPE_WORKSPCE": "3"}, [], ["env TRNPIPE_WORKSPCE", "workspace"]),
+        ("", {"TRNPIPE_": "3"}, [], ["env TRNPIPE_"]),
+        ("", {}, [("--max-steps", "3")], ["flag --max-steps", "--train.max-steps"]),
+        ("", {}, [("--train.max-stepz", None)], ["flag --train.max-stepz", "--train.max-steps"]),
+        ("", {}, [("--no-train.max-steps", None)], ["flag --no-train.max-steps"]),
+        ("", {}, [("--data.categorical.x", "3")], ["data.categorical.x"]),
+    ],
+)
+def test_unknown_keys_are_refused_with_source_and_nearest(
+    tmp_path: Path, toml_text: str, env: dict[str, str], flags: Flags, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve([toml(tmp_path, toml_text)], env, flags)
+    assert "unknown setting" in caught.value.seen
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "words"),
+    [
+        (
+            "--train.max-steps",
+            "many",
+            ["train.max_steps = 'many'", "flag --train.max-steps", "integer", "int - Optimizer"],
+        ),
+        ("--train.max-steps", "-1", ["train.max_steps = '-1'", "greater than or equal to 0"]),
+        ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|cpu|cuda"]),
+        ("--data.categorical", '[{"column": "a", "num_ids": 1}]', ["data.categorical[0][num_ids] = 1"]),
+        ("--data.categorical", "[{", ["data.categorical", "not JSON"]),
+        ("--data.filter", "locale", ["'locale' has no '='"]),
+        ("--data.buckets", "16x", ["bucket '16x'", "data.buckets from flag --data.buckets"]),
+        ("--storage.first-wait-s", "30", ["larger than max_wait_s", "flag --storage.first-wait-s"]),
+        ("--train", "3", ["is a section", "max_steps"]),
+        ("--train.max-steps", None, ["has no value"]),
+        ("--cycle", "../up", ["cycle = '../up'"]),
+    ],
+)
+def test_bad_values_are_refused_with_value_and_source(flag: str, text: str | None, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_flags((flag, text))
+    assert caught.value.exit_code == 78
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_all_bad_values_are_reported_at_once(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[train]\nseed = 'x'\n[log]\nevery_steps = 0")
+    with pytest.raises(ConfigError) as caught:
+        resolve([path], {"TRNPIPE_BACKEND": "y"}, [])
+    assert all(word in str(caught.value) for word in ("train.seed", "log.every_steps", "env TRNPIPE_BACKEND"))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("train = 3", "a table [train]"), ("[train", "not TOML"), ("workspace = 3", "workspace = 3")]
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=r".*a\.toml") as caught:
+        resolve([toml(tmp_path, text)], {}, [])
+    assert word in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        resolve([tmp_path / "none.toml"], {}, [])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_are_valid_and_do_something(path: Path) -> None:
+    resolved = resolve([path], {}, [])
+    assert resolved.settings != Settings()
+    assert resolved.settings.model.encoder.hidden_size > 0
+    assert (
+        max(bucket.product_tokens for bucket in resolved.settings.data.bucket_shapes)
+        <= resolved.settings.model.max_positions
+    )
+
+
+def test_presets_are_shipped() -> None:
+    presets = {path.stem: resolve([path], {}, []).settings.model.preset for path in CONFIGS}
+    assert presets == {"quickstart": "tiny", "small": "small", "base": "base", "large": "large"}
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings().workspace = "x"  # type: ignore[misc]
+
+
+def test_hash_ignores_where_and_when_and_sees_what() -> None:
+    base = settings_hash(Settings())
+    same = [("--workspace", "s3://b/p"), ("--cycle", "c"), ("--launch.processes", "2"), ("--data.num-workers", "3")]
+    other = [
+        ("--train.seed", "2"),
+        ("--data.buckets", "8x8"),
+        ("--model.preset", "small"),
+        ("--train.start", "scratch"),
+    ]
+    assert {settings_hash(with_flags(flag)) for flag in same} == {base}
+    assert len({settings_hash(with_flags(flag)) for flag in other} | {base}) == len(other) + 1
+
+
+def test_hash_is_the_same_in_another_process() -> None:
+    code = "from pipeline.settings import *; print(settings_hash(Settings()))"
+    env = os.environ | {"PYTHONHASHSEED": "77"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == settings_hash(Settings())
+
+
+def test_tables_name_the_source() -> None:
+    resolved = resolve([], {}, [("--train.seed", "9")])
+    line = next(line for line in table_text(resolved).splitlines() if line.startswith("train.seed "))
+    assert line.split() == ["train.seed", "9", "flag", "--train.seed"]
+    record = json.loads(as_json(resolved))
+    assert record["sources"] == {"train.seed": "flag --train.seed"}
+    assert Settings.model_validate(record["settings"]) == resolved.settings
+    assert record["settings_hash"] == settings_hash(resolved.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_steps", "train.max_steps"),
+        ("train.max-stps", "train.max_steps"),
+        ("qqqqqq", None),
+        ("data.paht", "data.path"),
+    ],
+)
+def test_nearest(name: str, expected: str | None) -> None:
+    assert nearest(name, FIELDS) == expected
