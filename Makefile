@@ -6,11 +6,14 @@ STAMP   := $(VENV)/.installed
 TORCH   := torch==2.9.1
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-# make train DATA=path WORKSPACE=path CONFIG=file ARGS="--train.max-steps 100"
-WORKSPACE ?= workspace
-CONFIG    ?= configs/quickstart.toml
+# make train DATA=file-or-folder CONFIG=configs/small.toml CYCLE=2026-11-20 ARGS="--train.max-steps 100"
 DATA      ?=
+NAME      := $(if $(DATA),$(basename $(notdir $(patsubst %/,%,$(DATA)))),quickstart)
+WORKSPACE ?= workspace/$(NAME)
+CYCLE     ?= first
+CONFIG    ?= configs/quickstart.toml
 ARGS      ?=
+FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
@@ -29,3 +32,32 @@ $(STAMP): pyproject.toml requirements.lock
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
+
+train: $(STAMP)  ## prepare data, train, evaluate, leave a verified checkpoint; run again: continues or says it is done
+	$(BIN)/trnpipe prepare $(FLAGS)
+	$(BIN)/trnpipe train $(FLAGS)
+
+prepare: $(STAMP)  ## only prepare the data
+	$(BIN)/trnpipe prepare $(FLAGS)
+
+test: $(STAMP) lint  ## lint, types and all tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-fast: $(STAMP)  ## unit tests only, seconds
+	$(BIN)/python -m pytest -n 2 -m "not stage and not fault" $(TESTS)
+
+lint: $(STAMP)  ## formatting, lint, strict types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## measure every claim of the README and rewrite its table (about 20 minutes, quiet machine)
+	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench.table --write README.md
+
+lock: $(STAMP)  ## resolve requirements.lock anew (needs uv)
+	uv pip compile pyproject.toml --all-extras --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	  --no-emit-package torch --no-emit-package triton $(foreach p,$(CUDA_PACKAGES),--no-emit-package $(p)) -o requirements.lock
+
+clean:  ## remove the virtual environment and caches (workspaces stay)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

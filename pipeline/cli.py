@@ -86,12 +86,17 @@ def _command(words: list[str]) -> int:
     resolved = resolve(arguments.files, os.environ, arguments.flags)
     if name == "config":
         return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
-    processes = resolved.settings.launch.processes
-    if name in PARALLEL and processes > 1 and not under_torchrun():
-        stop = StopSignal()
-        with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):
-            return launch(words, processes, stop)
+    if name in PARALLEL and resolved.settings.launch.processes > 1 and not under_torchrun():
+        return _launch_ranks(words, resolved.settings)
     return run_stage(name, resolved.settings)
+
+
+def _launch_ranks(words: list[str], settings: Settings) -> int:
+    from pipeline.stages.context import cycle_name
+
+    stop = StopSignal()
+    with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):  # the cycle is named once: ranks may start around midnight
+        return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
 def parse(words: Sequence[str], switches: set[str]) -> Arguments:

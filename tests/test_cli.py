@@ -203,7 +203,7 @@ def test_a_stage_leaves_its_start_and_outcome(
 @pytest.mark.parametrize(
     ("words", "env", "launched"),
     [
-        (["train", "--launch.processes", "2"], {}, True),
+        (["train", "--launch.processes", "2", "--cycle", "c9"], {}, True),
         (["train"], {}, False),
         (["train", "--launch.processes", "2"], {"WORLD_SIZE": "2", "RANK": "1"}, False),
         (["prepare", "--launch.processes", "2"], {}, False),
@@ -223,7 +223,7 @@ def test_only_training_is_launched_in_ranks_and_only_once(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert cli.main(words) == (75 if launched else 0)
-    assert called == ([words, 2] if launched else [])
+    assert called == ([[*words, "--cycle", "c9"], 2] if launched else [])
 
 
 def imported_by(*words: str) -> set[str]:

@@ -34,7 +34,7 @@ def prefetched(batches: Iterable[Batch], depth: int) -> Iterator[Iterator[Batch]
                 if not put(batch):
                     return
             put(_Done(None))
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
+        except BaseException as error:
             put(_Done(error))
 
     def consume() -> Iterator[Batch]:

@@ -48,8 +48,11 @@ class XlaBackend:
 
     @contextmanager
     def _device_loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """MpDeviceLoader uploads behind the step. Its threads end an iteration in silence when the source fails
-        (torch_xla 2.9 parallel_loader.py, _loader_worker), so the source's error is kept here and raised when the loader runs dry."""
+        """MpDeviceLoader uploads behind the step.
+
+        Its threads end an iteration in silence when the source fails (torch_xla 2.9 parallel_loader.py, _loader_worker), so
+        the source's error is kept here and raised when the loader runs dry.
+        """
         module: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
         source = _Remembering(batches)
         loader = module.MpDeviceLoader(source, self.device, loader_prefetch_size=4, device_prefetch_size=2)
@@ -64,7 +67,7 @@ class XlaBackend:
             yield consume()
         finally:
             source.left = True
-            loader._parallel_loader.close()  # noqa: SLF001 - the public way to end its threads is to iterate again
+            loader._parallel_loader.close()
 
     def step_boundary(self) -> None:
         self._xla.sync()
@@ -126,5 +129,5 @@ class _Remembering:
                 if self.left:
                     return
                 yield batch
-        except BaseException as error:  # noqa: BLE001 - raised at the consumer, by _device_loader
+        except BaseException as error:
             self.error = error

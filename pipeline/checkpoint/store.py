@@ -26,6 +26,7 @@ class Checkpoint:
     """A verified checkpoint in local files."""
 
     prefix: str
+    uri: str
     folder: Path
     digest: str
     state: TrainState
@@ -66,7 +67,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
             expected=f"a whole checkpoint of schema {SCHEMA_VERSION}",
             next_command="use an earlier checkpoint of the cycle",
         ) from error
-    return Checkpoint(prefix, folder, manifest.digest, state)
+    return Checkpoint(prefix, uri, folder, manifest.digest, state)
 
 
 class CheckpointStore:

@@ -66,7 +66,7 @@ class CheckpointWriter:
         try:
             size_bytes = self._save(snapshot)
             self.last_saved, self.failure = step, ""
-            self._store._emit(  # noqa: SLF001 - one event sink for the checkpoints of a cycle
+            self._store._emit(
                 EventName.CHECKPOINT_SAVED,
                 step=step,
                 prefix=prefix_of(self._store.cycle, step),
@@ -76,8 +76,8 @@ class CheckpointWriter:
             self._prune(snapshot)
         except (TransientError, DataError, ConfigError, OSError, Preempted) as error:
             self.failure = str(error)
-            self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))  # noqa: SLF001
-        except BaseException as error:  # noqa: BLE001 - raised again by wait()
+            self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
+        except BaseException as error:
             self._error = error
 
     def _save(self, snapshot: Snapshot) -> int:

@@ -1,7 +1,7 @@
 """Which samples make up global batch number p. Pure: (pools, batch size, seed, position) -> (bucket, sample indices).
 
-Per epoch each bucket's pool is permuted and cut into batches. What is left over of a bucket rides in the next larger one
-(buckets are nested), so one epoch leaves out fewer samples than one batch. The order of batches is itself permuted.
+Per epoch each bucket's pool is permuted and cut into batches. What is left over of a bucket rides in the next larger
+one (buckets are nested), so one epoch leaves out fewer samples than one batch. The order of batches is itself permuted.
 Nothing here knows the world size: ranks take their slice of the global batch.
 """
 
@@ -71,11 +71,9 @@ class BatchPlan:
         epoch, index = divmod(position, self.batches_per_epoch)
         key = stream_key(self.seed, _ORDER_OF_BATCHES, epoch)
         index = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
-        bucket = 0
-        for bucket, batches in enumerate(self.batches_by_bucket):
-            if index < batches:
-                break
-            index -= batches
+        ends = np.cumsum(self.batches_by_bucket)
+        bucket = int(np.searchsorted(ends, index, side="right"))
+        index -= int(ends[bucket]) - self.batches_by_bucket[bucket]
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size, dtype=np.int64)
         pools, rows = self._resolve(bucket, places, epoch)
         return GlobalBatch(bucket, pools, rows)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         raise ConfigError(
             f"buckets {[b.name for b in ordered]}", expected="at least one bucket, of 3 tokens or more a side"
         )
-    for small, large in zip(ordered, ordered[1:], strict=False):
+    for small, large in pairwise(ordered):
         if small.product_tokens > large.product_tokens:
             raise ConfigError(
                 f"buckets {small.name} and {large.name} are not nested",

@@ -22,7 +22,7 @@ class ClassFigures:
 
 
 def class_figures(label: Ints, predicted: Ints, num_classes: int) -> ClassFigures:
-    """Compare predicted with true classes, [N] each. A class that is neither present nor predicted is left out of the mean."""
+    """Compare predicted with true classes, [N] each. A class neither present nor predicted is left out of the mean."""
     if label.size == 0:
         raise DataError("no labelled rows to score", expected="at least one row with a label in the holdout")
     confusion = np.bincount(label * num_classes + predicted, minlength=num_classes**2).reshape(num_classes, num_classes)

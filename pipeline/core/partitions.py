@@ -15,7 +15,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Selection:
-    """new: trained on in full. old: for replay. late: changed after a parent trained on them; replayed, never new again."""
+    """What a run takes.
+
+    new: trained on in full. old: for replay. late: changed after a parent trained on them; replayed, never new again.
+    """
 
     new: tuple[Partition, ...]
     old: tuple[Partition, ...]
@@ -32,8 +35,8 @@ def select_partitions(
 ) -> Selection:
     """Split by the parent's watermark (None: no parent, everything is new).
 
-    A dated partition is new when its date lies after the watermark; an undated one when the parent did not train on this
-    very content.
+    A dated partition is new when its date lies after the watermark; an undated one when the parent did not train on
+    this very content.
     """
     if parent_watermark is None:
         return Selection(tuple(prepared), (), ())

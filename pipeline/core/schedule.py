@@ -9,7 +9,7 @@ Shape = Literal["cosine", "linear", "constant"]
 def learning_rate(
     step: int, *, max_steps: int, peak: float, shape: Shape, warmup_steps: int, final_fraction: float
 ) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up to `peak`, then down to `final_fraction * peak`."""
+    """Rate of optimizer step `step` (1-based): linear warm-up to `peak`, then down to `final_fraction * peak`."""
     if step <= warmup_steps:
         return peak * step / max(1, warmup_steps)
     if shape == "constant":

@@ -58,9 +58,15 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
             expected="one of its columns: " + ", ".join(available),
-            next_command=f"name the right column, e.g. --data.columns.{missing[0][0].split('.')[0]} NAME",
+            next_command=f"name the right column with {_setting(missing[0][0])}",
         )
     return ColumnPlan(tuple(pairs))
+
+
+def _setting(field: str) -> str:
+    """The setting that names the column of a field."""
+    kind = field.split(".")[0]
+    return f"--data.columns.{kind}" if kind == field else f"--data.{kind}"
 
 
 def as_field(array: pa.Array, field: str) -> pa.Array:

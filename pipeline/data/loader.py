@@ -56,9 +56,9 @@ def training_batches(
 def evaluation_batches(
     rows: TokenRows, *, batch_size: int, limit: int, share: RankShare
 ) -> Iterator[tuple[Arrays, dict[str, Tensor]]]:
-    """This rank's part of a split, bucket by bucket, in full batches: the last of a bucket is filled by repeating a row.
+    """This rank's part of a split, bucket by bucket, in full batches; the last of a bucket is filled by repeating a row.
 
-    Yields (arrays of the real rows only, tensors of the full batch). At most `limit` rows over all ranks, spread evenly.
+    Yields (arrays of the real rows, tensors of the full batch). At most `limit` rows over all ranks, spread evenly.
     """
     total = sum(rows.sizes)
     step = max(1, -(-total // limit))

@@ -107,8 +107,9 @@ def prepare(
         infos[prefix] = info = TokenSetInfo.model_validate(manifest.fields)
         refuse_bad_share(config, info, [], workspace)
         events(EventName.PARTITION_REUSED, partition=partition.name, prefix=prefix, rows=info.rows)
-    context = _Context(config, workspace, text_tokenizer, labels, events, progress, stop)
-    infos |= _encode_all(context, source, works, settings, num_done=sum(info.rows_read for info in infos.values()))
+    context = _Context(config, workspace, text_tokenizer, labels, events, _Meter(progress, source.num_rows()), stop)
+    context.meter.add(sum(info.rows_read for info in infos.values()))
+    infos |= _encode_all(context, source, works, settings)
     result = [infos[prefix] for prefix in prefixes]
     if not sum(info.rows for info in result):
         raise DataError(
@@ -128,6 +129,19 @@ def prepare(
     )
 
 
+@dataclass
+class _Meter:
+    """Adds up rows done and reports them."""
+
+    progress: Progress
+    total: int | None
+    done: int = 0
+
+    def add(self, rows: int) -> None:
+        self.done += rows
+        self.progress(self.done, self.total)
+
+
 @dataclass(frozen=True)
 class _Context:
     config: DataConfig
@@ -135,7 +149,7 @@ class _Context:
     tokenizer: TextTokenizer
     labels: LabelSet
     events: Emit
-    progress: Progress
+    meter: _Meter
     stop: StopSignal
 
 
@@ -216,14 +230,13 @@ def _token_set_fingerprint(
 
 
 def _encode_all(
-    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings], *, num_done: int
+    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings]
 ) -> dict[str, TokenSetInfo]:
     """Tokenise the chunks of all partitions in one stream, and commit each partition as it completes."""
     if not works:
         return {}
     by_name = {work.partition.name: work for work in works}
     waiting, infos = list(works), dict[str, TokenSetInfo]()
-    total = source.num_rows()
     tasks = _tasks(context, source, works, settings)
     pool = WorkerPool[bytes, ChunkTask, ChunkResult](
         encode_chunk,
@@ -235,8 +248,7 @@ def _encode_all(
     with pool:
         for result in pool.run(tasks):
             by_name[result.partition].done[result.index] = result.record
-            num_done += result.record.rows_read
-            context.progress(num_done, total)
+            context.meter.add(result.record.rows_read)
             waiting = _commit_complete(context, waiting, settings, infos)
     _commit_complete(context, waiting, settings, infos)
     return infos
@@ -254,6 +266,7 @@ def _tasks(
                 context.stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
                     work.done[index] = record
+                    context.meter.add(record.rows_read)
                 else:
                     yield ChunkTask(work.partition.name, index, chunk, settings[work.partition.name], work.staging)
                 index += 1

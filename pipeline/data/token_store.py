@@ -26,7 +26,7 @@ class TokenSet:
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
-    """What the given partitions say of themselves. Raises DataError when one is not committed or they do not fit together."""
+    """What partitions say of themselves. Raises DataError for one not committed, ConfigError when they do not fit."""
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)

@@ -28,7 +28,7 @@ class LocalStorage:
         self.requests = RequestCounts()
 
     def uri(self, key: str) -> str:
-        return f"{self.root}/{key}" if key else self.root
+        return f"file://{self.folder / key}"
 
     def local_path(self, key: str) -> Path:
         return self.folder / keys.check_key(key) if key else self.folder

@@ -1,6 +1,7 @@
 """A BERT encoder for static shapes: no data-dependent branch, no host sync.
 
-The arithmetic is Hugging Face BERT's (post layer norm, erf GELU, learned positions); query, key and value are one matrix.
+The arithmetic is Hugging Face BERT's (post layer norm, erf GELU, learned positions); query, key and value are one
+matrix.
 Weights go from and to Hugging Face names in model/hf.py.
 """
 

@@ -55,7 +55,7 @@ def _hf_name(name: str) -> str:
 def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     """Hugging Face names back to ours, complete and in the shapes of `template`.
 
-    Raises CheckpointError naming the first tensor that is missing or of another shape: a checkpoint of another architecture.
+    Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
     """
     result: dict[str, Tensor] = {}
     expected = to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in template.items()})

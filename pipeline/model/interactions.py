@@ -1,5 +1,7 @@
 """How query, product and features meet: explicit (products, differences, crosses) and implicit (a deep MLP)."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ class CrossNetwork(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Numeric and categorical features to one vector. Numbers are squashed (sign * log1p), so no statistics are kept."""
+    """Numeric and categorical features to one vector. Numbers are squashed (sign * log1p): no statistics are kept."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Interactions(nn.Module):
             self.width += joint + 2 * size + 1
         if self.implicit:
             widths = (joint, *config.mlp_sizes)
-            self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+            self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
             self.width += widths[-1]
 
     def forward(self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
-    """InfoNCE within fixed groups of samples (van den Oord et al., 2018): each positive query against its group's products.
+    """InfoNCE within fixed groups of samples (van den Oord et al., 2018): a positive query against its group's products.
 
-    Groups are `negatives_group` neighbours in the global batch, never cut by ranks or micro-batches. Another positive of
-    the same query is no negative and is left out of the denominator.
+    Groups are `negatives_group` neighbours in the global batch, never cut by ranks or micro-batches. Another positive
+    of the same query is no negative and is left out of the denominator.
     """
     batch, group = targets.gain.shape[0], config.negatives_group
     shape = (batch // group, group)

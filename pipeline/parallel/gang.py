@@ -1,4 +1,4 @@
-"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors on every backend."""
+"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors everywhere."""
 
 from datetime import timedelta
 from types import TracebackType
@@ -87,7 +87,7 @@ class Gang:
         return bool(tensor.item())
 
 
-class _peers:  # noqa: N801 - reads as a statement: `with _peers("..."):`
+class _peers:
     """Turn the collective library's RuntimeError into a TransientError that says what was going on."""
 
     def __init__(self, doing: str) -> None:

@@ -25,7 +25,8 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal) -> int:
         command += ["--max-restarts=0", "-m", "pipeline", *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
-        torchrun = subprocess.Popen(command, env=env)  # noqa: S603 - a list, no shell
+        # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
+        torchrun = subprocess.Popen(command, env=env, start_new_session=True)  # noqa: S603 - a list, no shell
         told = False
         while torchrun.poll() is None:
             if stop.wait(0.2) and not told:
@@ -50,8 +51,8 @@ def note_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
 def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     """One code for a gang (None: the rank died without one).
 
-    A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a bug,
-    then (unless all were told to stop) a transient failure.
+    A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
+    bug, then (unless all were told to stop) a transient failure.
     """
     if all(code == EXIT_OK for code in codes):
         return EXIT_OK

@@ -43,10 +43,16 @@ class NoEvents:
 
 @dataclass(frozen=True)
 class StageContext:
-    """The outside world of one stage run. `scratch` is a local folder that may be lost at any time."""
+    """The outside world of one stage run.
+
+    `workspace` gives up with Preempted once `stop` is set. `workspace_after_stop` is the same place for what must still
+    be written then (the last checkpoint, events); the grace of runtime_signals is its bound. `scratch` is a local
+    folder that may be lost at any time.
+    """
 
     settings: Settings
     workspace: Storage
+    workspace_after_stop: Storage
     cycle: str
     scratch: Path
     events: Events
@@ -61,14 +67,16 @@ class StageContext:
 def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ) -> Iterator[StageContext]:
     """Open the workspace and the event log; close the log on leaving. Raises ConfigError for either."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    cycle = settings.cycle or datetime.now(UTC).date().isoformat()
+    after_stop = open_storage(settings.workspace, retry=settings.storage, stop=StopSignal())
+    cycle = cycle_name(settings)
     scratch = scratch_folder(settings, workspace, env)
     world = world_from_env(env)
-    events = EventLog(workspace, f"cycles/{cycle}/events.jsonl", scratch=scratch) if world.is_main else NoEvents()
+    events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if world.is_main else NoEvents()
     try:
         yield StageContext(
             settings=settings,
             workspace=workspace,
+            workspace_after_stop=after_stop,
             cycle=cycle,
             scratch=scratch,
             events=events,
@@ -80,6 +88,11 @@ def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = 
         )
     finally:
         events.close()
+
+
+def cycle_name(settings: Settings) -> str:
+    """The cycle of the settings, else today's date (UTC)."""
+    return settings.cycle or datetime.now(UTC).date().isoformat()
 
 
 def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:

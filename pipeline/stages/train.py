@@ -77,7 +77,7 @@ def _surroundings(ctx: StageContext) -> Surroundings:
 def _figures(outcome: Outcome) -> dict[str, Figure]:
     figures: dict[str, Figure] = {"step": outcome.step, "steps_done": outcome.steps_done, "late": outcome.late}
     for split, values in outcome.holdouts.items():
-        figures |= {f"{split}_{name}": value for name, value in asdict(values).items() if value == value}  # noqa: PLR0124
+        figures |= {f"{split}_{name}": value for name, value in asdict(values).items() if value == value}
     return figures
 
 
@@ -87,6 +87,5 @@ def _tell(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
             f"{split}: {values.rows} rows | accuracy {values.accuracy:.4f} | macro F1 {values.macro_f1:.4f} | "
             f"positive F1 {values.positive_f1:.4f} | nDCG@10 {values.ndcg:.4f} | loss {values.loss:.4f}"
         )
-    ctx.console.info(
-        f"train: done in {format_duration(seconds)}, step {outcome.step}, checkpoint {ctx.workspace.uri(outcome.prefix)}"
-    )
+    uri = ctx.workspace.uri(outcome.prefix)
+    ctx.console.info(f"train: done in {format_duration(seconds)}, step {outcome.step}, checkpoint {uri}")

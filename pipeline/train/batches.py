@@ -1,4 +1,4 @@
-"""The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows about each of them."""
+"""The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ def schedule_of(config: TrainConfig, step: int, max_steps: int) -> float:
 
 
 class BatchStream:
-    """Micro-batches from step `start` (0-based position) to `max_steps`. Iterated once, by the device loader's thread."""
+    """Micro-batches from position `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
 
     def __init__(
         self, source: RowSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int

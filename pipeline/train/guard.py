@@ -1,6 +1,7 @@
 """NaN and spike guard, decided on the device: a bad step changes nothing, and the host learns of it later.
 
-The idea (skip beyond so many deviations, in tensor arithmetic) is OLMo-core's SkipStepOptimizer; here over running moments.
+The idea (skip beyond so many deviations, in tensor arithmetic) is OLMo-core's SkipStepOptimizer; here over running
+moments.
 """
 
 import torch
@@ -14,7 +15,7 @@ _LARGEST = 3.0e38
 
 
 class SpikeGuard:
-    """Running mean and variance of the gradient norm, and how many steps were skipped. State: fp32 [5] on the device."""
+    """Running mean and variance of the gradient norm, and steps skipped. State: fp32 [5] on the device."""
 
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self.config = config
@@ -25,7 +26,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on every rank."""
+        """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on all ranks."""
         config, state = self.config, self.state
         mean, variance, seen = state[MEAN], state[VARIANCE], state[SEEN]
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false

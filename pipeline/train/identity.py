@@ -1,4 +1,4 @@
-"""The identity of a run: a hash of all that decides its weights. A run continues only checkpoints of its own identity."""
+"""The identity of a run: a hash of all that decides its weights. A run continues only its own checkpoints."""
 
 from collections.abc import Mapping, Sequence
 

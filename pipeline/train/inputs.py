@@ -11,7 +11,7 @@ from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
-from pipeline.train.identity import check_identity, identity_parts
+from pipeline.train.identity import identity_parts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunInputs:
         if self.parent is None:
             return None
         state = self.parent.state
-        return Parent(uri=self.parent.prefix, digest=self.parent.digest, cycle=state.cycle, step=state.step)
+        return Parent(uri=self.parent.uri, digest=self.parent.digest, cycle=state.cycle, step=state.step)
 
     @property
     def partitions(self) -> dict[str, str]:
@@ -55,7 +55,10 @@ class RunInputs:
 def gather_inputs(
     workspace: Storage, prefixes: Sequence[str], parent: Checkpoint | None, train: TrainConfig, model: ModelConfig
 ) -> RunInputs:
-    """Read the prepared partitions, choose the new ones, check that they fit the parent. Raises ConfigError, DataError."""
+    """Read the prepared partitions, choose the new ones, check that they fit the parent.
+
+    Raises ConfigError, DataError.
+    """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
     spec = InputSpec(
@@ -85,13 +88,13 @@ def gather_inputs(
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
-    """The parent's tokenizer, classes, features and architecture must be ours. Raises ConfigError naming the difference."""
+    """The parent's tokenizer, classes, features and architecture must be ours. Raises ConfigError naming what differs."""
     state = parent.state
     if state.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(
-            f"the data was tokenised with {tokenizer_fingerprint}, {parent.prefix} was trained with {state.tokenizer_fingerprint}",
+            f"the data was tokenised with {tokenizer_fingerprint}, {parent.uri} with {state.tokenizer_fingerprint}",
             expected="the tokenizer of the checkpoint",
-            next_command=f"trnpipe prepare --data.tokenizer.path <{parent.prefix}/tokenizer.json>, or --train.start scratch",
+            next_command=f"trnpipe prepare --data.tokenizer.path {parent.uri}/tokenizer.json, or --train.start scratch",
         )
     if state.inputs != spec:
         ours, theirs = spec.model_dump(), state.inputs.model_dump()
@@ -116,6 +119,3 @@ def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> 
                 expected=f"{value}, from the settings",
                 next_command="use the checkpoint's model settings, or --train.start scratch",
             )
-
-
-__all__ = ["RunInputs", "check_architecture", "check_identity", "gather_inputs"]

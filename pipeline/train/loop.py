@@ -1,7 +1,7 @@
 """The training loop, in run order.
 
-Rules it keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the figures of
-all its steps are on disk; every batch is counted; the stop signal is agreed on by all ranks at a step boundary.
+Rules it keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the figures
+of all its steps are on disk; every batch is counted; the stop signal is agreed on by all ranks at a step boundary.
 """
 
 import time
@@ -27,8 +27,11 @@ Ended = Literal["complete", "stopped", "late"]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls out to. `evaluate(step)` scores the holdout and returns True for a new best; `save(step)` hands a
-    checkpoint to the background; `scalars(step, values)` is an optional sink."""
+    """What the loop calls out to.
+
+    `evaluate(step)` scores the holdout and returns True for a new best; `save(step)` hands a checkpoint to the
+    background; `scalars(step, values)` is an optional sink.
+    """
 
     evaluate: Callable[[int], bool]
     save: Callable[[int], None]
@@ -107,7 +110,9 @@ class TrainLoop:
             if batch is None:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
             micro_tokens, micro_digest, ready_at = self.stream.took(self.step)
-            self._pace.waited(max(0.0, ready_at - asked_at))  # not the clock around next(): on XLA that waits for the device
+            self._pace.waited(
+                max(0.0, ready_at - asked_at)
+            )  # not the clock around next(): on XLA that waits for the device
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             self.program.micro_step(batch)
         if batch is not None:
@@ -193,5 +198,6 @@ class TrainLoop:
             raise NumericError(
                 f"{in_a_row} steps in a row had a loss or gradient that is not finite or far off",
                 expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
-                next_command="lower train.optimizer.learning_rate or look at the data of these steps; the last checkpoint is good",
+                next_command="lower train.optimizer.learning_rate, or look at the data of these steps;"
+                " the last checkpoint is good",
             )

@@ -14,8 +14,11 @@ CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
 
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
-    """The scalars of optimizer step `step` (1-based), fp32 [4]. They travel with the batch: no transfer of their own, and
-    no graph knows the step. Computed in double precision on the host, so they are equal on every backend."""
+    """The scalars of optimizer step `step` (1-based), fp32 [4].
+
+    They travel with the batch: no transfer of their own, and no graph knows the step. Computed in
+    double precision on the host, so they are equal on every backend.
+    """
     return torch.tensor(
         [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
     )
@@ -52,7 +55,7 @@ class AdamW:
 
     def _fused(self, group: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
         config = self.config
-        torch._fused_adamw_(  # noqa: SLF001 - the kernel behind torch.optim.AdamW(fused=True); it can skip on the device
+        torch._fused_adamw_(
             [self.masters[group]],
             [grad],
             [self.exp_avg[group]],

@@ -51,6 +51,8 @@ class Surroundings:
     """Where a run happens: everything that is not a setting."""
 
     workspace: Storage
+    workspace_after_stop: Storage
+    """The same place for what must still be written once the stop signal is set."""
     cycle: str
     scratch: Path
     events: Events
@@ -168,7 +170,7 @@ class TrainRun:
             buckets=self.valid.buckets,
         )
         store = CheckpointStore(
-            around.workspace, around.cycle, cache_dir=around.scratch / "checkpoints", emit=around.events.emit
+            around.workspace_after_stop, around.cycle, cache_dir=around.scratch / "checkpoints", emit=around.events.emit
         )
         base = TrainState(
             cycle=around.cycle,

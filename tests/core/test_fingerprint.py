@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.fingerprint import canonical_json, fingerprint, hash63
+from pipeline.core.fingerprint import Json, canonical_json, fingerprint, hash63
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
@@ -16,7 +16,7 @@ VALUES = st.recursive(
 
 @pytest.mark.unit
 @given(st.dictionaries(st.text(), VALUES, min_size=2, max_size=5))
-def test_order_of_keys_does_not_matter(value: dict[str, object]) -> None:
+def test_order_of_keys_does_not_matter(value: dict[str, Json]) -> None:
     backwards = dict(reversed(list(value.items())))
     assert fingerprint(value) == fingerprint(backwards)
 

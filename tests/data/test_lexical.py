@@ -50,7 +50,7 @@ def test_units_tell_conflict_from_agreement() -> None:
 
 @pytest.mark.stage
 def test_beats_the_published_floor(pricerunner: str) -> None:
-    """0.785 is the accuracy of gradient boosting on 8 lexical features; here one tree on part of the rows does better."""
+    """0.785 is the accuracy of gradient boosting on 8 lexical features; one tree on part of the rows does better."""
     from sklearn.tree import DecisionTreeClassifier
 
     table = pq.read_table(pricerunner, columns=["query", "title", "label", "split"])

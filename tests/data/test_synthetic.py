@@ -48,7 +48,7 @@ def test_batches_have_the_schema_and_no_empty_text() -> None:
 
 @pytest.mark.unit
 def test_overlap_alone_does_not_solve_it() -> None:
-    """Accessories name the product they are for: sharing more words with a query does not make a title more relevant."""
+    """Accessories name the product they are for: sharing more words does not make a title more relevant."""
     overlap: dict[object, list[float]] = {}
     for row in rows(SMALL):
         query, title = set(str(row["query"]).split()), set(str(row["title"]).lower().split())

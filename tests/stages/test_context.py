@@ -2,16 +2,18 @@
 
 import json
 import subprocess
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import pipeline
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import open_storage
+from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings, settings_hash
 from pipeline.stages.code_version import code_version
 from pipeline.stages.context import NoEvents, open_context, scratch_folder
@@ -35,6 +37,32 @@ def test_context_of_a_local_workspace(tmp_path: Path) -> None:
     assert ctx.scratch.is_relative_to(tmp_path / "w")
     line = json.loads((tmp_path / "w/cycles/c1/events.jsonl").read_text())
     assert (line["event"], line["stage"]) == ("stage_started", "x")
+
+
+def test_after_the_stop_signal_one_storage_gives_up_and_one_still_commits(tmp_path: Path) -> None:
+    stop = StopSignal()
+    with open_context(Settings(workspace=str(tmp_path / "w"), cycle="c1"), stop, {}) as ctx:
+        stop.set("SIGTERM")
+        for storage, prefix in ((ctx.workspace, "a"), (ctx.workspace_after_stop, "b")):
+            (tmp_path / prefix).mkdir()
+            (tmp_path / prefix / "file").write_bytes(b"x")
+            with pytest.raises(Preempted) if storage is ctx.workspace else nullcontext():
+                commit_dir(storage, tmp_path / prefix, prefix, kind="test", fields={})
+        assert read_manifest(ctx.workspace_after_stop, "a") is None
+        assert read_manifest(ctx.workspace_after_stop, "b") is not None
+
+
+def test_events_are_still_sent_after_the_stop_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, stops = StopSignal(), list[StopSignal]()
+
+    class Log(NoEvents):
+        def __init__(self, storage: Storage, key: str, *, scratch: Path) -> None:
+            stops.append(storage.stop)
+
+    monkeypatch.setattr("pipeline.stages.context.EventLog", Log)
+    with open_context(Settings(workspace=str(tmp_path)), stop, {}):
+        stop.set("SIGTERM")
+    assert [signal.is_set() for signal in stops] == [False]
 
 
 def test_cycle_is_the_date_by_default(tmp_path: Path) -> None:
