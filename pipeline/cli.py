@@ -15,7 +15,7 @@ from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.launch import launch, note_exit_code, under_torchrun
+from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.runtime_signals import LAUNCHER_GRACE_S, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
@@ -86,7 +86,7 @@ def _command(words: list[str]) -> int:
     resolved = resolve(arguments.files, os.environ, arguments.flags)
     if name == "config":
         return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
-    if name in PARALLEL and resolved.settings.launch.processes > 1 and not under_torchrun():
+    if name in PARALLEL and needs_launch(resolved.settings.launch.processes, os.environ):
         return _launch_ranks(words, resolved.settings)
     return run_stage(name, resolved.settings)
 

@@ -50,8 +50,8 @@ class XlaBackend:
     def _device_loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
         """MpDeviceLoader uploads behind the step.
 
-        Its threads end an iteration in silence when the source fails (torch_xla 2.9 parallel_loader.py, _loader_worker), so
-        the source's error is kept here and raised when the loader runs dry.
+        Its threads end an iteration in silence when the source fails (torch_xla 2.9 parallel_loader.py,
+        _loader_worker), so the source's error is kept here and raised when the loader runs dry.
         """
         module: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
         source = _Remembering(batches)

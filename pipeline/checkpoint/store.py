@@ -61,6 +61,8 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
             )
         folder = fetch_dir(storage, prefix, cache_dir)
         state = TrainState.model_validate_json((folder / STATE).read_bytes())
+        if state.schema_version != SCHEMA_VERSION:
+            raise DataError(f"{STATE} has schema {state.schema_version}")
     except (DataError, ValidationError, OSError) as error:
         raise CheckpointError(
             f"{uri}: {str(error).splitlines()[0]}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -74,7 +75,8 @@ class CheckpointWriter:
                 seconds=round(time.monotonic() - started, 3),
             )
             self._prune(snapshot)
-        except (TransientError, DataError, ConfigError, OSError, Preempted) as error:
+        # SafetensorError: how safetensors reports a full disk.
+        except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
             self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
         except BaseException as error:
@@ -98,7 +100,7 @@ class CheckpointWriter:
                 {"format": "pt"},
             )
             save_file(dict(snapshot.optimizer), folder / OPTIMIZER)
-            (folder / STATE).write_text(snapshot.state.model_dump_json(indent=1))
+            (folder / STATE).write_bytes(snapshot.state.model_dump_json(indent=1).encode())
             (folder / HF_CONFIG).write_text(snapshot.hf_config)
             (folder / TOKENIZER).write_bytes(snapshot.tokenizer)
             state = snapshot.state
@@ -116,8 +118,9 @@ class CheckpointWriter:
 
     def _prune(self, snapshot: Snapshot) -> None:
         best = snapshot.state.best
+        # A later step was passed over as damaged when this run continued: it must not push out the good ones.
         for step in steps_to_delete(
-            self._store.steps(),
+            [step for step in self._store.steps() if step <= snapshot.state.step],
             keep_last=self._config.keep_last,
             keep_every_steps=self._config.keep_every_steps,
             best_step=best.step if best else None,

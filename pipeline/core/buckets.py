@@ -29,7 +29,7 @@ class Bucket:
     def parse(text: str) -> "Bucket":
         """Read `16x32` (query x product) or `32` (both)."""
         parts = text.lower().split("x")
-        if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+        if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
             raise ConfigError(f"bucket {text!r}", expected="QUERYxPRODUCT tokens such as 16x32")
         sizes = [int(part) for part in parts]
         return Bucket(sizes[0], sizes[-1])

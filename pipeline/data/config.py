@@ -75,7 +75,8 @@ class DataConfig(BaseModel):
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
     lexical: bool = Field(True, description="Add features of the word overlap between query and title")
     filter: Annotated[
-        dict[str, str], Field(description="Keep rows whose column equals the value, as column=value")
+        dict[str, str],
+        Field(description="Keep rows whose column equals the value, as column=value or column=value|value"),
     ] = {}
     valid_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Queries held out for validation when there is no split column"

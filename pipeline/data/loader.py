@@ -56,14 +56,17 @@ def training_batches(
 def evaluation_batches(
     rows: TokenRows, *, batch_size: int, limit: int, share: RankShare
 ) -> Iterator[tuple[Arrays, dict[str, Tensor]]]:
-    """This rank's part of a split, bucket by bucket, in full batches; the last of a bucket is filled by repeating a row.
+    """This rank's part of a split, bucket by bucket, in full batches; a bucket's last is filled by repeating a row.
 
     Yields (arrays of the real rows, tensors of the full batch). At most `limit` rows over all ranks, spread evenly.
     """
     total = sum(rows.sizes)
     step = max(1, -(-total // limit))
+    before = 0
     for bucket, size in enumerate(rows.sizes):
-        wanted = np.arange(0, size, step, dtype=np.int64)[share.rank :: share.world_size]
+        # One stride over all buckets together, so that rounding does not add up to more than `limit`.
+        wanted = np.arange(-before % step, size, step, dtype=np.int64)[share.rank :: share.world_size]
+        before += size
         for start in range(0, len(wanted), batch_size):
             real = wanted[start : start + batch_size]
             filled = np.concatenate([real, np.repeat(real[-1:], batch_size - len(real))])

@@ -2,8 +2,8 @@
 
 Order: open the input, look at its labels and find or train the tokenizer, name each partition by fingerprint, reuse
 what is committed, tokenise the rest chunk by chunk in worker processes, commit a partition when its last chunk is done.
-Memory: the parent holds at most (workers + 2) chunks, each worker two. Killed anywhere and run again, it skips finished
-chunks and writes the same bytes.
+Memory: a chunk (64 MiB of columns at most) per worker, and two in the parent. Killed anywhere and run again, it skips
+finished chunks and writes the same bytes.
 """
 
 import shutil

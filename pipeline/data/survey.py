@@ -17,6 +17,8 @@ from pipeline.data.rows import RawBatch
 from pipeline.data.validate import filter_mask, parse_number
 
 MAX_LABELS = 1000
+SAMPLE_BYTES = 128 * 2**20
+"""Text held for the tokenizer at most; in Python objects and with the copy for the trainer about five times that."""
 _GAIN_DIGITS = 6
 _TEXT_FIELDS = ("query", "title", "text")
 
@@ -36,14 +38,15 @@ class LabelCount:
 
 @dataclass
 class TextSample:
-    """Every `stride`-th row; the stride doubles whenever the sample outgrows `limit` rows: an even spread, one pass.
+    """Every `stride`-th row; the stride doubles whenever the sample outgrows its limits: an even spread in one pass.
 
-    Depends on the rows in order, not on how they are cut into batches.
+    At most `limit` rows and SAMPLE_BYTES are held.
     """
 
     limit: int
     stride: int = 1
     seen: int = 0
+    held_bytes: int = 0
     held: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
 
     def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
@@ -55,9 +58,15 @@ class TextSample:
         rows = ((value or b"" for value in row) for row in zip(*columns, strict=True))
         self.held += [(self.seen + int(place), tuple(row)) for place, row in zip(chosen, rows, strict=True)]
         self.seen += batch.num_rows
-        while len(self.held) > self.limit:
+        self._measure(self.held[-len(chosen) :] if len(chosen) else [])
+        while len(self.held) > max(1, self.limit) or (self.held_bytes > SAMPLE_BYTES and len(self.held) > 1):
             self.stride *= 2
             self.held = [item for item in self.held if item[0] % self.stride == 0]
+            self.held_bytes = 0
+            self._measure(self.held)
+
+    def _measure(self, items: list[tuple[int, tuple[bytes, ...]]]) -> None:
+        self.held_bytes += sum(len(value) for _, row in items for value in row)
 
     def texts(self) -> Iterator[str]:
         """All texts of the sampled rows; bytes that are not UTF-8 are left out."""

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.partitions import Partition
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.token_set import Split, TokenSetInfo
+from pipeline.data.token_set import FORMAT_VERSION, Split, TokenSetInfo
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 
@@ -30,13 +32,20 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)
-        if manifest is None:
+        if manifest is None or manifest.kind != "tokens":
             raise DataError(
                 f"{workspace.uri(prefix)} holds no prepared data",
                 expected="the token shards of the prepare stage",
                 next_command="trnpipe prepare",
             )
-        sets.append(TokenSet(prefix, TokenSetInfo.model_validate(manifest.fields)))
+        try:
+            sets.append(TokenSet(prefix, TokenSetInfo.model_validate(manifest.fields)))
+        except ValidationError as error:
+            raise DataError(
+                f"{workspace.uri(prefix)} is prepared data of another version: {error.errors()[0]['loc']}",
+                expected=f"token shards of format {FORMAT_VERSION}",
+                next_command="trnpipe prepare",
+            ) from error
     if not sets:
         raise DataError("no prepared partition", expected="at least one", next_command="trnpipe prepare")
     for other in sets[1:]:

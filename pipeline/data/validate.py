@@ -60,10 +60,11 @@ class CleanRows:
 
 
 def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -> npt.NDArray[np.bool_]:
-    """Rows [N] whose filter columns equal the wanted values."""
+    """Rows [N] whose filter columns equal one of the wanted values each (`a|b`)."""
     keep = np.ones(columns.num_rows, dtype=np.bool_)
     for column, value in wanted.items():
-        equal = pc.fill_null(pc.equal(columns[FILTER + column], pa.scalar(value.encode(), pa.large_binary())), False)
+        wanted_values = pa.array([part.encode() for part in value.split("|")], pa.large_binary())
+        equal = pc.is_in(columns[FILTER + column].cast(pa.large_binary()), value_set=wanted_values)
         keep &= equal.to_numpy(zero_copy_only=False) if isinstance(equal, pa.Array) else equal.to_numpy()
     return keep
 

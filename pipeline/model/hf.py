@@ -13,7 +13,8 @@ from pipeline.core.errors import CheckpointError
 from pipeline.model.config import InputSpec, ModelConfig
 
 PREFIX = "bert."
-_OPTIONAL = ("pooler.", "cls.", "embeddings.position_ids")
+_OPTIONAL = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
+_OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 _EMBEDDINGS = {
     "word_embeddings.weight": "embeddings.word_embeddings.weight",
     "position_embeddings.weight": "embeddings.position_embeddings.weight",
@@ -87,20 +88,28 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
     """
-    prefixed = {name if name.startswith(PREFIX) else PREFIX + name: tensor for name, tensor in weights.items()}
-    unknown = [
-        name
-        for name in prefixed
-        if not name.removeprefix(PREFIX).startswith((*_OPTIONAL, "embeddings.", "encoder.layer."))
-    ]
-    if unknown:
-        raise CheckpointError(f"{source}: unknown tensor {unknown[0]}", expected="the weights of a BERT encoder")
+    prefixed = {PREFIX + _modern(name.removeprefix(PREFIX)): tensor for name, tensor in weights.items()}
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
+    known = to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in encoder.items()}).keys()
+    unknown = sorted(n for n in prefixed.keys() - known if not n.removeprefix(PREFIX).startswith(_OPTIONAL))
+    if unknown:
+        raise CheckpointError(
+            f"{source}: {unknown[0]} has no place in this model",
+            expected="a BERT encoder of as many layers as the model settings",
+            next_command="--model.preset or --model.num-layers as in its config.json",
+        )
     positions = PREFIX + "embeddings.position_embeddings.weight"
     rows = encoder["encoder.position_embeddings.weight"].shape[0]
     if positions in prefixed:
         prefixed[positions] = prefixed[positions][:rows]
     return from_hf(prefixed, encoder, source=source)
+
+
+def _modern(name: str) -> str:
+    """Layer norms of checkpoints converted from TensorFlow are called gamma and beta."""
+    for old, new in _OLD_NORM.items():
+        name = name.replace(old, new)
+    return name
 
 
 def hf_config(config: ModelConfig, spec: InputSpec) -> str:

@@ -41,7 +41,7 @@ def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
-    """InfoNCE within fixed groups of samples (van den Oord et al., 2018): a positive query against its group's products.
+    """InfoNCE within fixed groups of samples (van den Oord et al., 2018): positive query against its group's products.
 
     Groups are `negatives_group` neighbours in the global batch, never cut by ranks or micro-batches. Another positive
     of the same query is no negative and is left out of the denominator.

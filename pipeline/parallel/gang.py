@@ -42,8 +42,8 @@ class Gang:
         if self.world.world_size == 1:
             return flag
         with _peers("agreeing to stop"):
-            earlier = self._finish()
-            mine = torch.tensor([int(flag or earlier)], dtype=torch.int32)
+            # The exchange that `agree` has under way is about something else and stays pending.
+            mine = torch.tensor([int(flag)], dtype=torch.int32)
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         return bool(mine.item())
 

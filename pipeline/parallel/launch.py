@@ -9,20 +9,21 @@ from pathlib import Path
 
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.parallel.rendezvous import torchrun_arguments
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 
 
-def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
-    """True in a process that torchrun (or a Batch multi-node entry) started."""
-    return "WORLD_SIZE" in env
+def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
+    """True where ranks have to be started: several processes, or a node of a Batch gang, and torchrun has not done it."""
+    return "WORLD_SIZE" not in env and (processes > 1 or "AWS_BATCH_JOB_NUM_NODES" in env)
 
 
 def launch(words: Sequence[str], processes: int, stop: StopSignal) -> int:
-    """Run `trnpipe <words>` in `processes` ranks and return one exit code for all."""
+    """Run `trnpipe <words>` in `processes` ranks on this node and return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += ["--max-restarts=0", "-m", "pipeline", *words]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(processes, os.environ)]
+        command += ["-m", "pipeline", *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
@@ -37,7 +38,7 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal) -> int:
                     torchrun.wait(timeout=0.2)
                 except subprocess.TimeoutExpired:
                     continue
-        codes = [_read(Path(folder) / f"rank-{rank}") for rank in range(processes)]
+        codes = [_read(Path(folder) / f"local-rank-{rank}") for rank in range(processes)]
     return gang_exit_code(codes, stopped=stop.is_set())
 
 
@@ -45,7 +46,7 @@ def note_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
     """Leave this rank's exit code for the launcher, which torchrun would otherwise turn into 1."""
     folder = env.get(EXIT_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
-        (Path(folder) / f"rank-{env.get('RANK', '0')}").write_text(str(code))
+        (Path(folder) / f"local-rank-{env.get('LOCAL_RANK', '0')}").write_text(str(code))
 
 
 def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:

@@ -50,8 +50,11 @@ class BatchStream:
     def took(self, position: int) -> tuple[int, int, float]:
         """Call once for every batch received: (tokens, digest of its samples, when it was ready on the host).
 
-        Raises RuntimeError when the batch is not of step `position`: one was lost or repeated on the way.
+        Raises RuntimeError when more batches arrive than were made, or another step is due. This counts batches and
+        cannot see which one arrived: the loop checks that by the step number in each batch's control values.
         """
+        if not self._notes:
+            raise RuntimeError(f"received a batch at position {position} that was never made: one came twice")
         noted, tokens, digest, ready_at = self._notes.popleft()
         if noted != position:
             raise RuntimeError(f"received a batch of position {noted} at position {position}")

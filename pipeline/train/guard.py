@@ -26,7 +26,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on all ranks."""
+        """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on ranks."""
         config, state = self.config, self.state
         mean, variance, seen = state[MEAN], state[VARIANCE], state[SEEN]
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false

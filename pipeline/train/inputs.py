@@ -88,7 +88,7 @@ def gather_inputs(
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
-    """The parent's tokenizer, classes, features and architecture must be ours. Raises ConfigError naming what differs."""
+    """Tokenizer, classes, features and architecture must be the parent's. Raises ConfigError naming which is not."""
     state = parent.state
     if state.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(

@@ -11,8 +11,9 @@ from typing import Literal
 
 from pipeline.backends import Backend, Batch
 from pipeline.core.deadline import forecast
-from pipeline.core.errors import NumericError
+from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.events import EventName
+from pipeline.core.order import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
@@ -22,6 +23,7 @@ from pipeline.train.pace import Pace
 from pipeline.train.program import TrainProgram
 
 Emit = Callable[..., None]
+_DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
 Ended = Literal["complete", "stopped", "late"]
 
 
@@ -77,20 +79,26 @@ class TrainLoop:
     _started: float = field(init=False, default_factory=time.monotonic)
 
     def run(self) -> Ended:
-        """Train until `max_steps`, the stop signal (a checkpoint is then handed over) or the deadline."""
+        """Train until `max_steps`, the stop signal (a checkpoint is then handed over) or the deadline.
+
+        Evaluating and saving the last step is left to the caller.
+        """
         self.step = self.start_step
         self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
+        if self.step > 0 and self._midway(self.cadence.evaluate):
+            self.hooks.evaluate(self.step)  # the attempt before was stopped before or within this evaluation
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
                 stopping = self.gang.agree(self.stop.is_set())
-                evaluating = self._due(self.cadence.evaluate) and self.step < self.max_steps
-                saving = stopping or self._due(self.cadence.save)
+                evaluating = self._midway(self.cadence.evaluate)
+                saving = stopping or self._midway(self.cadence.save)
                 late = False
                 if evaluating or saving or self._due(self.cadence.log) or self.step == self.max_steps:
                     late = self._report()
                 if evaluating and not stopping:
-                    saving = self.hooks.evaluate(self.step) or saving
+                    is_best, stopping = self._evaluate()
+                    saving = saving or is_best or stopping
                 if saving:
                     self.hooks.save(self.step)
                 if evaluating or saving:
@@ -104,15 +112,17 @@ class TrainLoop:
     def _one_step(self, batches: Iterator[Batch]) -> None:
         """Accumulate, then update. Nothing here waits for the device (except the host reduction of local ranks)."""
         tokens, digest, batch = 0, 0, None
+        if self.program.has_dropout:  # by step, so that a run that was stopped draws the same numbers
+            key = stream_key(self.config.seed, _DROPOUT, self.step, self.gang.world.rank)
+            self.backend.seed(key % 2**31)
         for _ in range(self.accumulation):
             asked_at = time.monotonic()
             batch = next(batches, None)
             if batch is None:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
             micro_tokens, micro_digest, ready_at = self.stream.took(self.step)
-            self._pace.waited(
-                max(0.0, ready_at - asked_at)
-            )  # not the clock around next(): on XLA that waits for the device
+            # Not the clock around next(): on XLA that waits for the device.
+            self._pace.waited(max(0.0, ready_at - asked_at))
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             self.program.micro_step(batch)
         if batch is not None:
@@ -124,6 +134,18 @@ class TrainLoop:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    def _midway(self, every: int) -> bool:
+        return self._due(every) and self.step < self.max_steps
+
+    def _evaluate(self) -> tuple[bool, bool]:
+        """(new best, told to stop meanwhile). Being told to stop must not cost the steps since the last checkpoint."""
+        try:
+            return self.hooks.evaluate(self.step), False
+        except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
+            if not self.stop.is_set():
+                raise
+            return False, True
+
     def _report(self) -> bool:
         """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""
         count = len(self._digests)
@@ -133,6 +155,7 @@ class TrainLoop:
         self._digests = []
         if not figures:
             return False
+        self._check_order([int(row["step"]) for row in figures])
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config, self.step, self.max_steps)
@@ -180,6 +203,12 @@ class TrainLoop:
         if left_s is None or self.config.on_deadline == "warn":
             return False
         return self.gang.agree_now(left_s <= 0)
+
+    def _check_order(self, seen: list[int]) -> None:
+        """The step numbers that came with the batches. Raises RuntimeError when one was lost or swapped on the way."""
+        expected = list(range(self.step - len(seen) + 1, self.step + 1))
+        if seen != expected:
+            raise RuntimeError(f"the device saw the batches of steps {seen} where {expected} were due")
 
     def _note_compiles(self) -> None:
         compiles = self.backend.compile_count()

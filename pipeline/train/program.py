@@ -21,7 +21,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
 
-FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped")
+FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 
 
 class TrainProgram:
@@ -41,6 +41,7 @@ class TrainProgram:
         self.backend = backend
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self.layout = FlatLayout.of(model)
+        self.has_dropout = model.encoder.dropout > 0
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
         self.optimizer = AdamW(self.masters, config.optimizer, traced=backend.is_lazy)
         self.guard = SpikeGuard(config.guard, backend.device)
@@ -100,7 +101,7 @@ class TrainProgram:
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
-        row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4]])
+        row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]])
         self._figures = torch.cat(
             [self._figures[1:], row[None]]
         )  # a shift, not an indexed write: static on every device

@@ -12,7 +12,7 @@ from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.core.batching import BatchPlan
-from pipeline.core.errors import CheckpointError
+from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
@@ -144,11 +144,19 @@ class TrainRun:
             return self._finish(loop.step, late=ended == "late")
 
     def _rows(self, split: Split) -> TokenRows:
-        sets = self.inputs.new_sets or list(self.inputs.sets)
-        return open_rows(self.around.workspace, sets, split, self.around.scratch / "tokens")
+        """A holdout split: of the new partitions, or of all of them when the new ones are too small to hold any."""
+        cache = self.around.scratch / "tokens"
+        new = open_rows(self.around.workspace, self.inputs.new_sets, split, cache)
+        return new if sum(new.sizes) else open_rows(self.around.workspace, self.inputs.sets, split, cache)
 
     def _pools(self) -> TrainingPools:
-        """Training rows: new partitions, and a replay share of old ones."""
+        """Training rows: new partitions, and a replay share of old ones. Raises DataError when nothing is new."""
+        if not self.inputs.new_sets:
+            raise DataError(
+                f"{self.inputs.parent.prefix if self.inputs.parent else 'no parent'} was trained on all prepared data",
+                expected=f"a partition after {self.inputs.watermark or 'those it knows'}",
+                next_command="prepare newer data (data.path), or --train.start scratch",
+            )
         cache, workspace = self.around.scratch / "tokens", self.around.workspace
         new = open_rows(workspace, self.inputs.new_sets, "train", cache)
         old = open_rows(workspace, self.inputs.old_sets, "train", cache) if self.inputs.old_sets else None
@@ -158,6 +166,12 @@ class TrainRun:
         """Model, program, and the two ends of checkpointing."""
         config, around, inputs = self.config, self.around, self.inputs
         self.valid = self._rows("valid")
+        if not sum(self.valid.sizes):
+            raise DataError(
+                "no prepared partition has a row in the valid split",
+                expected="a holdout that names the best checkpoint",
+                next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
+            )
         model = initial_model(config.model, inputs.spec, config.train.seed, around.scratch)
         template = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self.program = TrainProgram(
@@ -256,6 +270,12 @@ class TrainRun:
         figures = self._score(self.valid, self.config.train.evaluate_rows)
         metric = self.config.train.metric
         value = float(getattr(figures, metric))
+        if value != value:  # NaN would be the best for ever, and state.json cannot hold it
+            raise DataError(
+                f"the holdout has no {metric}: no query in it has a gain above 0",
+                expected="graded rows in the valid split",
+                next_command="--train.metric accuracy, or give data.columns.gain",
+            )
         best = self.saver.best
         is_best = best is None or value > best.value
         if is_best:
@@ -276,15 +296,13 @@ class TrainRun:
 
     def _finish(self, step: int, *, late: bool) -> Outcome:
         """Evaluate and save the last step, take the best, score it on everything."""
-        self._evaluate(step)
-        self.saver.save(step)
-        self.saver.wait_saved(step)
+        try:
+            self._evaluate(step)
+        finally:  # a stop or a fault within the evaluation must not cost the last steps
+            self.saver.save(step)
+            self.saver.wait_saved(step)
         self.gang.barrier()
-        best = self.saver.best
-        if best is None:
-            raise CheckpointError("the run ended without an evaluation", expected="a best checkpoint")
-        if best.step != step:
-            self.saver.restore(self.saver.store.open(best.step))
+        chosen = self._load_best(step)
         holdouts = {}
         for split in ("valid", "test"):
             rows = self.valid if split == "valid" else self._rows("test")
@@ -292,13 +310,30 @@ class TrainRun:
                 holdouts[split] = figures = self._score(rows, sum(rows.sizes))
                 self.around.events.emit(
                     EventName.HOLDOUT_EVALUATED,
-                    step=best.step,
+                    step=chosen,
                     split=split,
                     accuracy=figures.accuracy,
                     loss=figures.loss,
                     rows=figures.rows,
                 )
-        return Outcome(prefix_of(self.around.cycle, best.step), best.step, step, late, holdouts)
+        return Outcome(prefix_of(self.around.cycle, chosen), chosen, step, late, holdouts)
+
+    def _load_best(self, last: int) -> int:
+        """Put the best weights on the device; the last ones stay when the best could not be saved or read."""
+        best = self.saver.best
+        if best is None or best.step == last:
+            return last
+        checkpoint, reason = None, ""
+        try:
+            checkpoint = self.saver.store.open(best.step)
+        except CheckpointError as error:
+            reason = error.seen
+        if self.gang.agree_now(checkpoint is None) or checkpoint is None:
+            self.around.console.warn(f"the best checkpoint cannot be used, the last one is the candidate: {reason}")
+            self.around.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
+            return last
+        self.saver.restore(checkpoint)
+        return best.step
 
 
 class _NoSink:

@@ -21,7 +21,7 @@ def batch_share(config: TrainConfig, world: World) -> RankShare:
                 return RankShare(world.rank, world.world_size, accumulation)
     unit = group * world.world_size
     raise ConfigError(
-        f"a global batch of {batch} over {world.world_size} ranks, in micro-batches of {config.micro_batch_size} at most",
+        f"a global batch of {batch} over {world.world_size} ranks, in micro-batches of up to {config.micro_batch_size}",
         expected=f"equal micro-batches of whole contrastive groups (train.loss.negatives_group is {group})",
         next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or another"
         " --train.micro-batch-size or --train.loss.negatives-group",

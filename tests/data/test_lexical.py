@@ -54,12 +54,9 @@ def test_beats_the_published_floor(pricerunner: str) -> None:
     from sklearn.tree import DecisionTreeClassifier
 
     table = pq.read_table(pricerunner, columns=["query", "title", "label", "split"])
+    table = table.take(np.arange(0, table.num_rows, 6))
     split, label = np.array(table["split"].to_pylist()), np.array(table["label"].to_pylist())
-    train, test = np.flatnonzero(split == "train")[::4], np.flatnonzero(split == "test")[::2]
-    queries, titles = table["query"].to_pylist(), table["title"].to_pylist()
-
-    def features(rows: np.ndarray) -> np.ndarray:
-        return lexical_features([queries[row] for row in rows], [titles[row] for row in rows])
-
-    model = DecisionTreeClassifier(max_depth=9, min_samples_leaf=20, random_state=0).fit(features(train), label[train])
-    assert (model.predict(features(test)) == label[test]).mean() > 0.80
+    train, test = split == "train", split == "test"
+    values = lexical_features(table["query"].to_pylist(), table["title"].to_pylist())
+    model = DecisionTreeClassifier(max_depth=9, min_samples_leaf=20, random_state=0).fit(values[train], label[train])
+    assert (model.predict(values[test]) == label[test]).mean() > 0.80

@@ -1,0 +1,47 @@
+"""Where the nodes of one run meet: this machine alone, or the nodes of an AWS Batch multi-node job."""
+
+import socket
+from collections.abc import Callable, Mapping
+
+import psutil
+
+from pipeline.core.errors import ConfigError
+
+MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
+
+
+def own_address() -> str:
+    """The first IPv4 address of this machine that is not loopback. Raises ConfigError when there is none."""
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return address.address
+    raise ConfigError("no network interface has an IPv4 address", expected="the container's own interface")
+
+
+def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:
+    """torchrun's arguments for `processes` ranks on each node.
+
+    Batch gives every node its index and, on all but the main one, the main node's address; the main node is its own
+    address. Raises ConfigError when the variables do not fit together.
+    """
+    ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
+    if "AWS_BATCH_JOB_NUM_NODES" not in env:
+        return ["--standalone", *ranks]
+    try:
+        nodes, index = int(env["AWS_BATCH_JOB_NUM_NODES"]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
+        main = int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])
+        master = own() if index == main else env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
+            expected="number of nodes, node index, main node index, and the main node's address on the others",
+        ) from error
+    rank = (index - main) % nodes  # the main node is node rank 0, wherever it stands
+    return [
+        *ranks,
+        f"--nnodes={nodes}",
+        f"--node-rank={rank}",
+        f"--master-addr={master}",
+        f"--master-port={MASTER_PORT}",
+    ]

@@ -1,0 +1,111 @@
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.core.errors import DataError
+from pipeline.core.stop import StopSignal
+from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.esci import NO_PRODUCT, cut_utf8
+from pipeline.data.sources import open_source
+from pipeline.data.token_set import TokenSetInfo
+from pipeline.io.commit import read_manifest
+
+LABELS = "ESCI"
+
+
+@pytest.fixture
+def esci(tmp_path: Path) -> Path:
+    """60 examples in two locales, a third of them in Spanish; product P9 is unknown; P1 exists in both locales."""
+    folder = tmp_path / "esci"
+    folder.mkdir()
+    examples = [
+        {
+            "example_id": i,
+            "query": f"query {i // 4}",
+            "query_id": i // 4,
+            "product_id": f"P{i % 10}",
+            "product_locale": "es" if i % 3 == 0 else "us",
+            "esci_label": LABELS[i % 4],
+            "small_version": i % 2,
+            "large_version": 1,
+            "split": "test" if i // 4 % 5 == 0 else "train",
+        }
+        for i in range(60)
+    ]
+    products = [
+        {
+            "product_id": f"P{i}",
+            "product_title": f"{locale} title {i}",
+            "product_description": "long " * 300 if i == 2 else None,
+            "product_bullet_point": f"point {i}",
+            "product_brand": "Brand" if i % 2 else None,
+            "product_color": None,
+            "product_locale": locale,
+        }
+        for i in range(9)
+        for locale in ("us", "es")
+    ]
+    pq.write_table(pa.Table.from_pylist(examples), folder / "shopping_queries_dataset_examples.parquet")
+    pq.write_table(pa.Table.from_pylist(products), folder / "shopping_queries_dataset_products.parquet")
+    return folder
+
+
+@pytest.mark.stage
+def test_join_by_id_and_locale(esci: Path, tmp_path: Path) -> None:
+    source = open_source(DataConfig(path=str(esci)), scratch=tmp_path / "scratch", stop=StopSignal())
+    (file,) = source.partitions[0].files
+    (batch,) = source.read(file)
+    ids, titles, texts = (batch.columns[name].to_pylist() for name in ("product_id", "title", "text"))
+    for row, product, title, text in zip(batch.rows.tolist(), ids, titles, texts, strict=True):
+        locale = "es" if row % 3 == 0 else "us"
+        number = product.decode()[1:]
+        assert title.decode() == f"{locale} title {number}"
+        assert text.decode().startswith(f"Brand point {number}" if int(number) % 2 else f"point {number}")
+        assert len(text) <= 4 * 16 * 64
+    assert [(bad.row, bad.reason) for bad in batch.bad] == [(row, NO_PRODUCT) for row in range(9, 60, 10)]
+    assert source.num_rows() == 60
+
+
+@pytest.mark.stage
+def test_prepared_with_its_own_labels_and_gains(esci: Path, workplace: Any) -> None:
+    config = DataConfig(
+        path=str(esci),
+        esci_locale="us",
+        num_workers=1,
+        max_bad_fraction=0.2,
+        valid_fraction=0.3,
+        tokenizer=TokenizerConfig(vocab_size=300),
+    )
+    place = workplace("one")
+    result = place.prepare(config)
+    manifest = read_manifest(place.storage, result.token_set_prefixes[0])
+    assert manifest
+    info = TokenSetInfo.model_validate(manifest.fields)
+    assert result.labels == ("I", "C", "S", "E")
+    assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
+    assert info.rows_read == 40
+    assert info.reasons == {NO_PRODUCT: 4}
+    assert set(info.splits) == {"train", "valid", "test"}, "valid is carved out of train"
+
+
+@pytest.mark.stage
+def test_products_missing_is_one_clear_error(esci: Path, tmp_path: Path) -> None:
+    (esci / "shopping_queries_dataset_products.parquet").unlink()
+    with pytest.raises(DataError, match="0 product files") as caught:
+        open_source(DataConfig(path=str(esci)), scratch=tmp_path, stop=StopSignal())
+    assert "shopping_queries_dataset_products.parquet" in caught.value.expected
+
+
+@pytest.mark.unit
+@given(st.text(), st.integers(0, 30))
+def test_cut_utf8_keeps_whole_characters(text: str, limit: int) -> None:
+    data = text.encode()
+    cut = cut_utf8(data, limit)
+    assert text.startswith(cut.decode())
+    assert len(cut) <= limit
+    assert len(data) <= limit or len(cut) > limit - 4

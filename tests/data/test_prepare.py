@@ -1,0 +1,216 @@
+"""Real small runs of prepare()."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.events import EventName
+from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.synthetic import generate, partitions
+from pipeline.data.token_set import TokenSetInfo
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.commit import read_manifest, verify_dir
+
+Make = Callable[[str], Any]
+SYNTHETIC = SyntheticConfig(num_queries=80, num_days=2)
+CONFIG = DataConfig(
+    synthetic=SYNTHETIC,
+    rows_per_chunk=250,
+    num_workers=2,
+    numeric=("price",),
+    categorical=(CategoricalFeature(column="brand", num_ids=64),),
+    tokenizer=TokenizerConfig(vocab_size=600),
+)
+
+
+def write_days(folder: Path, *, days: int = 2, config: SyntheticConfig = SYNTHETIC) -> Path:
+    for name in partitions(config)[:days]:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_batches(generate(config, name)), folder / name / "part-0.parquet")
+    return folder
+
+
+def info_of(place: Any, prefix: str) -> TokenSetInfo:
+    manifest = read_manifest(place.storage, prefix)
+    assert manifest
+    return TokenSetInfo.model_validate(manifest.fields)
+
+
+@pytest.mark.stage
+def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
+    place = workplace("one")
+    result = place.prepare(CONFIG)
+    assert result.rows == 80 * 12
+    assert result.labels == ("irrelevant", "complement", "substitute", "exact")
+    assert place.names() == [EventName.TOKENIZER_TRAINED, EventName.PARTITION_PREPARED, EventName.PARTITION_PREPARED]
+    assert place.progress[-1] == (960, 960)
+    tokenizer = TextTokenizer(place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json"))
+    sample_ids: list[int] = []
+    for prefix in result.token_set_prefixes:
+        verify_dir(place.storage, prefix, deep=True)
+        info = info_of(place, prefix)
+        assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
+        assert info.numeric == ("price", *LEXICAL_NAMES)
+        assert info.watermark == info.partition.removeprefix("dt=")
+        num_tokens = 0
+        for shards in info.splits.values():
+            for shard in shards:
+                arrays = load_file(place.folder / "workspace" / prefix / shard.file)
+                for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
+                    if not rows:
+                        assert f"b{index}.query" not in arrays
+                        continue
+                    query, product = arrays[f"b{index}.query"], arrays[f"b{index}.product"]
+                    assert query.shape == (rows, bucket.query_tokens)
+                    assert product.shape == (rows, bucket.product_tokens)
+                    assert query.dtype == product.dtype == np.uint16
+                    assert (query[:, 0] == tokenizer.cls_id).all()
+                    assert (np.sum(query == tokenizer.sep_id, axis=1) == 1).all()
+                    assert arrays[f"b{index}.numeric"].shape == (rows, len(info.numeric))
+                    assert arrays[f"b{index}.categorical"].shape == (rows, 1)
+                    gains = np.array(info.label_gains, dtype=np.float32)[arrays[f"b{index}.label"]]
+                    assert np.array_equal(gains, arrays[f"b{index}.gain"])
+                    num_tokens += int((query != info.pad_id).sum() + (product != info.pad_id).sum())
+                    sample_ids += arrays[f"b{index}.sample_id"].tolist()
+        assert num_tokens == info.tokens
+    assert len(sample_ids) == len(set(sample_ids)) == 960
+
+
+@pytest.mark.stage
+def test_workers_do_not_change_the_bytes(workplace: Make) -> None:
+    one, three = workplace("one"), workplace("three")
+    first = one.prepare(CONFIG.model_copy(update={"num_workers": 1}))
+    second = three.prepare(CONFIG.model_copy(update={"num_workers": 3}))
+    assert first == second
+    for prefix in [*first.token_set_prefixes, first.tokenizer_prefix]:
+        assert one.bytes_of(prefix) == three.bytes_of(prefix)
+
+
+@pytest.mark.stage
+def test_only_what_changed_is_prepared(workplace: Make, tmp_path: Path) -> None:
+    place, data = workplace("one"), write_days(tmp_path / "data", days=1)
+    config = CONFIG.model_copy(update={"path": str(data), "num_workers": 1, "rows_per_chunk": 5000})
+    first = place.prepare(config)
+    assert (first.prepared, first.reused) == (1, 0)
+    write_days(data)  # a day is added: the tokenizer stays, the first day too
+    second = place.prepare(config)
+    assert (second.prepared, second.reused) == (1, 1)
+    assert second.tokenizer_prefix == first.tokenizer_prefix
+    assert place.names() == [EventName.PARTITION_REUSED, EventName.PARTITION_PREPARED]
+    third = place.prepare(config)
+    assert third.token_set_prefixes == second.token_set_prefixes
+    assert place.names() == [EventName.PARTITION_REUSED] * 2
+    other = place.prepare(config.model_copy(update={"buckets": ("16x32",)}), tokenizer=_tokenizer(place, third))
+    assert (other.prepared, other.reused) == (2, 0)
+    changed = data / "dt=2026-01-02" / "part-0.parquet"
+    pq.write_table(pq.read_table(changed).slice(1), changed)
+    fourth = place.prepare(config, tokenizer=_tokenizer(place, third))
+    assert (fourth.prepared, fourth.reused) == (1, 1)
+
+
+def _tokenizer(place: Any, result: Any) -> bytes:
+    data: bytes = place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json")
+    return data
+
+
+@pytest.mark.stage
+def test_a_given_tokenizer_is_never_taken_for_a_trained_one(workplace: Make) -> None:
+    donor, place = workplace("donor"), workplace("place")
+    config = CONFIG.model_copy(update={"num_workers": 1, "rows_per_chunk": 5000})
+    given = _tokenizer(donor, donor.prepare(config.model_copy(update={"tokenizer": TokenizerConfig(vocab_size=300)})))
+    first = place.prepare(config, tokenizer=given)
+    assert place.names().count(EventName.TOKENIZER_TRAINED) == 0
+    second = place.prepare(config)
+    assert place.names().count(EventName.TOKENIZER_TRAINED) == 1
+    assert first.tokenizer_prefix != second.tokenizer_prefix
+
+
+@pytest.mark.stage
+def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"query": f"q{i}", "title": f"t{i}", "label": "yes" if i % 2 else "no"} for i in range(100)]
+    rows[3]["query"] = ""
+    rows[5]["title"] = " "
+    rows[7]["label"] = "perhaps"
+    path.write_text("{broken\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
+    place = workplace("one")
+    result = place.prepare(config)
+    assert (result.rows, result.rows_bad) == (97, 4)
+    info = info_of(place, result.token_set_prefixes[0])
+    assert info.reasons == {"empty query": 1, "empty title": 1, "malformed row": 1, "unknown label": 1}
+    assert info.label_gains == (0.0, 1.0)
+    lines = place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()
+    assert [(row["row"], row["reason"]) for row in map(json.loads, lines)] == [
+        (0, "malformed row"),
+        (4, "empty query"),
+        (6, "empty title"),
+        (8, "unknown label"),
+    ]
+    assert "perhaps" in lines[3].decode()
+    strict = config.model_copy(update={"max_bad_fraction": 0.01})
+    for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
+        with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):
+            where.prepare(strict)
+
+
+@pytest.mark.stage
+def test_labels_in_the_data_are_ordered_by_gain(workplace: Make, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    rows = [f"q{i},t{i},{label},{gain}" for i in range(50) for label, gain in (("b", 0.2), ("a", 0.9), ("c", 0.2))]
+    path.write_text("query,title,label,gain\n" + "\n".join(rows))
+    config = DataConfig(path=f"file://{path}", num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
+    assert workplace("one").prepare(config).labels == ("b", "c", "a")
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"path": "/no/such/folder"}, "does not exist"),
+        ({"path": "{tmp}/empty"}, "no input file"),
+        ({"path": "{tmp}/mixed"}, "holds dt= folders and also"),
+        ({"path": "{tmp}/norows", "numeric": (), "categorical": ()}, "no usable rows"),
+        ({"filter": {"brand": "Nobody"}}, "is empty in all rows"),
+        ({"numeric": ("weight",)}, "no column 'weight'"),
+        ({"tokenizer": TokenizerConfig(path="{tmp}/none.json")}, "does not exist"),
+    ],
+)
+def test_unusable_input_is_one_clear_error(workplace: Make, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "norows").mkdir()
+    write_days(tmp_path / "mixed", days=1)
+    (tmp_path / "mixed" / "more.csv").write_text("query,title,label\n")
+    (tmp_path / "norows" / "a.csv").write_text("query,title,label\n")
+    change = {
+        key: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value for key, value in change.items()
+    }
+    if isinstance(change.get("tokenizer"), TokenizerConfig):
+        change["tokenizer"] = TokenizerConfig(path=f"{tmp_path}/none.json")
+    with pytest.raises((DataError, ConfigError), match=words) as caught:
+        workplace("one").prepare(CONFIG.model_copy(update=change))
+    assert caught.value.expected
+    assert caught.value.next_command
+
+
+@pytest.mark.stage
+def test_real_data(workplace: Make, pricerunner: str, tmp_path: Path) -> None:
+    table = pq.read_table(pricerunner)
+    pq.write_table(table.take(pa.array(np.arange(0, table.num_rows, 40))), tmp_path / "some.parquet")
+    config = DataConfig(path=str(tmp_path / "some.parquet"), tokenizer=TokenizerConfig(vocab_size=2000))
+    place = workplace("one")
+    result = place.prepare(config)
+    info = info_of(place, result.token_set_prefixes[0])
+    assert result.labels == ("other_category", "same_category", "same_product")
+    assert info.label_gains == (0.0, 0.1, 1.0)
+    assert result.rows == info.rows == 3060
+    assert set(info.splits) == {"train", "valid", "test"}
