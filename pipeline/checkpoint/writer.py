@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,18 @@ class Snapshot:
 class CheckpointWriter:
     """Writes one snapshot at a time. A failed save is reported and the run goes on; the last good checkpoint stays."""
 
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig, staging: Path) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        config: CheckpointConfig,
+        staging: Path,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before_commit` makes durable what must not be lost once the checkpoint is there (the events before it)."""
         self._store = store
         self._config = config
         self._staging = staging
+        self._before_commit = before_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.failure: str = ""
@@ -111,6 +119,7 @@ class CheckpointWriter:
                 "settings_hash": state.settings_hash,
                 "tokenizer": state.tokenizer_fingerprint,
             }
+            self._before_commit()
             manifest = commit_dir(self._store.storage, folder, prefix_of(state.cycle, step), kind=KIND, fields=fields)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

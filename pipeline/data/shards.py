@@ -92,11 +92,21 @@ class TokenRows:
         if shard not in self._maps:
             path = self._shards[shard].path
             try:
-                self._maps[shard] = map_safetensors(path)
+                arrays = map_safetensors(path)
+                _check_rows(arrays, self._shards[shard].rows)
             except (OSError, ValueError, KeyError, struct.error) as error:
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
                     expected="the file that prepare committed",
                     next_command="delete its folder and run trnpipe prepare again",
                 ) from error
+            self._maps[shard] = arrays
         return self._maps[shard]
+
+
+def _check_rows(arrays: Arrays, rows: Sequence[int]) -> None:
+    """KeyError or ValueError when a bucket does not hold the rows its partition says it does."""
+    for bucket, count in enumerate(rows):
+        for field in FIELDS if count else ():
+            if len(arrays[f"b{bucket}.{field}"]) != count:
+                raise ValueError(f"b{bucket}.{field} has {len(arrays[f'b{bucket}.{field}'])} rows, not {count}")

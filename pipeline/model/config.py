@@ -51,6 +51,9 @@ class ModelConfig(BaseModel):
     )
     cross_layers: int = Field(2, ge=0, le=8, description="DCN-v2 cross layers")
     mlp_sizes: tuple[int, ...] = Field((256, 128), description="Widths of the implicit MLP")
+    feature_sizes: tuple[int, ...] = Field(
+        (64, 64), description="Widths of the MLP over numeric and categorical features"
+    )
     categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
     init_from: str | None = Field(
         None, description="URI of a Hugging Face BERT/MiniLM folder to start the encoder from"

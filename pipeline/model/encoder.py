@@ -85,15 +85,11 @@ class TextEncoder(nn.Module):
         return (hidden * real).sum(1) / real.sum(1).clamp(min=1.0)
 
 
-def initialise(module: nn.Module, seed: int) -> None:
-    """BERT's initial weights (normal, std 0.02; zero biases), drawn on CPU from one generator: equal on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+def initialise(encoder: TextEncoder, generator: torch.Generator) -> None:
+    """BERT's initial weights: normal with std 0.02, zero biases, drawn on CPU."""
     with torch.no_grad():
-        for child in module.modules():
+        for child in encoder.modules():
             if isinstance(child, nn.Linear | nn.Embedding):
                 child.weight.normal_(0.0, 0.02, generator=generator)
-            if isinstance(child, nn.Linear) and child.bias is not None:
-                child.bias.zero_()
-            if isinstance(child, nn.LayerNorm):
-                child.weight.fill_(1.0)
+            if isinstance(child, nn.Linear):
                 child.bias.zero_()

@@ -31,13 +31,19 @@ class FeatureEncoder(nn.Module):
         super().__init__()
         self.num_numeric = len(spec.numeric)
         self.embeddings = nn.ModuleList(nn.Embedding(ids, config.categorical_size) for ids in spec.categorical_ids)
-        self.width = self.num_numeric + config.categorical_size * len(spec.categorical_ids)
+        inputs = self.num_numeric + config.categorical_size * len(spec.categorical_ids)
+        widths = (inputs, *config.feature_sizes) if inputs else (0,)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.width = widths[-1]
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
-        """numeric [B, F], categorical int [B, C] -> [B, F + C * size]."""
+        """numeric [B, F], categorical int [B, C] -> [B, width]."""
         parts = [torch.sign(numeric) * torch.log1p(torch.abs(numeric))] if self.num_numeric else []
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
-        return torch.cat(parts, dim=1) if parts else numeric
+        hidden = torch.cat(parts, dim=1) if parts else numeric
+        for layer in self.layers:
+            hidden = F.gelu(layer(hidden))
+        return hidden
 
 
 class Interactions(nn.Module):
@@ -52,7 +58,7 @@ class Interactions(nn.Module):
         self.product_projection = nn.Linear(config.encoder.hidden_size, size)
         self.features = FeatureEncoder(config, spec)
         joint = 2 * size + self.features.width
-        self.width = 0
+        self.width = self.features.width
         if self.explicit:
             self.cross = CrossNetwork(joint, config.cross_layers)
             self.width += joint + 2 * size + 1
@@ -64,8 +70,9 @@ class Interactions(nn.Module):
     def forward(self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor) -> Tensor:
         """query, product [B, D], numeric [B, F], categorical int [B, C] -> [B, width]."""
         left, right = self.query_projection(query), self.product_projection(product)
-        joint = torch.cat([left, right, self.features(numeric, categorical)], dim=1)
-        parts = []
+        features = self.features(numeric, categorical)
+        joint = torch.cat([left, right, features], dim=1)
+        parts = [features]
         if self.explicit:
             cosine = (F.normalize(query, dim=1) * F.normalize(product, dim=1)).sum(1, keepdim=True)
             parts += [self.cross(joint), left * right, torch.abs(left - right), cosine]
@@ -75,3 +82,18 @@ class Interactions(nn.Module):
                 hidden = F.gelu(layer(hidden))
             parts.append(hidden)
         return torch.cat(parts, dim=1)
+
+
+def initialise(module: nn.Module, generator: torch.Generator) -> None:
+    """Normal weights with std 1/sqrt(inputs), zero biases, drawn on CPU.
+
+    Not BERT's 0.02: with 20 numeric inputs that is so small that the text side memorises the training pairs before the
+    features are used (WDC cameras, test F1 of match 0.70).
+    """
+    with torch.no_grad():
+        for child in module.modules():
+            if isinstance(child, nn.Linear):
+                child.weight.normal_(0.0, child.in_features**-0.5, generator=generator)
+                child.bias.zero_()
+            if isinstance(child, nn.Embedding):
+                child.weight.normal_(0.0, 1.0, generator=generator)

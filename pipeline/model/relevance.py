@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.model import encoder, interactions
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import TextEncoder, initialise
+from pipeline.model.encoder import TextEncoder
 from pipeline.model.interactions import Interactions
 
 
@@ -48,7 +49,10 @@ class RelevanceModel(nn.Module):
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:
-    """A freshly initialised model on CPU, the same for the same seed."""
+    """A freshly initialised model on CPU, the same for the same seed and so on every rank."""
     model = RelevanceModel(config, spec)
-    initialise(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    encoder.initialise(model.encoder, generator)
+    interactions.initialise(model.interactions, generator)
+    interactions.initialise(model.head, generator)
     return model

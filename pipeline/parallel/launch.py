@@ -15,7 +15,7 @@ EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """True where ranks have to be started: several processes, or a node of a Batch gang, and torchrun has not done it."""
+    """True where ranks must be started: several processes or a node of a Batch gang, and torchrun has not done it."""
     return "WORLD_SIZE" not in env and (processes > 1 or "AWS_BATCH_JOB_NUM_NODES" in env)
 
 

@@ -202,7 +202,12 @@ class TrainRun:
             settings_hash=around.settings_hash,
             code_version=around.code_version,
         )
-        writer = CheckpointWriter(store, config.checkpoint, around.scratch / "saving")
+        writer = CheckpointWriter(
+            store,
+            config.checkpoint,
+            around.scratch / "saving",
+            before_commit=lambda: around.events.flush(durable=True),  # on another machine there is no journal
+        )
         self.saver = Saver(self.program, store, writer, self.gang, base, template, self._tokenizer, around.console.warn)
 
     def _resume(self) -> tuple[int, int]:

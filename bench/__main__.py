@@ -1,0 +1,60 @@
+"""`python -m bench`: run every bench, each in a process of its own (compiled graphs and counters start afresh)."""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from bench.results import ROOT
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One script and what it shows."""
+
+    module: str
+    claim: str
+    flags: tuple[str, ...] = ()
+
+
+BENCHES: dict[str, Bench] = {
+    "host_share": Bench("host_share", "at most 10 % of a step outside device execution"),
+    "trainer_ratio": Bench("trainer_ratio", "at least 1.3 x the samples/s of Hugging Face Trainer"),
+    "trainer_ratio_small": Bench(
+        "trainer_ratio", "the same with preset small", ("--architecture", "small", "--no-lengths")
+    ),
+    "loader": Bench("loader", "loader at least 20 x faster than training consumes"),
+    "checkpoint_stall": Bench("checkpoint_stall", "under 1 % of the time held up by checkpoints"),
+    "resume": Bench("resume", "process start to first new step, split"),
+}
+
+
+def main() -> int:
+    """Run the benches asked for. 0 when all of them ran; whether a target was met is in its result."""
+    width = max(map(len, BENCHES))
+    listing = "\n".join(f"  {name:<{width}}  {bench.claim}" for name, bench in BENCHES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=f"Measure the claims of the README on this machine.\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", action="append", choices=BENCHES, help="run this one; may be repeated")
+    parser.add_argument(
+        "--quick", action="store_true", help="prove that the scripts work; results go to build/bench, not to the table"
+    )
+    arguments = parser.parse_args()
+    failed = [name for name in arguments.only or BENCHES if not run_one(BENCHES[name], quick=arguments.quick)]
+    if failed:
+        print(f"failed to run: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run_one(bench: Bench, *, quick: bool) -> bool:
+    """True when the script ended well; its verdict is in its result."""
+    command = [sys.executable, "-m", f"bench.{bench.module}", *bench.flags, *(["--quick"] if quick else [])]
+    print(f"\n$ python {' '.join(command[1:])}", flush=True)
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

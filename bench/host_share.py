@@ -1,0 +1,233 @@
+"""Share of a training step that is host work: tracing, hashing, launching, loading; not execution on the device."""
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from bench.results import Figure, Result, Target, figure, finish
+from bench.rows import RandomRows, input_spec
+from bench.stepper import Stepper, make_program, open_stepper, train_config
+from pipeline.backends.xla import XlaBackend
+from pipeline.core.buckets import Bucket
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.losses import Targets, relevance_loss
+from pipeline.model.relevance import RelevanceInputs, RelevanceOutputs, build_model
+from pipeline.train.config import TrainConfig
+from pipeline.train.program import TrainProgram
+
+NAME = "host_share"
+TITLE = "Share of a step outside device execution: preset small, batch 32 x 64 tokens a side, XLA:CPU"
+METHOD = """
+The real TrainProgram, fed through MpDeviceLoader, default (split) boundaries. In the measured blocks the device is
+waited for at both boundaries of every step, so that host work cannot hide behind execution: the share is
+1 - ExecuteTime / wall, an upper bound. Blocks without these waits (as in production) alternate with them and give the
+exposed share: 1 - ExecuteTime of a waited step / wall of a free one. The comparison trains the same model with
+torch.optim.AdamW over its named parameters and clip_grad_norm_, same boundaries, in alternating blocks.
+"""
+TARGET = Target(figure="host_share", comparison="<=", value=0.10)
+LOG_EVERY = 1000  # figures are not read inside a block
+
+
+class MeteredXla(XlaBackend):
+    """The XLA backend with a clock on its step boundaries, and with an optional wait at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = True
+        self.boundary_s = 0.0
+
+    def step_boundary(self) -> None:
+        started = time.monotonic()
+        super().step_boundary()
+        if self.waits:
+            self.synchronise()
+        self.boundary_s += time.monotonic() - started
+
+
+@dataclass
+class Spent:
+    """Seconds of host work by what it was for, added up over steps."""
+
+    forward: float = 0.0
+    micro_step: float = 0.0
+    update: float = 0.0
+    boundary: float = 0.0
+
+
+class MeteredProgram(TrainProgram):
+    """TrainProgram with clocks around its parts; the work is inherited."""
+
+    spent = Spent()
+
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        started = time.monotonic()
+        outputs = super().forward(batch)
+        self.spent.forward += time.monotonic() - started
+        return outputs
+
+    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
+        with _Clock(self.backend) as clock:
+            super().micro_step(batch)
+        self.spent.micro_step += clock.host_s
+
+    def update(self, control: Tensor, world_size: int) -> None:
+        with _Clock(self.backend) as clock:
+            super().update(control, world_size)
+        self.spent.update += clock.host_s
+
+
+class NamedProgram:
+    """The usual way: parameters by name, torch.optim.AdamW over two groups, clip_grad_norm_."""
+
+    def __init__(self, model: ModelConfig, spec: InputSpec, config: TrainConfig, backend: MeteredXla) -> None:
+        self.backend, self.spent, self._config = backend, Spent(), config
+        self._model = build_model(model, spec, config.seed).to(backend.device)
+        self._parameters = list(self._model.parameters())
+        groups = [
+            {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.optimizer.weight_decay},
+            {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=config.optimizer.learning_rate)
+
+    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
+        """Forward and backward."""
+        with _Clock(self.backend) as clock:
+            started = time.monotonic()
+            inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
+            outputs = self._model(inputs)
+            self.spent.forward += time.monotonic() - started
+            targets = Targets(batch["label"], batch["gain"], batch["query_key"])
+            relevance_loss(outputs, targets, self._config.loss).backward()  # type: ignore[no-untyped-call]
+            self.backend.step_boundary()
+        self.spent.micro_step += clock.host_s
+
+    def update(self, control: Tensor, world_size: int) -> None:
+        """Clip and step."""
+        del control, world_size
+        with _Clock(self.backend) as clock:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.max_grad_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.backend.step_boundary()
+        self.spent.update += clock.host_s
+
+    def read_figures(self, count: int) -> list[dict[str, float]]:
+        """There are none."""
+        del count
+        return []
+
+
+class _Clock:
+    """Wall time of a block without the time in step boundaries."""
+
+    def __init__(self, backend: object) -> None:
+        assert isinstance(backend, MeteredXla)
+        self._backend, self.host_s = backend, 0.0
+
+    def __enter__(self) -> "_Clock":
+        self._started, self._boundary_s = time.monotonic(), self._backend.boundary_s
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        boundary_s = self._backend.boundary_s - self._boundary_s
+        self.host_s = time.monotonic() - self._started - boundary_s
+
+
+@dataclass
+class Blocks:
+    """What the blocks of one program gave, in milliseconds a step."""
+
+    wall: list[float] = field(default_factory=list)
+    execute: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    launch: list[float] = field(default_factory=list)
+    free_wall: list[float] = field(default_factory=list)
+
+    def measure(self, stepper: Stepper, backend: MeteredXla, steps: int) -> None:
+        """One block with waits, one without."""
+        program = stepper.program
+        assert isinstance(program, MeteredProgram | NamedProgram)
+        program.spent, backend.boundary_s = Spent(), 0.0
+        backend.waits = True
+        executed_s = backend.execute_seconds()
+        wall_s = stepper.seconds(steps)
+        executed_s = backend.execute_seconds() - executed_s
+        spent, per_step = program.spent, 1e3 / steps
+        self.wall.append(wall_s * per_step)
+        self.execute.append(executed_s * per_step)
+        self.forward.append(spent.forward * per_step)
+        self.backward.append((spent.micro_step - spent.forward) * per_step)
+        self.optimizer.append(spent.update * per_step)
+        self.launch.append((backend.boundary_s - executed_s) * per_step)
+        backend.waits = False
+        self.free_wall.append(stepper.seconds(steps) * per_step)
+        backend.waits = True
+
+    @property
+    def host_share(self) -> list[float]:
+        return [1.0 - execute / wall for execute, wall in zip(self.execute, self.wall, strict=True)]
+
+    @property
+    def exposed_share(self) -> list[float]:
+        return [max(0.0, 1.0 - execute / wall) for execute, wall in zip(self.execute, self.free_wall, strict=True)]
+
+    def figures(self, prefix: str, whose: str) -> list[Figure]:
+        """All of it, shares first."""
+        texts = {
+            "wall": "wall time of a step, waited for at both boundaries",
+            "execute": "of it executing on the device",
+            "forward": "tracing the forward pass",
+            "backward": "tracing loss and backward pass",
+            "optimizer": "tracing clipping, guard and AdamW",
+            "launch": "hashing, looking up and launching the graphs",
+            "free_wall": "wall time of a step without the waits",
+        }
+        shares = [
+            figure(f"{prefix}host_share", self.host_share, "share", f"outside device execution, {whose}"),
+            figure(f"{prefix}exposed_share", self.exposed_share, "share", f"when steps run ahead, {whose}"),
+        ]
+        names = [f.name for f in fields(self)]
+        return shares + [
+            figure(f"{prefix}{name}_ms", getattr(self, name), "ms/step", f"{texts[name]}, {whose}") for name in names
+        ]
+
+
+def run(*, quick: bool) -> Result:
+    """Measure the share and its parts, ours and the comparison's."""
+    steps, blocks, warmup = (2, 2, 2) if quick else (6, 5, 3)
+    model, bucket, spec, config = ModelConfig(preset="small"), Bucket(64, 64), input_spec(30522), train_config(32)
+    backend = MeteredXla()
+    source = RandomRows(spec, bucket, rows=32 * 64)
+    ours = make_program(model, spec, config, backend, (bucket,), LOG_EVERY, MeteredProgram)
+    theirs = NamedProgram(model, spec, config, backend)
+    flat, named = Blocks(), Blocks()
+    with (
+        open_stepper(ours, backend, source, config, LOG_EVERY) as our_steps,
+        open_stepper(theirs, backend, source, config, LOG_EVERY) as their_steps,
+    ):
+        for stepper in (our_steps, their_steps):
+            stepper.seconds(warmup)
+        compiles = backend.compile_count()
+        for _ in range(blocks):
+            flat.measure(our_steps, backend, steps)
+            named.measure(their_steps, backend, steps)
+        compiles = backend.compile_count() - compiles
+    figures = [
+        *flat.figures("", "TrainProgram"),
+        *named.figures("named_", "torch.optim.AdamW over named parameters"),
+        figure("compiles", compiles, "graphs", "compiled during the measured blocks"),
+    ]
+    settings: dict[str, str | int | float] = {"preset": "small", "vocab_size": 30522, "steps_per_block": steps}
+    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
+    parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
+    run(quick=parser.parse_args().quick)

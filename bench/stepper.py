@@ -1,0 +1,104 @@
+"""Our training steps as the real loop takes them: TrainProgram fed by BatchStream through the backend's loader."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from pipeline.backends import Backend, Batch
+from pipeline.core.batching import BatchPlan
+from pipeline.core.buckets import Bucket
+from pipeline.data.loader import RankShare, RowSource
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.train.batches import BatchStream
+from pipeline.train.config import TrainConfig
+from pipeline.train.program import TrainProgram
+
+ENDLESS = 1_000_000
+"""Steps of the schedule; no bench gets near."""
+
+
+AnyProgram = TypeVar("AnyProgram", bound=TrainProgram)
+
+
+class Program(Protocol):
+    """What is stepped: a TrainProgram, or one to compare it with."""
+
+    def micro_step(self, batch: Mapping[str, Tensor]) -> None: ...
+    def update(self, control: Tensor, world_size: int) -> None: ...
+    def read_figures(self, count: int) -> list[dict[str, float]]: ...
+
+
+@dataclass
+class Stepper:
+    """Takes steps and counts their tokens."""
+
+    program: Program
+    backend: Backend
+    stream: BatchStream
+    batches: Iterator[Batch]
+    log_every: int
+    position: int = 0
+    tokens: int = 0
+    """Without padding, of all steps so far."""
+
+    def step(self) -> None:
+        """One optimizer step; nothing waits for the device, as in the loop (figures are read every `log_every`)."""
+        batch = next(self.batches)
+        tokens, _, _ = self.stream.took(self.position)
+        self.program.micro_step(batch)
+        self.program.update(batch["control"], 1)
+        self.position += 1
+        self.tokens += tokens
+        if self.position % self.log_every == 0:
+            self.program.read_figures(self.log_every)
+
+    def seconds(self, steps: int) -> float:
+        """Wall time of `steps` steps, the device waited for at both ends."""
+        self.backend.synchronise()
+        started = time.monotonic()
+        for _ in range(steps):
+            self.step()
+        self.backend.synchronise()
+        return time.monotonic() - started
+
+
+@contextmanager
+def open_stepper(
+    program: Program, backend: Backend, source: RowSource, config: TrainConfig, log_every: int
+) -> Iterator[Stepper]:
+    """Endless steps over `source`; leaving the context ends the loader."""
+    plan = BatchPlan(source.sizes, config.global_batch_size, config.seed)
+    stream = BatchStream(source, plan, RankShare(), config, 0, ENDLESS)
+    with backend.loader(stream) as batches:
+        yield Stepper(program, backend, stream, batches, log_every)
+
+
+def make_program(
+    model: ModelConfig,
+    spec: InputSpec,
+    config: TrainConfig,
+    backend: Backend,
+    buckets: Sequence[Bucket],
+    log_every: int,
+    kind: type[AnyProgram],
+) -> AnyProgram:
+    """The program of one rank without accumulation, from freshly initialised weights."""
+    return kind(
+        build_model(model, spec, config.seed),
+        backend,
+        config,
+        accumulation=1,
+        host_mean=lambda tensors: tensors,
+        figure_rows=log_every,
+        buckets=buckets,
+    )
+
+
+def train_config(batch_size: int) -> TrainConfig:
+    """Default settings at a given batch size."""
+    return TrainConfig(global_batch_size=batch_size, micro_batch_size=batch_size)

@@ -1,0 +1,146 @@
+"""XLA:CPU: the device loader of torch_xla, and the same training as on the eager CPU. Run by test_xla.py."""
+
+import threading
+from collections.abc import Iterator
+from itertools import count, pairwise
+
+import pytest
+import torch
+
+from pipeline.backends import Backend, Batch, open_backend
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.batching import BatchPlan
+from pipeline.core.errors import ConfigError
+from pipeline.data.loader import RankShare
+from pipeline.data.shards import TokenRows
+from pipeline.model.config import ModelConfig
+from pipeline.train.batches import BatchStream
+from pipeline.train.config import TrainConfig
+from tests.train.rows import MODEL, TRAIN, make_program, make_rows
+
+# As few operations as a model can have: compiling them is what takes the time here.
+SMALL = MODEL.model_copy(
+    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "interactions": "implicit", "mlp_sizes": (8,)}
+)
+pytestmark = pytest.mark.stage
+
+
+@pytest.fixture(scope="module")
+def xla() -> Backend:
+    return open_backend("xla")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("xla"), [(48, 0)])
+
+
+def batch(number: int) -> Batch:
+    return {"x": torch.tensor([number], dtype=torch.int32), "control": torch.tensor([float(number)])}
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 19])
+def test_all_batches_in_order_on_the_device(xla: Backend, total: int) -> None:
+    with xla.loader(batch(i) for i in range(total)) as ready:
+        seen = list(ready)
+    assert all(b["x"].device.type == "xla" for b in seen)
+    assert [int(b["x"].cpu()) for b in seen] == list(range(total))
+
+
+@pytest.mark.parametrize("good", [0, 1, 7])
+def test_an_error_of_the_source_surfaces(xla: Backend, good: int) -> None:
+    def source() -> Iterator[Batch]:
+        for number in range(good):
+            yield batch(number)
+        raise ValueError("bad row")
+
+    seen = []
+    with xla.loader(source()) as ready, pytest.raises(ValueError, match="bad row"):
+        for item in ready:
+            seen.append(int(item["x"].cpu()))
+    assert seen == list(range(good))
+
+
+def test_an_upload_that_fails_surfaces(xla: Backend) -> None:
+    def source() -> Iterator[Batch]:
+        yield batch(0)
+        yield {"x": torch.zeros(2, 2).to_sparse()}  # what the device cannot hold
+        yield batch(2)
+
+    with xla.loader(source()) as ready, pytest.raises(Exception, match=r".+"):
+        list(ready)
+
+
+def test_leaving_early_ends_its_threads(xla: Backend) -> None:
+    before = threading.active_count()
+    with xla.loader(batch(i) for i in count()) as ready:
+        next(ready)
+    assert threading.active_count() <= before
+
+
+def losses(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelConfig = SMALL) -> list[float]:
+    program = make_program(backend, config, model)
+    stream = BatchStream(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), config, 0, 6)
+    with backend.loader(stream) as batches:
+        for step, item in enumerate(batches):
+            stream.took(step)
+            if program.has_dropout:
+                backend.seed(step)
+            program.micro_step(item)
+            program.update(item["control"], 1)
+    return [row["loss"] for row in program.read_figures(6)]
+
+
+def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: TokenRows) -> None:
+    assert losses(xla, rows, TRAIN) == pytest.approx(losses(CpuBackend(), rows, TRAIN), rel=1e-4)
+    compiled = xla.compile_count()
+    losses(xla, rows, TRAIN)
+    assert xla.compile_count() == compiled  # another run of the same shapes
+
+
+def test_fused_steps_with_dropout_are_reproducible_without_new_graphs(xla: Backend, rows: TokenRows) -> None:
+    model, config = SMALL.model_copy(update={"dropout": 0.3}), TRAIN.model_copy(update={"step_boundary": "fused"})
+    first = losses(xla, rows, config, model)
+    compiled = xla.compile_count()
+    assert losses(xla, rows, config, model) == first  # with a seed for each step
+    assert xla.compile_count() == compiled  # the seed is data, not part of a graph
+    plain = losses(CpuBackend(), rows, TRAIN)
+    assert first != plain and first == pytest.approx(plain, rel=0.5)
+    assert all(a != b for a, b in pairwise(first))
+
+
+def test_a_poisoned_step_changes_nothing(xla: Backend, rows: TokenRows) -> None:
+    program = make_program(xla, model=SMALL)
+    xla.synchronise()
+    item = next(iter(BatchStream(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), TRAIN, 0, 1)))
+    on_device = {name: tensor.to(xla.device) for name, tensor in item.items()}
+    on_device["numeric"] = (item["numeric"] * float("nan")).to(xla.device)
+    program.micro_step(on_device)
+    before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
+    program.update(on_device["control"], 1)
+    after, state = program.snapshot()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert state["guard"].tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_snapshot_from_xla_continues_on_the_cpu(xla: Backend, rows: TokenRows) -> None:
+    program = make_program(xla, model=SMALL)
+    other = make_program(CpuBackend(), TRAIN.model_copy(update={"seed": 5}), SMALL)
+    weights, optimizer = program.snapshot()
+    assert all(tensor.device.type == "cpu" for tensor in (*weights.values(), *optimizer.values()))
+    other.restore(weights, optimizer)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.snapshot()[0].items())
+
+
+def test_what_the_runtime_says(xla: Backend) -> None:
+    assert xla.runtime_world_size() == 1 and not xla.reduces_in_graph and xla.is_lazy
+    assert xla.memory_bytes() > 0
+    xla.synchronise()
+    with pytest.raises(ConfigError, match="autocast on XLA:CPU"):
+        xla.autocast(torch.bfloat16)
+
+
+def test_reduction_goes_through_the_host(xla: Backend) -> None:
+    tensor = torch.ones(3, device=xla.device)
+    xla.reduce([tensor], lambda tensors: [t * 5 for t in tensors])
+    assert tensor.cpu().tolist() == [5, 5, 5]

@@ -1,0 +1,309 @@
+"""Saving, verifying, passing over and pruning checkpoints, on a real folder."""
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
+from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
+from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
+from pipeline.core.errors import CheckpointError
+from pipeline.core.events import EventName
+from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.io.storage import open_storage
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import from_hf, to_hf
+from pipeline.model.relevance import build_model
+
+CYCLE = "2026-01-01"
+SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("niedrig", "größer"), label_gains=(0.0, 1.0))
+MODEL = ModelConfig(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8, interaction_size=4, mlp_sizes=(8,))
+
+
+def state_at(step: int, best: int | None = None, **changes: Any) -> TrainState:
+    fields: dict[str, Any] = {
+        "cycle": CYCLE,
+        "step": step,
+        "max_steps": 100,
+        "identity": "id",
+        "identity_parts": {"train.seed": "1"},
+        "model": MODEL,
+        "inputs": SPEC,
+        "tokenizer_fingerprint": "tok",
+        "watermark": "2026-01-01",
+        "partitions": {"dt=2026-01-01": "abc"},
+        "parent": Parent(uri="checkpoints/0/step-9", digest="d", cycle="0", step=9),
+        "best": None if best is None else Best(step=best, metric="accuracy", value=0.1 + 0.2),
+        "settings_hash": "h",
+        "code_version": "v",
+    }
+    return TrainState(**{**fields, **changes})
+
+
+def snapshot(step: int, best: int | None = None) -> Snapshot:
+    generator = torch.Generator().manual_seed(step)
+    optimizer = {"guard": torch.randn(5, generator=generator), "exp_avg.decayed": torch.randn(100, generator=generator)}
+    return Snapshot(
+        state_at(step, best), to_hf(build_model(MODEL, SPEC, step).state_dict()), optimizer, "{}", b"tokens"
+    )
+
+
+@dataclass
+class Place:
+    """A workspace with a store and a writer; events on record."""
+
+    folder: Path
+    config: CheckpointConfig = CheckpointConfig()  # noqa: RUF009 - frozen
+    events: list[tuple[EventName, dict[str, Any]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.storage = open_storage(str(self.folder / "workspace"))
+        self.store = CheckpointStore(self.storage, CYCLE, cache_dir=self.folder / "cache", emit=self._emit)
+        self.writer = CheckpointWriter(self.store, self.config, self.folder / "staging")
+
+    def _emit(self, name: EventName, **fields: object) -> None:
+        self.events.append((name, dict(fields)))
+
+    def save(self, step: int, best: int | None = None) -> None:
+        self.writer.submit(snapshot(step, best))
+        self.writer.wait()
+
+    def path(self, step: int, name: str) -> Path:
+        return self.folder / "workspace" / prefix_of(CYCLE, step) / name
+
+    def names(self) -> list[EventName]:
+        return [name for name, _ in self.events]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left
+    )
+
+
+def test_what_was_saved_comes_back_bit_by_bit(place: Place) -> None:
+    place.save(7, best=5)
+    checkpoint, rejected = place.store.newest_valid()
+    assert checkpoint is not None and rejected == []
+    saved = snapshot(7, best=5)
+    assert checkpoint.state == saved.state  # umlauts and 0.1 + 0.2 included
+    assert same(checkpoint.weights(), dict(saved.weights))
+    assert same(checkpoint.optimizer(), dict(saved.optimizer))
+    assert checkpoint.tokenizer() == b"tokens"
+    model = build_model(MODEL, SPEC, 99).state_dict()
+    assert same(from_hf(checkpoint.weights(), model, source="x"), build_model(MODEL, SPEC, 7).state_dict())
+    ((name, fields),) = place.events
+    assert name == EventName.CHECKPOINT_SAVED and fields["step"] == 7 and fields["size_bytes"] > 1000
+    assert place.writer.last_saved == 7 and not any((place.folder / "staging").iterdir())
+
+
+def test_the_state_file_is_utf8_whatever_the_locale(place: Place) -> None:
+    place.save(1)
+    assert "größer" in place.path(1, STATE).read_bytes().decode("utf-8")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, TOKENIZER, MANIFEST_NAME])
+@pytest.mark.parametrize("damage", [flip, cut, remove])
+def test_a_damaged_newest_is_reported_and_the_one_before_used(place: Place, name: str, damage: Any) -> None:
+    place.save(1)
+    place.save(2)
+    place.events.clear()
+    damage(place.path(2, name))
+    checkpoint, rejected = place.store.newest_valid()
+    assert checkpoint is not None and checkpoint.state.step == 1
+    if name == MANIFEST_NAME and damage is remove:
+        assert rejected == [] and place.store.steps() == [1]  # never committed, as far as anybody can tell
+        return
+    assert len(rejected) == 1 and "step-2" in rejected[0]
+    ((event, fields),) = place.events
+    assert event == EventName.CHECKPOINT_REJECTED
+    assert fields == {"step": 2, "reason": rejected[0]}
+
+
+def test_all_bad_is_none_and_every_reason(place: Place) -> None:
+    assert place.store.newest_valid() == (None, [])
+    place.save(1)
+    place.save(2)
+    for step in (1, 2):
+        flip(place.path(step, WEIGHTS))
+    checkpoint, rejected = place.store.newest_valid()
+    assert checkpoint is None and len(rejected) == 2
+
+
+def test_steps_are_numbers_not_words(place: Place) -> None:
+    for step in (9, 100, 20):
+        place.save(step)
+    place.path(100, "x").parent.parent.joinpath("step-007x").mkdir()
+    place.path(100, "x").parent.parent.joinpath("step-5").mkdir()  # empty: no marker
+    assert place.store.steps() == [9, 20, 100]
+    checkpoint, _ = place.store.newest_valid()
+    assert checkpoint is not None and checkpoint.state.step == 100
+
+
+def test_retention(tmp_path: Path) -> None:
+    place = Place(tmp_path, CheckpointConfig(keep_last=2, keep_every_steps=4))
+    for step in range(1, 8):
+        place.save(step, best=2 if step >= 2 else None)
+    assert place.store.steps() == [2, 4, 6, 7]
+    deleted = [fields["step"] for name, fields in place.events if name == EventName.CHECKPOINT_DELETED]
+    assert deleted == [1, 3, 5]
+
+
+@pytest.mark.fault
+def test_a_damaged_later_step_does_not_push_out_good_ones(tmp_path: Path) -> None:
+    """The run went back to step 1 because step 3 is damaged; keeping the newest must not mean keeping only that."""
+    place = Place(tmp_path, CheckpointConfig(keep_last=1))
+    place.save(3)
+    flip(place.path(3, WEIGHTS))
+    place.save(2)
+    checkpoint, _ = place.store.newest_valid()
+    assert checkpoint is not None and checkpoint.state.step == 2
+
+
+def test_saving_a_step_again_changes_nothing(place: Place) -> None:
+    place.save(4)
+    before = {path.name: path.stat().st_mtime_ns for path in place.path(4, "x").parent.iterdir()}
+    place.save(4)
+    assert {path.name: path.stat().st_mtime_ns for path in place.path(4, "x").parent.iterdir()} == before
+    assert place.writer.last_saved == 4 and place.writer.failure == ""
+
+
+@pytest.mark.fault
+def test_saving_over_a_damaged_one_replaces_it(place: Place) -> None:
+    place.save(4)
+    flip(place.path(4, OPTIMIZER))
+    place.save(4)
+    checkpoint, rejected = place.store.newest_valid()
+    assert checkpoint is not None and checkpoint.state.step == 4 and not rejected
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Any]:
+    """No file may grow beyond 500 bytes, as far as the kernel is concerned."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.fault
+def test_a_full_disk_is_an_event_and_the_last_good_one_stays(place: Place, full_disk: Any) -> None:
+    place.save(1)
+    full_disk()
+    place.save(2)  # raises nothing: the run goes on
+    assert place.names() == [EventName.CHECKPOINT_SAVED, EventName.CHECKPOINT_FAILED]
+    assert place.writer.failure and place.writer.last_saved == 1
+    assert place.store.steps() == [1]
+    assert not any((place.folder / "staging").iterdir())
+
+
+@pytest.mark.fault
+def test_an_unwritable_place_is_an_event_and_saving_works_again_afterwards(place: Place) -> None:
+    place.save(1)
+    blocker = place.path(2, "x").parent
+    blocker.write_text("a file where the folder should go")
+    place.save(2)
+    assert place.names()[-1] == EventName.CHECKPOINT_FAILED and "step-2" in place.writer.failure
+    checkpoint, _ = place.store.newest_valid()
+    assert checkpoint is not None and checkpoint.state.step == 1
+    blocker.unlink()
+    place.save(3)
+    assert place.writer.failure == "" and place.store.steps() == [1, 3]
+
+
+@pytest.mark.fault
+def test_a_staging_folder_that_cannot_be_made_is_an_event(place: Place) -> None:
+    (place.folder / "staging").write_text("a file")
+    place.save(1)
+    assert place.names() == [EventName.CHECKPOINT_FAILED]
+
+
+def test_a_bug_in_saving_is_raised_by_wait(place: Place) -> None:
+    broken = snapshot(1)
+    object.__setattr__(broken, "optimizer", {"x": "not a tensor"})
+    place.writer.submit(broken)
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        place.writer.wait()
+    place.writer.wait()  # told once
+    place.save(2)
+    assert place.store.steps() == [2]
+
+
+def test_a_later_schema_is_refused(place: Place) -> None:
+    later = snapshot(1)
+    object.__setattr__(later, "state", state_at(1, schema_version=2))
+    place.writer.submit(later)
+    place.writer.wait()
+    with pytest.raises(CheckpointError, match="schema 2"):
+        place.store.open(1)
+
+
+def test_what_is_no_checkpoint_is_refused(place: Place) -> None:
+    with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
+        open_checkpoint(place.storage, "checkpoints/none/step-1", place.folder / "cache")
+
+
+def test_another_architecture_names_the_tensor(place: Place) -> None:
+    place.save(1)
+    weights = place.store.open(1).weights()
+    wider = build_model(MODEL.model_copy(update={"intermediate_size": 16}), SPEC, 1).state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"step-1: bert.encoder.layer.0.intermediate.dense.weight: shape \[8, 8\]"
+    ):
+        from_hf(weights, wider, source="checkpoints/c/step-1")
+    deeper = build_model(MODEL.model_copy(update={"num_layers": 2}), SPEC, 1).state_dict()
+    with pytest.raises(CheckpointError, match=r"bert.encoder.layer.1.*no such tensor"):
+        from_hf(weights, deeper, source="x")
+
+
+@pytest.mark.fault
+def test_a_half_deleted_checkpoint_is_not_taken_for_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.save(1)
+    place.save(2)
+
+    def killed(prefix: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place.storage, "delete_prefix", killed)
+    with pytest.raises(KeyboardInterrupt):
+        place.store.delete(2)
+    assert place.path(2, WEIGHTS).exists() and place.store.steps() == [1]
+
+
+def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place) -> None:
+    leftovers = place.folder / "staging" / "step-3"
+    leftovers.mkdir(parents=True)
+    (leftovers / "half").write_bytes(b"x")
+    half_committed = place.path(3, WEIGHTS)
+    half_committed.parent.mkdir(parents=True)
+    half_committed.write_bytes(b"half")
+    place.save(3)
+    assert place.store.steps() == [3]
+    assert not (half_committed.parent / "half").exists()
+    assert not leftovers.exists()

@@ -1,0 +1,144 @@
+"""Batches of ranks: together the same global batch whatever the world, and the same tail after a restart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.core.batching import BatchPlan
+from pipeline.data.loader import (
+    MicroBatch,
+    RankShare,
+    evaluation_batches,
+    sample_digest,
+    to_tensors,
+    training_batches,
+)
+from pipeline.data.sampler import TrainingPools
+from pipeline.data.shards import TokenRows
+from pipeline.train.batches import add_digests
+from tests.train.rows import make_rows
+
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> TrainingPools:
+    folder = tmp_path_factory.mktemp("loader")
+    new, old = make_rows(folder, [(20, 9), (11, 16)]), make_rows(folder, [(40, 40)], first_id=1001)
+    return TrainingPools.build(new, old, replay_share=0.3, seed=1)
+
+
+def plan_of(pools: TrainingPools) -> BatchPlan:
+    return BatchPlan(pools.sizes, BATCH, seed=5)
+
+
+def global_batches(pools: TrainingPools, world_size: int, accumulation: int, start: int, stop: int) -> list[MicroBatch]:
+    """What all ranks saw, put together per position in rank and micro-step order."""
+    streams = [
+        list(training_batches(pools, plan_of(pools), RankShare(rank, world_size, accumulation), start, stop))
+        for rank in range(world_size)
+    ]
+    joined = []
+    for step in range(stop - start):
+        parts = [part for stream in streams for part in stream[step * accumulation : (step + 1) * accumulation]]
+        assert {part.position for part in parts} == {start + step}
+        assert len({part.bucket for part in parts}) == 1  # Neuron runs one graph sequence on all ranks
+        joined.append(
+            MicroBatch(
+                start + step,
+                parts[0].bucket,
+                {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors},
+                np.concatenate([part.sample_ids for part in parts]),
+            )
+        )
+    return joined
+
+
+def assert_same(left: list[MicroBatch], right: list[MicroBatch]) -> None:
+    assert len(left) == len(right) > 0
+    for one, two in zip(left, right, strict=True):
+        assert (one.position, one.bucket) == (two.position, two.bucket)
+        assert one.sample_ids.tolist() == two.sample_ids.tolist()
+        assert one.tensors.keys() == two.tensors.keys()
+        assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in one.tensors)
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)])
+def test_every_world_sees_the_same_global_batches(pools: TrainingPools, world_size: int, accumulation: int) -> None:
+    stop = plan_of(pools).batches_per_epoch + 2  # over the end of an epoch
+    assert_same(global_batches(pools, world_size, accumulation, 0, stop), global_batches(pools, 1, 1, 0, stop))
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 9])
+def test_a_restart_at_a_position_gives_the_tail_even_in_another_world(pools: TrainingPools, start: int) -> None:
+    whole = global_batches(pools, 1, 1, 0, 10)
+    assert_same(global_batches(pools, 3, 2, start, 10), whole[start:])
+
+
+def test_an_epoch_gives_each_sample_at_most_once(pools: TrainingPools) -> None:
+    seen = [i for b in global_batches(pools, 1, 1, 0, plan_of(pools).batches_per_epoch) for i in b.sample_ids.tolist()]
+    assert len(set(seen)) == len(seen) > sum(pools.sizes) - BATCH
+
+
+def test_tensors_are_32_bit_and_query_keys_group_queries(pools: TrainingPools) -> None:
+    (batch,) = global_batches(pools, 1, 1, 0, 1)
+    assert {str(tensor.dtype) for tensor in batch.tensors.values()} == {"torch.int32", "torch.float32"}
+    assert batch.tensors.keys() == {"query", "product", "numeric", "categorical", "label", "gain", "query_key"}
+
+
+def test_query_keys_use_all_bits_of_the_id() -> None:
+    ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
+    arrays = {
+        name: np.zeros((4, 1), np.float32) for name in ("query", "product", "numeric", "categorical", "label", "gain")
+    }
+    keys = to_tensors({**arrays, "query_id": ids})["query_key"].tolist()
+    assert keys[0] == keys[2] and len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("limit", [1, 5, 7, 12, 1000])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_covers_what_it_may_once(tmp_path: Path, limit: int, world_size: int) -> None:
+    rows: TokenRows = make_rows(tmp_path, [(5, 4), (1, 9)])
+    seen: list[int] = []
+    for rank in range(world_size):
+        for arrays, tensors in evaluation_batches(rows, batch_size=4, limit=limit, share=RankShare(rank, world_size)):
+            assert len(tensors["query"]) == 4  # full batches: one static shape a bucket
+            assert 1 <= len(arrays["sample_id"]) <= 4
+            assert all(len(values) == len(arrays["sample_id"]) for values in arrays.values())
+            seen += arrays["sample_id"].tolist()
+    assert len(set(seen)) == len(seen) <= limit
+    if limit >= 19:
+        assert sorted(seen) == list(range(1, 20))
+    assert seen
+
+
+def test_the_limit_holds_over_many_small_buckets(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(4, 4)])
+    found = [len(arrays["label"]) for arrays, _ in evaluation_batches(rows, batch_size=4, limit=3, share=RankShare())]
+    assert sum(found) <= 3
+
+
+def test_which_rows_are_evaluated_does_not_depend_on_the_world(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(17, 13)])
+    worlds = [
+        sorted(
+            int(i)
+            for rank in range(size)
+            for arrays, _ in evaluation_batches(rows, batch_size=3, limit=9, share=RankShare(rank, size))
+            for i in arrays["sample_id"]
+        )
+        for size in (1, 2, 5)
+    ]
+    assert worlds[0] == worlds[1] == worlds[2]
+
+
+def test_digests_add_up_and_notice_a_swap() -> None:
+    ids = np.arange(1, 41, dtype=np.int64)
+    parts = [sample_digest(part) for part in np.split(np.random.default_rng(1).permutation(ids), 4)]
+    assert add_digests(parts) == sample_digest(ids)
+    changed = ids.copy()
+    changed[0] = 999
+    assert sample_digest(changed) != sample_digest(ids)
+    assert sample_digest(np.repeat(ids, 2)) != sample_digest(ids)

@@ -1,0 +1,108 @@
+"""Token shards: any row by number, in the order asked for, widened to a larger bucket."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.core.errors import DataError
+from pipeline.data.shards import FIELDS, ShardFile, TokenRows, map_safetensors
+from tests.train.rows import BUCKETS, PAD, make_rows, write_shard
+
+
+def test_a_map_holds_what_safetensors_wrote(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    path = write_shard(tmp_path / "a.safetensors", (3, 2), 1).path
+    mapped, loaded = map_safetensors(path), load_file(path)
+    assert mapped.keys() == loaded.keys()
+    for name, values in loaded.items():
+        assert mapped[name].dtype == values.dtype
+        np.testing.assert_array_equal(mapped[name], values)
+    with pytest.raises(ValueError, match="read-only"):
+        mapped["b0.query"][0, 0] = 1
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    """Sample ids count up in shard, bucket and row order; the second shard has no row of bucket 0."""
+    return make_rows(tmp_path_factory.mktemp("shards"), [(3, 2), (0, 4), (5, 1)])
+
+
+def sample_id(pool: int, row: int) -> int:
+    by_pool = {0: [1, 2, 3, 10, 11, 12, 13, 14], 1: [4, 5, 6, 7, 8, 9, 15]}
+    return by_pool[pool][row]
+
+
+def test_sizes(rows: TokenRows) -> None:
+    assert rows.sizes == (8, 7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6)), min_size=1, max_size=12))
+def test_rows_come_in_the_order_asked_for(rows: TokenRows, wanted: list[tuple[int, int]]) -> None:
+    pools, numbers = (np.array(values) for values in zip(*wanted, strict=True))
+    seen = rows.read(pools, numbers, 1)
+    assert tuple(seen) == FIELDS
+    assert seen["sample_id"].tolist() == [sample_id(p, r) for p, r in wanted]
+    assert seen["query"].shape == (len(wanted), 6) and seen["product"].shape == (len(wanted), 8)
+    assert seen["query"].dtype == seen["product"].dtype == np.int32
+    for index, (pool, number) in enumerate(wanted):
+        own = rows.read(pools[index : index + 1], numbers[index : index + 1], pool)
+        for side in ("query", "product"):
+            width = own[side].shape[1]
+            np.testing.assert_array_equal(seen[side][index, :width], own[side][0])
+            assert (seen[side][index, width:] == PAD).all()
+        for name in ("label", "gain", "numeric", "categorical", "query_id"):
+            np.testing.assert_array_equal(seen[name][index], own[name][0])
+        assert number < rows.sizes[pool]
+
+
+def test_padding_is_the_pad_id_of_the_tokenizer(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.safetensors", (2, 0), 1)
+    seen = TokenRows([shard], BUCKETS, pad_id=7).read(np.array([0]), np.array([0]), 1)
+    assert seen["query"][0, 4:].tolist() == [7, 7]
+
+
+def test_no_shards_have_no_rows() -> None:
+    assert TokenRows([], BUCKETS, PAD).sizes == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01\x02",
+        struct.pack("<Q", 10**6) + b"{}",
+        struct.pack("<Q", 2) + b"no",
+        struct.pack("<Q", len(text := json.dumps({"b0.query": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}})))
+        + text.encode()
+        + b"\0",
+    ],
+)
+def test_a_broken_shard_is_a_data_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"broken\.safetensors cannot be read"):
+        TokenRows([ShardFile(path, (1, 0))], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
+
+
+def test_a_shard_with_other_rows_than_its_partition_says_is_a_data_error(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.safetensors", (5, 0), 1).path
+    for claimed in ((6, 0), (5, 1)):
+        with pytest.raises(DataError, match="cannot be read"):
+            TokenRows([ShardFile(path, claimed)], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
+
+
+def test_a_missing_or_cut_shard_is_a_data_error(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.safetensors", (50, 0), 1)
+    shard.path.write_bytes(shard.path.read_bytes()[:-200])
+    with pytest.raises(DataError, match="cannot be read"):
+        TokenRows([shard], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
+    shard.path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        TokenRows([shard], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)

@@ -1,0 +1,342 @@
+"""A tiny training case run as real processes, and everything such a run leaves behind.
+
+One run takes seconds on `cpu`; on `xla` most of its time is compiling.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import psutil
+
+from pipeline.io.storage import Storage, open_storage
+
+ROOT = Path(__file__).parents[2]
+CYCLE = "c1"
+MAX_STEPS, SAVE_EVERY, EVALUATE_EVERY, LOG_EVERY = 120, 10, 30, 5
+WAIT_S = 150.0  # longest wait for something that must happen; generous, machines may be loaded
+
+DATA = (
+    "--data.name=tiny",
+    "--data.buckets=16x32,24x48",
+    "--data.num-workers=1",
+    "--data.rows-per-chunk=100",
+    "--data.valid-fraction=0.15",
+    "--data.test-fraction=0.1",
+    "--data.synthetic.num-queries=60",
+    "--data.tokenizer.vocab-size=400",
+)
+MODEL = (
+    "--model.hidden-size=32",
+    "--model.num-layers=1",
+    "--model.intermediate-size=64",
+    "--model.max-positions=48",
+    "--model.interaction-size=16",
+    "--model.cross-layers=1",
+    "--model.mlp-sizes=16",
+)
+TRAIN = (
+    "--train.start=scratch",
+    f"--train.max-steps={MAX_STEPS}",
+    "--train.global-batch-size=48",
+    "--train.micro-batch-size=48",
+    f"--train.evaluate-every={EVALUATE_EVERY}",
+    "--train.optimizer.learning-rate=0.003",
+    "--train.loss.negatives-group=8",
+    f"--checkpoint.every-steps={SAVE_EVERY}",
+    f"--log.every-steps={LOG_EVERY}",
+)
+TINY = (*DATA, *MODEL, *TRAIN)
+ON_XLA = (
+    *TINY,
+    "--data.buckets=16x24",
+    "--model.interactions=implicit",
+    "--train.max-steps=60",
+    "--train.global-batch-size=24",
+    "--train.micro-batch-size=24",
+    "--train.evaluate-every=20",
+)
+"""Few and small graphs, for tests on xla that are not about shapes."""
+ENV = {
+    "PJRT_DEVICE": "CPU",
+    # Two spinning OpenMP threads on a loaded machine of two cores take a second for a step of ten milliseconds.
+    "OMP_NUM_THREADS": "1",
+    # A third of the compile time; every run of a comparison has the same flags.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
+_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CPU_NUM_DEVICES", "PYTEST_XDIST_WORKER")
+
+Event = dict[str, Any]
+Trace = dict[int, tuple[float, float, str]]
+"""Step to (loss, gradient norm, digest of the global batch's samples)."""
+
+
+@dataclass
+class Run:
+    """One `trnpipe` process and what it printed."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def out(self) -> str:
+        return self.log.with_suffix(".out").read_text()
+
+    @property
+    def err(self) -> str:
+        return self.log.with_suffix(".err").read_text()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, limit_s: float = WAIT_S) -> int:
+        """The exit code; fails the test, and ends the process, when it does not come."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {limit_s:g} s\n{self.out[-2000:]}\n{self.err[-4000:]}") from None
+
+    def until(self, condition: Callable[[], bool], *, every_s: float = 0.001, limit_s: float = WAIT_S) -> bool:
+        """Poll until the condition holds (True) or the process has ended (False)."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            if not self.is_alive:
+                return condition()
+            assert time.monotonic() < end, f"waited in vain\n{self.out[-2000:]}\n{self.err[-2000:]}"
+            time.sleep(every_s)
+        return True
+
+    def kill(self) -> None:
+        """kill -9 to the process and all below it: what the end of a container or a machine does."""
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        self.process.kill()
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+        psutil.wait_procs(family, timeout=30)
+
+    def terminate(self, limit_s: float = 20.0) -> int:
+        """SIGTERM as Batch sends it. Asserts the promise of 20 s; the monitor forces the end after 15."""
+        self.process.terminate()
+        return self.wait(limit_s)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All of a finished cycle that must not depend on how often it was interrupted."""
+
+    candidate: str
+    digests: dict[str, str]
+    """sha256 of the weights of the candidate, and of weights and optimizer of the last step."""
+    trace: Trace
+    figures: dict[str, Any]
+
+
+@dataclass
+class Place:
+    """A workspace and how to run the tiny case in it."""
+
+    workspace: str
+    folder: Path
+    """For logs, and for scratch when the workspace is not local."""
+    flags: tuple[str, ...] = TINY
+    env: Mapping[str, str] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+    @cached_property
+    def storage(self) -> Storage:
+        return open_storage(self.workspace)
+
+    @property
+    def path(self) -> Path:
+        """The workspace as a folder (file:// only)."""
+        return Path(self.workspace)
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "scratch"
+
+    def number(self, flag: str) -> int:
+        """The value of a numeric flag of this place."""
+        return int(next(text.partition("=")[2] for text in reversed(self.flags) if text.startswith(f"{flag}=")))
+
+    @property
+    def max_steps(self) -> int:
+        return self.number("--train.max-steps")
+
+    @property
+    def evaluate_every(self) -> int:
+        return self.number("--train.evaluate-every")
+
+    def start(self, stage: str, *flags: str, cycle: str = CYCLE) -> Run:
+        """Start `trnpipe <stage>`; later flags win over earlier ones."""
+        command = [sys.executable, "-m", "pipeline", stage, f"--workspace={self.workspace}", f"--cycle={cycle}"]
+        command += _last_wins([f"--scratch={self.scratch}", *self.flags, *flags])
+        env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+        env = {**{k: v for k, v in env.items() if not k.startswith("TRNPIPE_")}, **ENV, **self.env}
+        log = self.folder / f"run-{len(self.runs)}-{stage}"
+        with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=ROOT, start_new_session=True)
+        run = Run(process, log)
+        self.runs.append(run)
+        return run
+
+    def run(self, stage: str, *flags: str, code: int = 0, cycle: str = CYCLE) -> Run:
+        """Run to the end; asserts the exit code."""
+        run = self.start(stage, *flags, cycle=cycle)
+        ended = run.wait()
+        assert ended == code, f"exit {ended}, expected {code}\n{run.out[-3000:]}\n{run.err[-3000:]}"
+        return run
+
+    def close(self) -> None:
+        """End what a failed test left running."""
+        for run in self.runs:
+            if run.is_alive:
+                run.kill()
+
+    def events(self, name: str | None = None, *, cycle: str = CYCLE) -> list[Event]:
+        """Events so far; a half-written last line is left out."""
+        key = f"cycles/{cycle}/events.jsonl"
+        local = self.storage.local_path(key)
+        if local is not None:
+            data = local.read_bytes() if local.exists() else b""
+        else:
+            data = self.storage.read_bytes(key) if self.storage.stat(key) else b""
+            data += b"".join(path.read_bytes() for path in self.scratch.glob("events-*.jsonl"))
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        found: list[Event] = [json.loads(line) for line in lines]
+        return [event for event in found if name in (None, event["event"])]
+
+    def step(self) -> int:
+        """The newest step whose figures are in the log; -1 before the first."""
+        return max((event["step"] for event in self.events("train_steps")), default=-1)
+
+    def trace(self, *, cycle: str = CYCLE) -> Trace:
+        """Figures of every step. Asserts that a step made twice was the same both times."""
+        result: Trace = {}
+        for event in self.events("train_steps", cycle=cycle):
+            rows = list(zip(event["losses"], event["grad_norms"], event["samples"], strict=True))
+            for step, row in enumerate(rows, start=event["step"] - len(rows) + 1):
+                assert result.setdefault(step, row) == row, f"step {step}: {result[step]} and again {row}"
+        return result
+
+    def result(self, stage: str = "train", *, cycle: str = CYCLE) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.storage.read_bytes(f"cycles/{cycle}/{stage}/result.json"))
+        return content
+
+    def sha256(self, key: str) -> str:
+        return hashlib.sha256(self.storage.read_bytes(key)).hexdigest()
+
+    def ended(self, *, cycle: str = CYCLE) -> Ended:
+        """What the finished train stage left."""
+        result = self.result(cycle=cycle)
+        candidate, last = result["outputs"]["checkpoint"], f"checkpoints/{cycle}/step-{result['figures']['steps_done']}"
+        keys = {f"{candidate}/model.safetensors", f"{last}/model.safetensors", f"{last}/optimizer.safetensors"}
+        return Ended(candidate, {key: self.sha256(key) for key in sorted(keys)}, self.trace(cycle=cycle), result["figures"])
+
+    def steps_saved(self) -> list[int]:
+        """Steps of committed checkpoints."""
+        names = self.storage.list_dirs(f"checkpoints/{CYCLE}/")
+        markers = ((name, f"checkpoints/{CYCLE}/{name}/MANIFEST.json") for name in names)
+        return sorted(int(name.removeprefix("step-")) for name, key in markers if self.storage.stat(key))
+
+    def staged(self) -> set[int]:
+        """Steps whose files are being written to the staging folder now."""
+        return _steps_of(self.scratch / "saving")
+
+    def half_committed(self) -> set[int]:
+        """Steps with files in the workspace but no manifest (file:// only)."""
+        folder = self.path / "checkpoints" / CYCLE
+        return {step for step in _steps_of(folder) if not (folder / f"step-{step}" / "MANIFEST.json").exists()}
+
+    def manifests(self, prefix: str = "") -> dict[str, str]:
+        """sha256 of every file below a key, by key."""
+        return {stat.key: self.sha256(stat.key) for stat in self.storage.list(prefix)}
+
+
+def _steps_of(folder: Path) -> set[int]:
+    try:
+        return {int(name.removeprefix("step-")) for name in os.listdir(folder) if name.startswith("step-")}
+    except FileNotFoundError:
+        return set()
+
+
+def _last_wins(flags: Iterable[str]) -> tuple[str, ...]:
+    return tuple({flag.partition("=")[0]: flag for flag in flags}.values())
+
+
+@cache
+def prepared(flags: tuple[str, ...] = TINY) -> Path:
+    """A workspace in which the prepare stage is done, made once per process and setting."""
+    folder = Path(mkdtemp(prefix="trnpipe-prepared-"))
+    _FOLDERS.append(folder)
+    place = Place(str(folder / "workspace"), folder, flags)
+    place.run("prepare")
+    return place.path
+
+
+@cache
+def reference(backend: str, flags: tuple[str, ...] = TINY) -> Ended:
+    """How the case ends when nobody interrupts it."""
+    folder = Path(mkdtemp(prefix="trnpipe-reference-"))
+    _FOLDERS.append(folder)
+    place = copy_of_prepared(folder, backend, flags)
+    place.run("train")
+    ended = place.ended()
+    assert sorted(ended.trace) == list(range(1, len(ended.trace) + 1))
+    return ended
+
+
+_FOLDERS: list[Path] = []
+
+
+def forget() -> None:
+    """Remove the folders of `prepared` and `reference`."""
+    prepared.cache_clear()
+    reference.cache_clear()
+    while _FOLDERS:
+        shutil.rmtree(_FOLDERS.pop(), ignore_errors=True)
+
+
+def copy_of_prepared(folder: Path, backend: str = "cpu", flags: tuple[str, ...] = TINY) -> Place:
+    """A fresh local workspace with prepared data."""
+    shutil.copytree(prepared(flags), folder / "workspace")
+    return Place(str(folder / "workspace"), folder, (*_last_wins(flags), f"--backend={backend}"))
+
+
+def empty_place(folder: Path, backend: str = "cpu", flags: tuple[str, ...] = TINY) -> Place:
+    """A workspace with nothing in it."""
+    return Place(str(folder / "workspace"), folder, (*_last_wins(flags), f"--backend={backend}"))
+
+
+def closing_places(make: Callable[..., Place], folder: Path) -> Iterator[Callable[..., Place]]:
+    """For fixtures: places in numbered folders, whose processes are ended at the end."""
+    made: list[Place] = []
+
+    def place(*args: Any, **kwargs: Any) -> Place:
+        home = folder / f"place-{len(made)}"
+        home.mkdir()
+        made.append(make(home, *args, **kwargs))
+        return made[-1]
+
+    yield place
+    for one in made:
+        one.close()

@@ -1,0 +1,120 @@
+"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3]`: must hold 3 in full.
+
+Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
+that nobody touched. Exit 0 when all of them do.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.fault.harness import ON_XLA, TINY, Ended, Place, copy_of_prepared, empty_place, forget, reference
+from tests.fault.kills import PREPARE_PHASES, S3_PHASES, TRAIN_PHASES, finish, kill_at, lose_scratch, random_moment
+from tests.fault.s3_server import S3Server
+
+
+def main() -> int:
+    """Parse, kill, compare, tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--backend", choices=("cpu", "xla"), default="cpu")
+    parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        server = stack.enter_context(S3Server()) if arguments.s3 else None
+        if server is not None:
+            os.environ.update(server.env)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="trnpipe-kills-")))
+        stack.callback(forget)
+        return _marathon(arguments, server, folder)
+
+
+def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
+    started = time.monotonic()
+    flags = ON_XLA if arguments.backend == "xla" else TINY
+    whole = reference(arguments.backend, flags)
+    start_s = time.monotonic() - started
+    print(f"reference: candidate {whole.candidate}, {len(whole.trace)} steps", flush=True)
+    rng = random.Random(arguments.seed)
+    counts, kills, cycles, different = Counter[str](), 0, 0, 0
+    while kills < arguments.kills:
+        cycles += 1
+        home = folder / f"cycle-{cycles}"
+        home.mkdir()
+        place = _new_place(home, arguments.backend, flags, server, empty=rng.random() < 0.3)
+        hits = _kill_some(place, rng, min(rng.randint(2, 5), arguments.kills - kills), server, start_s, kills)
+        finish(place)
+        kills += len(hits)
+        counts.update(hits)
+        problem = _difference(whole, place)
+        different += bool(problem)
+        print(f"cycle {cycles}: {problem or 'bit-identical'} after {len(hits)} kills", flush=True)
+    verdict = "ALL BIT-IDENTICAL" if not different else f"{different} OF {cycles} CYCLES DIFFER"
+    print(f"{verdict}: {kills} kills in {cycles} cycles on {arguments.backend}{' with s3' if server else ''}")
+    for what, number in sorted(counts.items()):
+        print(f"  {number:3d}  {what}")
+    return bool(different)
+
+
+def _new_place(
+    home: Path, backend: str, flags: tuple[str, ...], server: S3Server | None, *, empty: bool
+) -> Place:
+    if server is not None:
+        return server.place(home, backend, flags=flags, with_data=not empty)
+    return (empty_place if empty else copy_of_prepared)(home, backend, flags)
+
+
+def _kill_some(
+    place: Place, rng: random.Random, wanted: int, server: S3Server | None, start_s: float, before: int
+) -> list[str]:
+    """Kill `wanted` times; a process that ended before its moment counts as no kill. What each was doing."""
+    hits: list[str] = []
+    for _ in range(3 * wanted):
+        if len(hits) == wanted:
+            break
+        if hits:  # one kill of prepare is enough for a cycle
+            place.run("prepare")
+        is_prepared = place.storage.stat("cycles/c1/prepare/result.json") is not None
+        train = tuple(phase for phase in (S3_PHASES if server else TRAIN_PHASES) if phase != "prepare")
+        saved = place.steps_saved()
+        after = saved[-1] if saved else -1
+        moment = random_moment(
+            rng,
+            train if is_prepared else PREPARE_PHASES,
+            after=after,
+            prepare_s=2.5,
+            start_s=min(start_s, 12.0),
+            max_steps=place.max_steps,
+            evaluate_every=place.evaluate_every,
+        )
+        if place.storage.stat("cycles/c1/train/result.json") is not None:
+            break
+        _, doing = kill_at(place, moment, server)
+        if doing:
+            hits.append(doing.split(" step-")[0])
+            print(f"kill {before + len(hits):3d}: {moment} -> {doing}", flush=True)
+            if server is not None and rng.random() < 0.3:
+                lose_scratch(place)
+                print("          scratch lost: the next attempt runs elsewhere", flush=True)
+    return hits
+
+
+def _difference(whole: Ended, place: Place) -> str:
+    """What differs from the reference, in words; empty when nothing does."""
+    try:
+        ours = place.ended()
+    except AssertionError as error:
+        return f"TRACE DIFFERS WITHIN: {error}"
+    names = [name for name in ("candidate", "digests", "trace", "figures") if getattr(ours, name) != getattr(whole, name)]
+    return f"DIFFERENT {', '.join(names)}" if names else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Must hold 6: a damaged newest checkpoint, and a disk that is full while saving."""
+
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fault.harness import MAX_STEPS, SAVE_EVERY, TINY, Place, reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LONG = (*TINY, "--train.max-steps=400", "--train.evaluate-every=0")
+
+
+def stopped_at(place: Place, step: int) -> list[int]:
+    """Train until `step`, stop, and return the steps of the checkpoints."""
+    run = place.start("train")
+    assert run.until(lambda: place.step() >= step)
+    assert run.terminate() == 143, run.err
+    saved = place.steps_saved()
+    assert len(saved) >= 2
+    return saved
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "MANIFEST.json"])
+def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], name: str) -> None:
+    here = place("cpu")
+    *_, previous, newest = stopped_at(here, 45)
+    flip(here.path / f"checkpoints/c1/step-{newest}/{name}")
+    run = here.run("train")
+    (warning,) = (line for line in run.out.splitlines() if line.startswith("warning:"))
+    assert f"step-{newest}" in warning and "passed over" in warning
+    (rejected,) = here.events("checkpoint_rejected")
+    assert rejected["step"] == newest
+    assert name in rejected["reason"]
+    assert [event["step"] for event in here.events("train_resumed")] == [previous]
+    assert here.ended() == reference("cpu")
+
+
+def test_every_checkpoint_is_bad(place: Callable[..., Place]) -> None:
+    """It starts again from the beginning, says so, and ends as it should."""
+    here = place("cpu")
+    for step in stopped_at(here, 25):
+        flip(here.path / f"checkpoints/c1/step-{step}/model.safetensors")
+    run = here.run("train")
+    assert "passed over" in run.out
+    assert not here.events("train_resumed")
+    assert here.ended() == reference("cpu")
+
+
+def test_no_file_can_grow_while_saving(place: Callable[..., Place]) -> None:
+    """A limit on file sizes set from outside, and lifted again: the kernel refuses the writes as on a full disk."""
+    here = place("cpu", LONG)
+    run = here.start("train")
+    assert run.until(lambda: len(here.steps_saved()) >= 2)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+    good = here.steps_saved()
+    assert run.until(lambda: len(here.events("checkpoint_failed")) >= 2), "it went on after the first failure"
+    assert set(good[-1:]) <= set(here.steps_saved()), "the last good checkpoint stays"
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run.wait() == 0, run.err[-3000:]
+    assert "a checkpoint could not be saved, training goes on" in run.out
+    assert "Traceback" not in run.err
+    assert max(here.steps_saved()) == 400
+    assert here.ended() == reference("cpu", LONG)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A tmpfs of `size` mounted at a folder, for as long as inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all the space that is left."""
+    with path.open("wb", buffering=0) as file:
+        for block in (2**16, 2**12, 1):
+            try:
+                while file.write(b"\0" * block) == block:
+                    pass
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("full", ["checkpoints", "scratch", "workspace"])
+def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) -> None:
+    """Wherever it is that nothing fits any more: training goes on, and saves again once there is room."""
+    here = place("cpu", LONG)
+    folder = {"checkpoints": here.path / "checkpoints", "scratch": here.scratch, "workspace": here.path / "cycles"}[full]
+    kept = here.folder / "kept"
+    if folder.exists():
+        shutil.copytree(folder, kept)
+    with small_disk(folder, "8m"):
+        if kept.exists():
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+        run = here.start("train")
+        assert run.until(lambda: len(here.steps_saved()) >= 2)
+        before = here.steps_saved()[-1]
+        fill(folder / "filler")
+        if full == "workspace":
+            assert run.until(lambda: here.steps_saved()[-1] >= before + 5 * SAVE_EVERY) or True
+        else:
+            assert run.until(lambda: bool(here.events("checkpoint_failed"))), run.err[-3000:]
+            assert here.steps_saved()[-1] <= min(e["step"] for e in here.events("checkpoint_failed"))
+        assert here.steps_saved()
+        (folder / "filler").unlink()
+        assert run.wait() == 0, run.err[-3000:]
+        assert "Traceback" not in run.err
+        assert max(here.steps_saved()) == 400
+        assert here.ended() == reference("cpu", LONG)
+    if full != "workspace":
+        assert "a checkpoint could not be saved, training goes on: no space left" in run.out or "No space" in run.out
+
+
+def test_the_last_save_fails(place: Callable[..., Place]) -> None:
+    """Then, and only then, the run has failed: the transient code, and the next attempt goes on from the good one."""
+    here = place("cpu")
+    run = here.start("train")
+    assert run.until(lambda: here.step() >= MAX_STEPS // 2)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+    assert run.wait() == 75, run.err[-3000:]
+    assert f"the checkpoint of step {MAX_STEPS} could not be saved" in run.err
+    assert "Traceback" not in run.err
+    saved = here.steps_saved()
+    assert saved and max(saved) < MAX_STEPS
+    here.run("train")
+    assert [event["step"] for event in here.events("train_resumed")] == [max(saved)]
+    assert here.ended() == reference("cpu")

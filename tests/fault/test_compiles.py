@@ -1,0 +1,35 @@
+"""Must hold 5: after every shape was seen once, nothing is compiled any more."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.fault.harness import ON_XLA, Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+THREE_EPOCHS = (
+    *ON_XLA,
+    "--data.buckets=8x12,12x20,16x32",
+    "--train.max-steps=0",
+    "--train.epochs=3",
+    "--train.evaluate-every=11",
+    "--train.micro-batch-size=16",
+    "--log.every-steps=1",
+)
+
+
+def test_three_epochs_over_random_lengths(place: Callable[..., Place]) -> None:
+    here = place("xla", THREE_EPOCHS)
+    here.run("train")
+    (started,) = here.events("train_started")
+    by_bucket = started["batches_by_bucket"]
+    assert sum(count > 0 for count in by_bucket.values()) >= 2, "more than one shape is trained on"
+    epoch = sum(by_bucket.values())
+    assert started["max_steps"] == 3 * epoch
+    assert len([e for e in here.events("holdout_evaluated") if e["step"] < 3 * epoch]) >= 3
+    compiled = here.events("graph_compiled")
+    # Per bucket: the first and the following micro-steps and the forward pass; one update; what restoring needs.
+    assert compiled[-1]["total"] <= 3 * len(by_bucket) + 2
+    warm = max(epoch, 11) + 1
+    assert [event for event in compiled if event["step"] > warm] == []

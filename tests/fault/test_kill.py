@@ -1,0 +1,76 @@
+"""kill -9 at random moments: the finished cycle is, bit for bit, the one that nobody touched.
+
+The full count (20 kills each on cpu, on xla, and on S3) is `python -m tests.fault.kill_marathon`.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fault.harness import ON_XLA, TINY, Place, reference
+from tests.fault.kills import Moment, finish, kill_at, lose_scratch
+from tests.fault.s3_server import S3Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def kill(place: Place, moment: Moment, server: S3Server | None = None) -> None:
+    """Kill at the moment; asserts that the process was alive then."""
+    run, doing = kill_at(place, moment, server)
+    assert doing, f"{moment}: ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], seed: int) -> None:
+    rng = random.Random(seed)
+    place = bare_place("cpu")
+    kill(place, Moment("prepare", delay_s=rng.uniform(0.2, 0.8)))
+    place.run("prepare")
+    kill(place, Moment("start", delay_s=rng.uniform(0.0, 1.5)))
+    kill(place, Moment("step", rng.randint(5, 30), rng.uniform(0.0, 0.1)))
+    kill(place, Moment("saving", rng.randint(31, 60)))
+    kill(place, Moment("evaluation", 90, rng.uniform(0.0, 0.02)))
+    finish(place)
+    assert place.ended() == reference("cpu")
+
+
+def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> None:
+    """Files are in place, the manifest is not: that step is not a checkpoint, and the next attempt makes it again."""
+    here = place("cpu")
+    for step in range(20, 110, 10):  # the window is milliseconds: take the first kill that falls into it
+        kill(here, Moment("commit", step))
+        torn = here.half_committed()
+        if torn:
+            break
+    else:
+        pytest.fail("no kill fell into a commit")
+    assert not torn & set(here.steps_saved())
+    here.run("train")
+    assert here.ended() == reference("cpu")
+
+
+def test_killed_on_xla(place: Callable[..., Place]) -> None:
+    here = place("xla", ON_XLA)
+    kill(here, Moment("saving", 15))
+    kill(here, Moment("step", 40, 0.02))
+    here.run("train")
+    assert here.ended() == reference("xla", ON_XLA)
+
+
+def test_killed_in_uploads_and_continued_on_another_machine(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is lost with its scratch folder, so all that the run needs, the loss trace too, must be on S3."""
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    place = s3.place(tmp_path)
+    kill(place, Moment("upload", 30), s3)
+    assert 30 not in place.steps_saved()
+    lose_scratch(place)
+    kill(place, Moment("marker", 70), s3)
+    assert 70 not in place.steps_saved()
+    lose_scratch(place)
+    place.run("train")
+    assert place.ended() == reference("cpu", TINY)

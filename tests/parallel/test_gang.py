@@ -1,0 +1,58 @@
+"""Two real ranks over gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import torch
+from pipeline.core.errors import TransientError
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import world_from_env
+
+world = world_from_env()
+gang = Gang(world, timeout_s=20)
+one = world.rank == 1
+assert gang.gather(world.rank * 10) == [0, 10]
+assert [t.tolist() for t in gang.mean([torch.tensor([1.0 + world.rank])])] == [[1.5]]
+assert [gang.agree(one and step == 1) for step in range(4)] == [False, False, True, False], "one call later, on all"
+# A stop that is under way must neither look like the answer to another question nor get lost.
+assert not gang.agree(one)
+assert not gang.agree_now(False)
+assert gang.agree(False)
+assert gang.agree_now(one)
+gang.barrier()
+if one:
+    import os
+    os._exit(3)  # as if killed
+try:
+    gang.gather("x")
+    raise SystemExit("the lost peer was not noticed")
+except TransientError as error:
+    assert "while gathering results" in str(error)
+"""
+
+
+@pytest.mark.stage
+def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
+    def start(rank: int) -> subprocess.Popen[str]:
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(29_000 + os.getpid() % 20_000),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-c", PROGRAM]
+        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    ranks = [start(rank) for rank in range(2)]
+    ends = [rank.communicate(timeout=90)[1] for rank in ranks]
+    assert ranks[0].returncode == 0, ends[0]
+    assert ranks[1].returncode == 3, ends[1]

@@ -1,0 +1,101 @@
+"""Token shards on disk and tiny settings for the tests of data, training and evaluation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from pipeline.backends import Backend
+from pipeline.core.buckets import Bucket
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.model.config import InputSpec, LossConfig, ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.train.config import TrainConfig
+from pipeline.train.program import TrainProgram
+
+VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
+BUCKETS = (Bucket(4, 6), Bucket(6, 8))
+SPEC = InputSpec(
+    vocab_size=VOCAB,
+    pad_id=PAD,
+    labels=("bad", "good"),
+    label_gains=(0.0, 1.0),
+    numeric=("price",),
+    categorical_ids=(5,),
+)
+MODEL = ModelConfig(
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    intermediate_size=32,
+    max_positions=16,
+    interaction_size=8,
+    cross_layers=1,
+    feature_sizes=(8,),
+    mlp_sizes=(16,),
+    categorical_size=4,
+)
+TRAIN = TrainConfig(
+    start="scratch",
+    global_batch_size=8,
+    micro_batch_size=8,
+    max_steps=6,
+    loss=LossConfig(negatives_group=4),
+)
+
+
+def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequence[Bucket] = BUCKETS) -> ShardFile:
+    """`rows[b]` rows of bucket b with sample ids from `first_id` on. A good pair shares its tokens."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for index, (count, bucket) in enumerate(zip(rows, buckets, strict=True)):
+        if not count:
+            continue
+        ids = np.arange(first_id, first_id + count, dtype=np.int64)
+        first_id += count
+        rng = np.random.default_rng(ids[0])
+        label = rng.integers(0, 2, count)
+        topic = rng.integers(3, VOCAB, (count, 2))
+        other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, (count, 2)))
+        tensors |= {
+            f"b{index}.query": _framed(topic, bucket.query_tokens),
+            f"b{index}.product": _framed(other, bucket.product_tokens),
+            f"b{index}.label": label.astype(np.int16),
+            f"b{index}.gain": label.astype(np.float32),
+            f"b{index}.numeric": rng.normal(size=(count, 1)).astype(np.float32),
+            f"b{index}.categorical": rng.integers(0, 5, (count, 1)).astype(np.int32),
+            f"b{index}.sample_id": ids,
+            f"b{index}.query_id": ids // 4,
+        }
+    save_file(tensors, path)
+    return ShardFile(path, tuple(rows))
+
+
+def _framed(topic: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+    framed = np.full((len(topic), length), PAD, dtype=np.uint16)
+    framed[:, 0], framed[:, 1 : 1 + topic.shape[1]], framed[:, 1 + topic.shape[1]] = CLS, topic, SEP
+    return framed
+
+
+def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) -> TokenRows:
+    """Rows over several shards; sample ids count up from `first_id` in shard, bucket and row order."""
+    files = []
+    for number, rows in enumerate(shards):
+        files.append(write_shard(folder / f"train-{first_id}-{number:05d}.safetensors", rows, first_id))
+        first_id += sum(rows)
+    return TokenRows(files, BUCKETS, PAD)
+
+
+def make_program(
+    backend: Backend, config: TrainConfig = TRAIN, model: ModelConfig = MODEL, accumulation: int = 1
+) -> TrainProgram:
+    return TrainProgram(
+        build_model(model, SPEC, config.seed),
+        backend,
+        config,
+        accumulation=accumulation,
+        host_mean=lambda tensors: tensors,
+        figure_rows=8,
+        buckets=BUCKETS,
+    )

@@ -1,0 +1,54 @@
+"""The stream of batches and what the host notes about each."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.batching import BatchPlan
+from pipeline.data.loader import RankShare
+from pipeline.data.shards import TokenRows
+from pipeline.train.batches import BatchStream, schedule_of
+from tests.train.rows import TRAIN, make_rows
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> TokenRows:
+    return make_rows(tmp_path, [(16, 16)])
+
+
+def stream_of(rows: TokenRows, start: int = 0, stop: int = 3, accumulation: int = 1) -> BatchStream:
+    plan = BatchPlan(rows.sizes, 8, 1)
+    return BatchStream(rows, plan, RankShare(accumulation=accumulation), TRAIN, start, stop)
+
+
+def test_every_batch_carries_its_step_and_rate(rows: TokenRows) -> None:
+    stream = stream_of(rows, start=1, stop=3, accumulation=2)
+    batches = list(stream)
+    assert [float(batch["control"][3]) for batch in batches] == [2, 2, 3, 3]
+    assert float(batches[0]["control"][0]) == pytest.approx(schedule_of(TRAIN, 2, 3))
+
+
+def test_notes_count_tokens_and_name_samples(rows: TokenRows) -> None:
+    stream, again = stream_of(rows), stream_of(rows)
+    batches = list(stream)
+    list(again)
+    for position, batch in enumerate(batches):
+        tokens, digest, ready_at = stream.took(position)
+        assert tokens == int((batch["query"] != 0).sum() + (batch["product"] != 0).sum()) == 8 * 8
+        assert again.took(position)[1] == digest
+        assert ready_at > 0
+
+
+def test_a_batch_of_another_step_is_noticed(rows: TokenRows) -> None:
+    stream = stream_of(rows)
+    list(stream)
+    with pytest.raises(RuntimeError, match="of position 0 at position 1"):
+        stream.took(1)
+
+
+def test_a_batch_more_than_were_made_is_noticed(rows: TokenRows) -> None:
+    stream = stream_of(rows, stop=1)
+    list(stream)
+    stream.took(0)
+    with pytest.raises(RuntimeError, match="never made"):
+        stream.took(1)

@@ -1,0 +1,80 @@
+"""A run continues only what is its own, and says what differs."""
+
+import pytest
+from pydantic import BaseModel
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.partitions import Partition, Selection
+from pipeline.model.config import ModelConfig
+from pipeline.train.config import OptimizerConfig
+from pipeline.train.identity import check_identity, identity_parts
+from pipeline.train.inputs import check_architecture
+from tests.train.rows import MODEL, SPEC, TRAIN
+
+SELECTION = Selection((Partition("dt=2026-01-02", "2026-01-02", "new"),), (), ())
+
+
+def identity(**changes: object) -> dict[str, str]:
+    """Fingerprints with `train_x`, `model_x` or whole arguments replaced."""
+
+    def updated(config: BaseModel, prefix: str) -> dict[str, object]:
+        return {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
+
+    return identity_parts(
+        TRAIN.model_copy(update=updated(TRAIN, "train_")),
+        MODEL.model_copy(update=updated(MODEL, "model_")),
+        SPEC.model_copy(update=updated(SPEC, "spec_")),
+        changes.get("selection", SELECTION),  # type: ignore[arg-type]
+        ("4x6", "6x8"),
+        str(changes.get("parent", "")),
+    )
+
+
+def test_the_same_run_is_itself() -> None:
+    check_identity(identity(), identity(), where="x")
+
+
+@pytest.mark.parametrize("name", ["start", "micro_batch_size", "deadline", "on_deadline", "collective_timeout_s"])
+def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
+    assert identity() == identity(**{f"train_{name}": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"train_seed": 2}, "train.seed"),
+        ({"train_optimizer": OptimizerConfig(learning_rate=0.5)}, "train.optimizer"),
+        ({"train_global_batch_size": 16}, "train.global_batch_size"),
+        ({"model_hidden_size": 32}, "model.hidden_size"),
+        ({"spec_labels": ("x", "y")}, "inputs"),
+        ({"parent": "digest"}, "parent"),
+        ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
+        ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
+    ],
+)
+def test_differences_are_named(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_identity(identity(), identity(**changes), where="checkpoints/c/step-3")
+    assert caught.value.seen == f"checkpoints/c/step-3 was trained with other {named}"
+
+
+def test_a_part_that_one_side_lacks_is_a_difference() -> None:
+    with pytest.raises(ConfigError, match=r"other model.pooling, train.seed"):
+        found = {name: value for name, value in identity().items() if name != "model.pooling"}
+        check_identity(found, identity(train_seed=7), where="x")
+
+
+def test_architecture_is_compared_by_shape_not_by_how_it_was_written() -> None:
+    tiny = ModelConfig(preset="tiny")
+    spelled = ModelConfig(
+        preset="small", hidden_size=128, num_layers=2, num_heads=2, intermediate_size=512, dropout=0.1
+    )
+    check_architecture(tiny, spelled, where="x")
+    for changes, named in (
+        ({"num_layers": 3}, "num_layers 2"),
+        ({"pooling": "cls"}, "pooling mean"),
+        ({"mlp_sizes": (8,)}, "mlp_sizes"),
+        ({"max_positions": 64}, "max_positions 512"),
+    ):
+        with pytest.raises(ConfigError, match=f"parent has model.{named}"):
+            check_architecture(tiny, tiny.model_copy(update=changes), where="parent")

@@ -1,0 +1,301 @@
+"""The loop: cadence, stop, resume, deadline, patience, no batch lost unnoticed. Real model, real batches."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends import Batch
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.batching import BatchPlan
+from pipeline.core.errors import NumericError, Preempted, TransientError
+from pipeline.core.events import EventName
+from pipeline.core.stop import StopSignal
+from pipeline.data.loader import RankShare
+from pipeline.data.shards import TokenRows
+from pipeline.model.config import ModelConfig
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from pipeline.telemetry.console import Console
+from pipeline.train.batches import BatchStream
+from pipeline.train.config import GuardConfig, TrainConfig
+from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.program import TrainProgram
+from tests.train.rows import MODEL, TRAIN, make_program, make_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("loop"), [(40, 40)])
+
+
+@dataclass
+class Bench:
+    """A loop with everything it calls out to on record."""
+
+    rows: TokenRows
+    config: TrainConfig = TRAIN
+    model: ModelConfig = MODEL
+    start: int = 0
+    max_steps: int = 6
+    accumulation: int = 1
+    cadence: Cadence = Cadence(log=2, evaluate=0, save=0)  # noqa: RUF009 - frozen
+    best: bool = False
+    deadline_s: float | None = None
+    backend: CpuBackend = field(default_factory=CpuBackend)
+    stop: StopSignal = field(default_factory=StopSignal)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    events: list[tuple[EventName, dict[str, Any]]] = field(default_factory=list)
+    on_evaluate: Callable[[], None] = lambda: None
+    on_save: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.program: TrainProgram = make_program(self.backend, self.config, self.model, self.accumulation)
+        self.console = io.StringIO()
+
+    def loop(self) -> TrainLoop:
+        share = RankShare(accumulation=self.accumulation)
+        plan = BatchPlan(self.rows.sizes, self.config.global_batch_size, 1)
+        return TrainLoop(
+            program=self.program,
+            backend=self.backend,
+            stream=BatchStream(self.rows, plan, share, self.config, self.start, self.max_steps),
+            gang=Gang(World(), timeout_s=1),
+            stop=self.stop,
+            console=Console(stream=self.console),
+            config=self.config,
+            cadence=self.cadence,
+            hooks=Hooks(self._evaluate, self._save, lambda step, values: None, self._emit),
+            start_step=self.start,
+            max_steps=self.max_steps,
+            accumulation=self.accumulation,
+            deadline_s=self.deadline_s,
+        )
+
+    def run(self) -> str:
+        return self.loop().run()
+
+    def _evaluate(self, step: int) -> bool:
+        self.calls.append(("evaluate", step))
+        self.on_evaluate()
+        return self.best
+
+    def _save(self, step: int) -> None:
+        self.calls.append(("save", step))
+        self.on_save()
+
+    def _emit(self, name: EventName, **fields: object) -> None:
+        self.events.append((name, dict(fields)))
+
+    def steps(self, figure: str) -> list[Any]:
+        """One figure of all TRAIN_STEPS events, put together."""
+        return [value for name, f in self.events if name == EventName.TRAIN_STEPS for value in f[figure]]
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.program.snapshot()[0]
+
+
+def test_every_step_is_reported_once(rows: TokenRows) -> None:
+    bench = Bench(rows, max_steps=5)
+    assert bench.run() == "complete"
+    reports = [fields["step"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert reports == [2, 4, 5]
+    assert len(bench.steps("losses")) == len(bench.steps("grad_norms")) == len(bench.steps("samples")) == 5
+    assert len(set(bench.steps("samples"))) == 5
+    assert len(bench.console.getvalue().splitlines()) == 3
+
+
+def test_evaluations_and_saves_come_in_order_and_the_last_step_is_the_callers(rows: TokenRows) -> None:
+    bench = Bench(rows, cadence=Cadence(log=10, evaluate=2, save=3))
+    bench.run()
+    assert bench.calls == [("evaluate", 2), ("save", 3), ("evaluate", 4)]
+    best = Bench(rows, cadence=Cadence(log=10, evaluate=2, save=0), best=True)
+    best.run()
+    assert best.calls == [("evaluate", 2), ("save", 2), ("evaluate", 4), ("save", 4)]
+
+
+def test_the_stop_signal_saves_at_the_step_boundary(rows: TokenRows) -> None:
+    bench = Bench(rows, cadence=Cadence(log=100, evaluate=1, save=0), max_steps=100)
+    bench.on_evaluate = lambda: bench.stop.set("SIGTERM") if len(bench.calls) == 3 else None
+    assert bench.run() == "stopped"
+    assert bench.calls[-1] == ("save", 4)
+    assert ("evaluate", 4) not in bench.calls  # no long work after the signal
+    assert len(bench.steps("losses")) == 4  # the figures of all saved steps are out
+
+
+def test_a_stop_within_an_evaluation_saves_the_steps_before_it(rows: TokenRows) -> None:
+    bench = Bench(rows, cadence=Cadence(log=100, evaluate=3, save=0))
+
+    def interrupted() -> None:
+        bench.stop.set("SIGTERM")
+        bench.stop.raise_if_set("evaluating")
+
+    bench.on_evaluate = interrupted
+    assert bench.run() == "stopped"
+    assert bench.calls == [("evaluate", 3), ("save", 3)]
+
+
+@pytest.mark.parametrize("error", [Preempted, TransientError])
+def test_an_error_of_an_evaluation_without_a_stop_is_not_swallowed(rows: TokenRows, error: type[Exception]) -> None:
+    bench = Bench(rows, cadence=Cadence(log=100, evaluate=3, save=0))
+
+    def fail() -> None:
+        raise error("a peer failed")
+
+    bench.on_evaluate = fail
+    with pytest.raises(error):
+        bench.run()
+
+
+def test_a_peer_gone_after_our_stop_does_not_cost_the_steps(rows: TokenRows) -> None:
+    bench = Bench(rows, cadence=Cadence(log=100, evaluate=3, save=0))
+
+    def peer_left() -> None:
+        bench.stop.set("SIGTERM")
+        raise TransientError("a peer failed while gathering results")
+
+    bench.on_evaluate = peer_left
+    assert bench.run() == "stopped"
+    assert bench.calls[-1] == ("save", 3)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_stopped_and_continued_run_equals_an_uninterrupted_one(rows: TokenRows, stop_at: int, dropout: float) -> None:
+    model = MODEL.model_copy(update={"dropout": dropout})
+    cadence = Cadence(log=2, evaluate=3, save=0)
+    whole = Bench(rows, model=model, cadence=cadence)
+    whole.run()
+    first = Bench(rows, model=model, cadence=Cadence(log=2, evaluate=3, save=stop_at))
+    first.on_save = lambda: first.stop.set("SIGTERM")  # seen after the next step
+    assert first.run() == "stopped"
+    (saved,) = [step for name, step in first.calls if name == "save" and step > stop_at][-1:]
+    torch.manual_seed(12345)  # whatever state another process starts with
+    second = Bench(rows, model=model, cadence=cadence, start=saved)
+    second.program.restore(*first.program.snapshot())
+    assert second.run() == "complete"
+    assert first.steps("losses") + second.steps("losses") == whole.steps("losses")
+    assert first.steps("samples") + second.steps("samples") == whole.steps("samples")
+    expected, seen = whole.weights(), second.weights()
+    assert all(torch.equal(expected[name], seen[name]) for name in expected)
+    # Every evaluation of the whole run was made, also when the stop came in its place.
+    evaluated = {call for call in first.calls + second.calls if call[0] == "evaluate"}
+    assert evaluated == set(whole.calls)
+
+
+def test_dropout_is_on_and_follows_the_seed(rows: TokenRows) -> None:
+    model = MODEL.model_copy(update={"dropout": 0.3})
+    losses = []
+    for seed, config in ((1, model), (1, model), (1, MODEL)):
+        bench = Bench(rows, config=TRAIN.model_copy(update={"seed": seed}), model=config)
+        bench.run()
+        losses.append(bench.steps("losses"))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_accumulated_micro_steps_are_one_step(rows: TokenRows) -> None:
+    one, two = Bench(rows), Bench(rows, accumulation=2)
+    one.run()
+    two.run()
+    assert two.steps("samples") == one.steps("samples")
+    assert two.steps("losses") == pytest.approx(one.steps("losses"), rel=1e-4)
+
+
+class Mangling(CpuBackend):
+    """A device loader that does not hand over what it was given."""
+
+    def __init__(self, mangle: Callable[[Iterator[Batch]], Iterable[Batch]]) -> None:
+        super().__init__()
+        self.mangle = mangle
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        @contextmanager
+        def mangled() -> Iterator[Iterator[Batch]]:
+            yield iter(self.mangle(iter(batches)))
+
+        return mangled()
+
+
+def lose_the_second(batches: Iterator[Batch]) -> Iterator[Batch]:
+    return (batch for number, batch in enumerate(batches) if number != 1)
+
+
+def swap_the_first(batches: Iterator[Batch]) -> Iterator[Batch]:
+    first, second = next(batches), next(batches)
+    yield from (second, first)
+    yield from batches
+
+
+def repeat_the_first(batches: Iterator[Batch]) -> Iterator[Batch]:
+    first = next(batches)
+    yield first
+    yield {**first}
+    yield from batches
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mangle", [lose_the_second, repeat_the_first])
+def test_a_lost_or_repeated_batch_fails_the_run(
+    rows: TokenRows, mangle: Callable[[Iterator[Batch]], Iterator[Batch]], accumulation: int
+) -> None:
+    bench = Bench(rows, backend=Mangling(mangle), accumulation=accumulation, max_steps=50)
+    with pytest.raises(RuntimeError, match=r"never made|the device saw the batches of steps|at position"):
+        bench.run()
+    assert not bench.steps("losses")  # at the first report
+
+
+def test_swapped_steps_fail_the_run(rows: TokenRows) -> None:
+    with pytest.raises(RuntimeError, match=r"steps \[2, 1\] where \[1, 2\]"):
+        Bench(rows, backend=Mangling(swap_the_first)).run()
+
+
+def test_a_loader_that_ends_early_fails_the_run(rows: TokenRows) -> None:
+    with pytest.raises(RuntimeError, match="the loader ended at step 4 of 6"):
+        Bench(rows, backend=Mangling(lambda batches: islice(batches, 4))).run()
+
+
+def test_an_error_in_the_data_thread_reaches_the_caller(rows: TokenRows, tmp_path: Path) -> None:
+    class Broken(TokenRows):
+        def read(self, pools: Any, rows: Any, bucket: int) -> Any:
+            if (rows > 30).any():
+                raise OSError("disk gone")
+            return super().read(pools, rows, bucket)
+
+    broken = Broken(rows._shards, rows.buckets, rows.pad_id)
+    with pytest.raises(OSError, match="disk gone"):
+        Bench(broken).run()
+
+
+def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) -> None:
+    config = TRAIN.model_copy(update={"guard": GuardConfig(patience=3)})
+    bench = Bench(rows, config=config, max_steps=50, cadence=Cadence(log=2, evaluate=0, save=4))
+    weights = bench.weights()
+    bench.program.masters[1].data[0] = float("nan")
+    with pytest.raises(NumericError, match="4 steps in a row"):
+        bench.run()
+    assert not bench.calls
+    skipped = [fields for name, fields in bench.events if name == EventName.STEP_SKIPPED]
+    assert [fields["total"] for fields in skipped] == [2, 4]
+    assert torch.equal(weights["encoder.word_embeddings.weight"], bench.weights()["encoder.word_embeddings.weight"])
+
+
+@pytest.mark.parametrize(("policy", "ended", "steps"), [("finish", "late", 2), ("warn", "complete", 6)])
+def test_the_deadline(rows: TokenRows, policy: str, ended: str, steps: int) -> None:
+    bench = Bench(rows, config=TRAIN.model_copy(update={"on_deadline": policy}), deadline_s=-1.0)
+    loop = bench.loop()
+    assert loop.run() == ended
+    assert loop.step == steps
+    assert [name for name, _ in bench.events].count(EventName.DEADLINE_AT_RISK) == 1
+
+
+def test_nothing_left_to_do(rows: TokenRows) -> None:
+    bench = Bench(rows, start=6)
+    assert bench.run() == "complete"
+    assert not bench.calls and not bench.events

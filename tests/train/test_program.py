@@ -1,0 +1,220 @@
+"""The training program on CPU: gradients, guard, figures, state."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.batching import BatchPlan
+from pipeline.core.errors import CheckpointError, DataError
+from pipeline.data.loader import RankShare, training_batches
+from pipeline.data.shards import TokenRows
+from pipeline.model.relevance import build_model
+from pipeline.train.config import OptimizerConfig, TrainConfig
+from pipeline.train.optimizer import control_values
+from pipeline.train.program import FIGURES, TrainProgram
+from tests.train.rows import MODEL, SPEC, TRAIN, make_program, make_rows
+
+Batches = list[dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("program"), [(40, 40)])
+
+
+def batches_of(rows: TokenRows, steps: int, accumulation: int = 1, rank: int = 0, world_size: int = 1) -> list[Batches]:
+    stream = training_batches(rows, BatchPlan(rows.sizes, 8, 1), RankShare(rank, world_size, accumulation), 0, steps)
+    micro = [batch.tensors for batch in stream]
+    return [micro[step * accumulation : (step + 1) * accumulation] for step in range(steps)]
+
+
+def control(step: int, rate: float = 0.01, config: TrainConfig = TRAIN) -> Tensor:
+    return control_values(step, rate, config.optimizer)
+
+
+def train(program: TrainProgram, steps: list[Batches], rate: float = 0.01) -> list[dict[str, float]]:
+    for number, micros in enumerate(steps, start=1):
+        for batch in micros:
+            program.micro_step(batch)
+        program.update(control(number, rate), world_size=1)
+    return program.read_figures(len(steps))
+
+
+def state_of(program: TrainProgram) -> dict[str, Tensor]:
+    weights, optimizer = program.snapshot()
+    return {**weights, **optimizer}
+
+
+def test_accumulation_does_not_change_the_result(rows: TokenRows) -> None:
+    whole, halves = make_program(CpuBackend()), make_program(CpuBackend(), accumulation=2)
+    first, second = train(whole, batches_of(rows, 3)), train(halves, batches_of(rows, 3, accumulation=2))
+    for one, two in zip(first, second, strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+    left, right = state_of(whole), state_of(halves)
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_two_ranks_equal_one(rows: TokenRows) -> None:
+    """Both ranks in one process: the second waits in host_mean for the gradient of the first."""
+    alone = make_program(CpuBackend())
+    train(alone, batches_of(rows, 3))
+    shares = [batches_of(rows, 3, rank=rank, world_size=2) for rank in range(2)]
+    others: list[list[Tensor]] = []
+
+    def mean(tensors: list[Tensor]) -> list[Tensor]:
+        for tensor, other in zip(tensors, others.pop(), strict=True):
+            tensor.copy_((tensor + other) / 2)
+        return tensors
+
+    ranks = [
+        TrainProgram(
+            build_model(MODEL, SPEC, TRAIN.seed),
+            CpuBackend(),
+            TRAIN,
+            accumulation=1,
+            host_mean=mean,
+            figure_rows=8,
+            buckets=rows.buckets,
+        )
+        for _ in range(2)
+    ]
+    for step in range(3):
+        for rank, program in enumerate(ranks):
+            program.micro_step(shares[rank][step][0])
+        sent = [
+            [*(g.clone() for g in p._grads or []), p._loss.reshape(1).clone()] for p in ranks if p._loss is not None
+        ]
+        for rank, program in enumerate(ranks):
+            others.append(sent[1 - rank])
+            program.update(control(step + 1), world_size=2)
+    expected = state_of(alone)
+    for program in ranks:
+        for name, tensor in state_of(program).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_it_learns(rows: TokenRows) -> None:
+    config = TRAIN.model_copy(update={"optimizer": OptimizerConfig(weight_decay=0.0)})
+    program = make_program(CpuBackend(), config)
+    steps = batches_of(rows, 10) * 3
+    for number, (batch,) in enumerate(steps, start=1):
+        program.micro_step(batch)
+        program.update(control(number, rate=0.01), world_size=1)
+        if number == 8:
+            first = [row["loss"] for row in program.read_figures(8)]
+    last = [row["loss"] for row in program.read_figures(8)]
+    assert sum(last) < 0.8 * sum(first)
+
+
+def test_the_gradient_is_clipped_to_the_norm(rows: TokenRows) -> None:
+    """With Adam's moments at zero and beta1 = 0, the first moment is the clipped gradient itself."""
+    tight = OptimizerConfig(max_grad_norm=1e-3, beta1=0.0)
+    program = make_program(CpuBackend(), TRAIN.model_copy(update={"optimizer": tight}))
+    ((batch,),) = batches_of(rows, 1)
+    program.micro_step(batch)
+    program.update(control_values(1, 0.0, tight), world_size=1)
+    (figures,) = program.read_figures(1)
+    norm = sum(float(moment.square().sum()) for moment in program.optimizer.exp_avg) ** 0.5
+    assert figures["grad_norm"] > 1e-2
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_nan_step_changes_nothing_but_the_counters(rows: TokenRows) -> None:
+    program = make_program(CpuBackend())
+    steps = batches_of(rows, 3)
+    train(program, steps[:2])
+    before = state_of(program)
+    poisoned = {**steps[2][0], "numeric": torch.full_like(steps[2][0]["numeric"], float("nan"))}
+    program.micro_step(poisoned)
+    program.update(control(3), world_size=1)
+    after = state_of(program)
+    assert before["guard"].tolist() != after["guard"].tolist()
+    assert torch.equal(before.pop("guard")[:3], after["guard"][:3])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (figures,) = program.read_figures(1)
+    assert figures["skipped"] == figures["skipped_in_a_row"] == 1
+    program.micro_step(steps[2][0])
+    program.update(control(4), world_size=1)
+    assert program.read_figures(1)[0]["skipped_in_a_row"] == 0
+    assert not torch.equal(before["head.weight"], state_of(program)["head.weight"])
+
+
+def test_figures_are_the_last_steps_oldest_first(rows: TokenRows) -> None:
+    program = make_program(CpuBackend())
+    figures = train(program, batches_of(rows, 3))
+    assert [row["step"] for row in figures] == [1.0, 2.0, 3.0]
+    assert all(set(row) == set(FIGURES) for row in figures)
+    assert program.read_figures(0) == []
+    assert [row["step"] for row in program.read_figures(2)] == [2.0, 3.0]
+
+
+def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
+    steps = batches_of(rows, 4)
+    program = make_program(CpuBackend())
+    train(program, steps[:2])
+    weights, optimizer = ({name: tensor.clone() for name, tensor in part.items()} for part in program.snapshot())
+    other = make_program(CpuBackend(), TRAIN.model_copy(update={"seed": 99}))
+    other.restore(weights, optimizer)
+    for number, (batch,) in enumerate(steps[2:], start=3):
+        for one in (program, other):
+            one.micro_step(batch)
+            one.update(control(number), world_size=1)
+    left, right = state_of(program), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_snapshot_does_not_change_with_training(rows: TokenRows) -> None:
+    program = make_program(CpuBackend())
+    weights, optimizer = program.snapshot()
+    copies = {name: tensor.clone() for name, tensor in {**weights, **optimizer}.items()}
+    train(program, batches_of(rows, 1))
+    assert all(torch.equal({**weights, **optimizer}[name], copy) for name, copy in copies.items())
+    assert weights["head.weight"].dtype == torch.float32
+
+
+def test_state_of_another_shape_is_refused_by_name(rows: TokenRows) -> None:
+    program = make_program(CpuBackend())
+    weights, optimizer = program.snapshot()
+    with pytest.raises(CheckpointError, match="optimizer state with"):
+        program.restore(weights, {"guard": optimizer["guard"]})
+    with pytest.raises(CheckpointError, match=r"exp_avg.plain has \[3\] elements"):
+        program.restore(weights, {**optimizer, "exp_avg.plain": torch.zeros(3)})
+
+
+def test_a_batch_outside_the_buckets_is_a_data_error(rows: TokenRows) -> None:
+    ((batch,),) = batches_of(rows, 1)
+    wide = {**batch, "query": torch.zeros(8, 7, dtype=torch.int32)}
+    with pytest.raises(DataError, match=r"a batch of 7x\d tokens") as caught:
+        make_program(CpuBackend()).micro_step(wide)
+    assert "4x6, 6x8" in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_low_precision_trains_close_to_fp32(rows: TokenRows, precision: str) -> None:
+    config = TRAIN.model_copy(update={"precision": precision})
+    program = make_program(CpuBackend(), config)
+    steps = batches_of(rows, 4)
+    low, full = train(program, steps, 0.001), train(make_program(CpuBackend()), steps, 0.001)
+    assert [row["loss"] for row in low] == pytest.approx([row["loss"] for row in full], rel=0.02)
+    assert low != full
+    assert all(master.dtype == torch.float32 for master in program.masters)
+    assert low[-1]["skipped"] == 0
+    assert program.scores(steps[0][0]).dtype == torch.float32
+
+
+def test_scores_are_without_gradient_and_dropout(rows: TokenRows) -> None:
+    program = make_program(CpuBackend(), model=MODEL.model_copy(update={"dropout": 0.5}))
+    ((batch,),) = batches_of(rows, 1)
+    program.micro_step(batch)
+    first, second = program.scores(batch), program.scores(batch)
+    assert torch.equal(first, second) and not first.requires_grad
+    assert program.has_dropout and not make_program(CpuBackend()).has_dropout
+
+
+def test_update_without_a_gradient_is_a_bug(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"before micro_step"):
+        make_program(CpuBackend()).update(control(1), world_size=1)

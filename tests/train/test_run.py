@@ -1,0 +1,274 @@
+"""Whole runs on the CPU: from committed partitions to a candidate, through stops, lost files and missing data."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.core.errors import ConfigError, DataError, Preempted
+from pipeline.core.events import EventName
+from pipeline.core.stop import StopSignal
+from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.io.commit import commit_dir
+from pipeline.io.storage import open_storage
+from pipeline.parallel.world import World
+from pipeline.telemetry.console import Console
+from pipeline.train.config import TrainConfig
+from pipeline.train.inputs import gather_inputs
+from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, write_shard
+
+CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
+
+
+@dataclass
+class Cycle:
+    """A workspace with partitions, and runs in it."""
+
+    folder: Path
+    train: TrainConfig = CONFIG
+    every_steps: int = 3
+    keep_last: int = 2
+    name: str = "c"
+    events: list[tuple[EventName, dict[str, Any]]] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
+    on_event: Callable[[EventName, dict[str, Any]], None] = lambda name, fields: None
+
+    def __post_init__(self) -> None:
+        self.storage = open_storage(str(self.folder / "workspace"))
+        self.stop = StopSignal()
+        self.said = io.StringIO()
+
+    def emit(self, event: EventName, /, **fields: object) -> None:
+        self.events.append((event, dict(fields)))
+        self.on_event(event, dict(fields))
+
+    def flush(self, durable: bool = False) -> None:
+        return
+
+    def partition(self, day: int, splits: dict[str, Sequence[int]]) -> None:
+        staging = self.folder / f"staging-{day}"
+        staging.mkdir()
+        shards = {}
+        for number, (split, rows) in enumerate(splits.items()):
+            write_shard(staging / f"{split}.safetensors", rows, 10_000 * day + 1000 * number + 1)
+            shards[split] = (ShardInfo(file=f"{split}.safetensors", rows=tuple(rows)),)
+        date = f"2026-01-0{day}"
+        info = TokenSetInfo(
+            dataset="d",
+            partition=f"dt={date}",
+            watermark=date,
+            fingerprint=f"print-{day}",
+            tokenizer_fingerprint="tok",
+            vocab_size=SPEC.vocab_size,
+            pad_id=SPEC.pad_id,
+            buckets=tuple(bucket.name for bucket in BUCKETS),
+            labels=SPEC.labels,
+            label_gains=SPEC.label_gains,
+            numeric=SPEC.numeric,
+            categorical=(CategoricalInfo(column="c", num_ids=5),),
+            splits=shards,  # type: ignore[arg-type]
+            rows_read=1,
+            rows_bad=0,
+            reasons={},
+            truncated_rows=0,
+            tokens=1,
+        )
+        prefix = f"tokens/d/{info.fingerprint}"
+        commit_dir(self.storage, staging, prefix, kind="tokens", fields=info.model_dump(mode="json"))
+        self.prefixes.append(prefix)
+
+    def run(self, parent: Checkpoint | None = None) -> Outcome:
+        self.stop = StopSignal()
+        around = Surroundings(
+            workspace=self.storage,
+            workspace_after_stop=self.storage,
+            cycle=self.name,
+            scratch=self.folder / "scratch",
+            events=self,
+            console=Console(stream=self.said),
+            stop=self.stop,
+            world=World(),
+            settings_hash="h",
+            code_version="v",
+        )
+        checkpoint = CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last)
+        config = RunConfig(self.train, MODEL, checkpoint, "cpu", log_every=2)
+        inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL)
+        return TrainRun(config, around, inputs, b"tokenizer").run()
+
+    def steps(self) -> list[int]:
+        names = self.storage.list_dirs(f"checkpoints/{self.name}")
+        return sorted(int(name.removeprefix("step-")) for name in names)
+
+    def open(self, step: int) -> Checkpoint:
+        return open_checkpoint(self.storage, f"checkpoints/{self.name}/step-{step}", self.folder / "cache")
+
+    def losses(self) -> list[float]:
+        return [loss for name, fields in self.events if name == EventName.TRAIN_STEPS for loss in fields["losses"]]
+
+
+ROWS: dict[str, Sequence[int]] = {"train": (40, 40), "valid": (10, 10), "test": (6, 6)}
+
+
+@pytest.fixture
+def cycle(tmp_path: Path) -> Cycle:
+    made = Cycle(tmp_path)
+    made.partition(1, ROWS)
+    return made
+
+
+def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
+    outcome = cycle.run()
+    assert outcome.steps_done == 6 and not outcome.late
+    assert set(outcome.holdouts) == {"valid", "test"} and outcome.holdouts["valid"].rows == 20
+    assert {outcome.step, 6} <= set(cycle.steps())
+    last = cycle.open(6)
+    assert last.state.best is not None and last.state.best.step == outcome.step
+    assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
+
+
+def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
+    left, right = {**one.weights(), **one.optimizer()}, {**two.weights(), **two.optimizer()}
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    ("event", "step"),
+    [
+        (EventName.TRAIN_STEPS, 2),  # before an evaluation is due
+        (EventName.TRAIN_STEPS, 4),
+        (EventName.TRAIN_STEPS, 6),  # before the last evaluation
+        (EventName.HOLDOUT_EVALUATED, 2),
+        (EventName.HOLDOUT_EVALUATED, 4),
+        (EventName.HOLDOUT_EVALUATED, 6),
+        (EventName.CHECKPOINT_SAVED, 3),
+    ],
+)
+def test_a_stop_anywhere_resumes_to_the_same_end(tmp_path: Path, event: EventName, step: int) -> None:
+    whole, stopped = Cycle(tmp_path / "whole"), Cycle(tmp_path / "stopped")
+    for made in (whole, stopped):
+        made.folder.mkdir()
+        made.partition(1, ROWS)
+    expected = whole.run()
+
+    def told(name: EventName, fields: dict[str, Any]) -> None:
+        if name == event and fields["step"] == step:
+            stopped.stop.set("SIGTERM")
+
+    stopped.on_event = told
+    with pytest.raises(Preempted):
+        stopped.run()
+    at = max(stopped.steps())
+    assert at >= step  # what was trained before the signal is saved
+    stopped.on_event = lambda name, fields: None
+    seen = stopped.run()
+    assert seen == expected
+    assert stopped.losses() == whole.losses()  # no step is lost or done twice
+    assert same_weights(stopped.open(6), whole.open(6))
+
+
+@pytest.mark.fault
+def test_a_damaged_newest_checkpoint_costs_only_its_steps(cycle: Cycle) -> None:
+    first = cycle.run()
+    expected = {name: tensor.clone() for name, tensor in cycle.open(6).weights().items()}  # mapped from the file
+    path = cycle.storage.local_path("checkpoints/c/step-6/model.safetensors")
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-3])
+    cycle.events.clear()
+    again = cycle.run()
+    assert [fields["step"] for name, fields in cycle.events if name == EventName.CHECKPOINT_REJECTED] == [6]
+    assert again == first
+    assert all(torch.equal(expected[name], tensor) for name, tensor in cycle.open(6).weights().items())
+
+
+@pytest.mark.fault
+def test_when_the_best_cannot_be_read_the_last_is_the_candidate(cycle: Cycle) -> None:
+    cycle.run()
+    best = cycle.open(6).state.best
+    assert best is not None
+    if best.step == 6:
+        pytest.skip("the last step is the best with these seeds")
+    cycle.storage.delete_prefix(f"checkpoints/c/step-{best.step}/")
+    outcome = cycle.run()
+    assert outcome.step == 6
+    assert "the best checkpoint cannot be used" in cycle.said.getvalue()
+
+
+def test_other_settings_in_the_same_cycle_are_refused_by_name(cycle: Cycle) -> None:
+    cycle.run()
+    cycle.train = CONFIG.model_copy(update={"seed": 2})
+    with pytest.raises(ConfigError, match=r"step-6 was trained with other train.seed"):
+        cycle.run()
+
+
+def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cycle) -> None:
+    cycle.run()
+    parent = cycle.open(6)
+    cycle.partition(2, ROWS)
+    cycle.name, cycle.train = "next", CONFIG.model_copy(update={"start": "incumbent", "replay_share": 0.2})
+    cycle.events.clear()
+    outcome = cycle.run(parent)
+    (started,) = [fields for name, fields in cycle.events if name == EventName.TRAIN_STARTED]
+    assert started["new_partitions"] == ["dt=2026-01-02"] and started["old_partitions"] == ["dt=2026-01-01"]
+    assert "80 new and 20 replayed samples" in cycle.said.getvalue()
+    state = cycle.open(outcome.step).state
+    assert state.watermark == "2026-01-02" and set(state.partitions) == {"dt=2026-01-01", "dt=2026-01-02"}
+    assert state.parent is not None and state.parent.digest == parent.digest
+
+
+def test_nothing_new_is_a_data_error(cycle: Cycle) -> None:
+    cycle.run()
+    parent = cycle.open(6)
+    cycle.name = "next"
+    with pytest.raises(DataError, match="trained on all prepared data"):
+        cycle.run(parent)
+
+
+def test_a_new_partition_without_holdout_rows_is_judged_on_the_older_ones(cycle: Cycle) -> None:
+    cycle.run()
+    parent = cycle.open(6)
+    cycle.partition(2, {"train": (20, 20)})
+    cycle.name = "next"
+    outcome = cycle.run(parent)
+    assert outcome.holdouts["valid"].rows == 20
+
+
+def test_no_holdout_at_all_fails_before_training(tmp_path: Path) -> None:
+    cycle = Cycle(tmp_path)
+    cycle.partition(1, {"train": (20, 20)})
+    with pytest.raises(DataError, match="no prepared partition has a row in the valid split"):
+        cycle.run()
+    assert not cycle.losses()
+
+
+def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept(cycle: Cycle) -> None:
+    cycle.train = CONFIG.model_copy(update={"metric": "ndcg", "evaluate_every": 0})
+    import pipeline.train.run as module
+
+    def without_gains(*args: Any, **kwargs: Any) -> Any:
+        from pipeline.evaluation.holdout import HoldoutFigures
+
+        return HoldoutFigures(rows=1, loss=1.0, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "evaluate_holdout", without_gains)
+        with pytest.raises(DataError, match="the holdout has no ndcg"):
+            cycle.run()
+    assert 6 in cycle.steps()
+
+
+def test_a_deadline_already_past_finishes_with_what_there_is(cycle: Cycle) -> None:
+    from datetime import UTC, datetime
+
+    past = {"deadline": datetime(2020, 1, 1, tzinfo=UTC), "on_deadline": "finish", "evaluate_every": 0}
+    cycle.train = CONFIG.model_copy(update=past)
+    outcome = cycle.run()
+    assert outcome.late and outcome.steps_done == 2
+    assert outcome.step in cycle.steps()
