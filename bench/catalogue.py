@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
@@ -45,5 +46,9 @@ def prepared_catalogue(folder: Path, num_queries: int, vocab_size: int = 8192) -
         synthetic=SyntheticConfig(num_queries=num_queries),
         tokenizer=TokenizerConfig(vocab_size=vocab_size),
     )
-    done = prepare(config, workspace, scratch=folder / "scratch", events=lambda name, **fields: None, stop=StopSignal())
+    done = prepare(config, workspace, scratch=folder / "scratch", events=_no_events, stop=StopSignal())
     return Catalogue(workspace, folder, read_token_sets(workspace, done.token_set_prefixes))
+
+
+def _no_events(name: EventName, /, **fields: object) -> None:
+    del name, fields

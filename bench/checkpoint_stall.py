@@ -64,7 +64,10 @@ def make_saver(program: TrainProgram, model: ModelConfig, spec: InputSpec, folde
 def run(*, quick: bool) -> Result:
     """Save a few times; measure stall and steps."""
     saves, steps = (2, 2) if quick else (6, 5)
-    model, bucket, spec, config = ModelConfig(preset="small"), Bucket(64, 64), input_spec(30522), train_config(32)
+    model, vocab_size, bucket = ModelConfig(preset="small"), 30522, Bucket(64, 64)
+    if quick:
+        model, vocab_size, bucket = ModelConfig(preset="tiny"), 1000, Bucket(16, 16)
+    spec, config = input_spec(vocab_size), train_config(32)
     backend = open_backend("xla")
     program = make_program(model, spec, config, backend, (bucket,), 10, TrainProgram)
     every = CheckpointConfig().every_steps
@@ -102,7 +105,7 @@ def run(*, quick: bool) -> Result:
         ),
     ]
     settings: dict[str, str | int | float] = {
-        "preset": "small",
+        "preset": model.preset,
         "every_steps": every,
         "parameters": sum(program.layout.sizes),
         "bytes_per_save": 12 * sum(program.layout.sizes),

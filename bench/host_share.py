@@ -201,7 +201,10 @@ class Blocks:
 def run(*, quick: bool) -> Result:
     """Measure the share and its parts, ours and the comparison's."""
     steps, blocks, warmup = (2, 2, 2) if quick else (6, 5, 3)
-    model, bucket, spec, config = ModelConfig(preset="small"), Bucket(64, 64), input_spec(30522), train_config(32)
+    model, vocab_size, bucket = ModelConfig(preset="small"), 30522, Bucket(64, 64)
+    if quick:
+        model, vocab_size, bucket = ModelConfig(preset="tiny"), 1000, Bucket(16, 16)
+    spec, config = input_spec(vocab_size), train_config(32)
     backend = MeteredXla()
     source = RandomRows(spec, bucket, rows=32 * 64)
     ours = make_program(model, spec, config, backend, (bucket,), LOG_EVERY, MeteredProgram)
@@ -223,7 +226,11 @@ def run(*, quick: bool) -> Result:
         *named.figures("named_", "torch.optim.AdamW over named parameters"),
         figure("compiles", compiles, "graphs", "compiled during the measured blocks"),
     ]
-    settings: dict[str, str | int | float] = {"preset": "small", "vocab_size": 30522, "steps_per_block": steps}
+    settings: dict[str, str | int | float] = {
+        "preset": model.preset,
+        "vocab_size": vocab_size,
+        "steps_per_block": steps,
+    }
     return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
 
 

@@ -51,7 +51,9 @@ class Shape:
 ARCHITECTURES = {
     "4x256": Shape(ModelConfig(hidden_size=256, num_layers=4, num_heads=4, intermediate_size=1024), 8192, 64, 40),
     "small": Shape(ModelConfig(preset="small"), 30522, 32, 64),
+    "tiny": Shape(ModelConfig(preset="tiny"), 1000, 32, 16),  # for --quick
 }
+DEFAULT = "4x256"
 
 
 @dataclass
@@ -174,21 +176,22 @@ def all_rows(rows: TokenRows) -> Arrays:
     return rows.read(pools, numbers, largest)
 
 
-def run(*, quick: bool, architecture: str = "4x256", lengths: bool = True) -> Result:
+def run(*, quick: bool, architecture: str = DEFAULT, lengths: bool = True) -> Result:
     """Measure both figures."""
     block, blocks = (2, 2) if quick else (6, 7)
-    figures = fixed_shape(architecture, block=block, blocks=blocks)
+    measured = "tiny" if quick else architecture
+    figures = fixed_shape(measured, block=block, blocks=blocks)
     if lengths:
-        figures += real_lengths(architecture, block=4 * block, blocks=blocks, num_queries=200 if quick else 1500)
-    name = NAME if architecture == "4x256" else f"{NAME}_{architecture}"
-    settings: dict[str, str | int | float] = {"architecture": architecture, "steps_per_block": block}
+        figures += real_lengths(measured, block=4 * block, blocks=blocks, num_queries=100 if quick else 1500)
+    name = NAME if architecture == DEFAULT else f"{NAME}_{architecture}"
+    settings: dict[str, str | int | float] = {"architecture": measured, "steps_per_block": block}
     return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
-    parser.add_argument("--architecture", choices=ARCHITECTURES, default="4x256")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default=DEFAULT)
     parser.add_argument("--no-lengths", action="store_true", help="leave out the figure with real lengths")
     arguments = parser.parse_args()
     run(quick=arguments.quick, architecture=arguments.architecture, lengths=not arguments.no_lengths)

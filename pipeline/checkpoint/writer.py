@@ -82,13 +82,14 @@ class CheckpointWriter:
                 size_bytes=size_bytes,
                 seconds=round(time.monotonic() - started, 3),
             )
-            self._prune(snapshot)
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
             self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
         except BaseException as error:
             self._error = error
+        else:
+            self._prune(snapshot)
 
     def _save(self, snapshot: Snapshot) -> int:
         step = snapshot.state.step
@@ -134,4 +135,7 @@ class CheckpointWriter:
             keep_every_steps=self._config.keep_every_steps,
             best_step=best.step if best else None,
         ):
-            self._store.delete(step)
+            try:
+                self._store.delete(step)
+            except (TransientError, ConfigError, OSError) as error:  # the save stands; the next one prunes again
+                self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=f"could not be deleted: {error}")

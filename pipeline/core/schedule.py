@@ -14,6 +14,7 @@ def learning_rate(
         return peak * step / max(1, warmup_steps)
     if shape == "constant":
         return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    # The step before the end of the decay, so that the last step still learns.
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
     return peak * (final_fraction + (1.0 - final_fraction) * remaining)

@@ -84,7 +84,7 @@ class LossConfig(BaseModel):
 
     graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes")
     contrastive_weight: float = Field(0.2, ge=0, description="Weight of the contrastive loss")
-    temperature: float = Field(0.05, gt=0, description="Divides the cosine similarities")
+    temperature: float = Field(0.05, ge=0.001, description="Divides the cosine similarities")
     positive_gain: float = Field(
         0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
     )

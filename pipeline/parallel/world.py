@@ -30,7 +30,7 @@ def world_from_env(env: Mapping[str, str] = os.environ) -> World:
         world = World(
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_rank=int(env["LOCAL_RANK"]),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
             node_rank=int(env.get("GROUP_RANK", "0")),
         )

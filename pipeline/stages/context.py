@@ -1,5 +1,6 @@
 """What a stage is given beside its settings. Built once, at the rim."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
@@ -86,8 +87,11 @@ def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = 
             settings_hash=settings_hash(settings),
             code_version=code_version(),
         )
-    finally:
-        events.close()
+    except BaseException:
+        with contextlib.suppress(TrnpipeError):  # what ended the stage says more than a log that cannot be written
+            events.close()
+        raise
+    events.close()
 
 
 def cycle_name(settings: Settings) -> str:

@@ -3,14 +3,16 @@
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
+from pipeline.io.storage import Storage
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.parent import find_parent
 from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.train.identity import check_identity
-from pipeline.train.inputs import gather_inputs
+from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
 
 NAME = "train"
@@ -26,13 +28,15 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             expected="the result of the prepare stage",
             next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
         )
-    parent = find_parent(settings, ctx.workspace, ctx.scratch / "parent")
+    parent = find_parent(settings, ctx)
     inputs = gather_inputs(ctx.workspace, _partitions(prepared), parent, settings.train, settings.model)
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
         ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
         return earlier.model_copy(update={"status": "already_done"})
+    if parent is not None and not inputs.selection.new and (key := _key_in(ctx.workspace, parent)):
+        return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.outputs['tokenizer']}/tokenizer.json")
     outcome = TrainRun(_config(settings), _surroundings(ctx), inputs, tokenizer).run()
     result = StageResult(
@@ -50,6 +54,32 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if ctx.world.is_main:
         store_result(ctx.workspace, result)
     _tell(ctx, outcome, (result.finished - started).total_seconds())
+    return result
+
+
+def _key_in(workspace: Storage, checkpoint: Checkpoint) -> str:
+    """Where the checkpoint lies in this workspace; empty when it is of another one."""
+    root = f"{workspace.root}/"
+    return checkpoint.uri.removeprefix(root) if checkpoint.uri.startswith(root) else ""
+
+
+def _nothing_new(ctx: StageContext, inputs: RunInputs, parent: Checkpoint, key: str, started: datetime) -> StageResult:
+    """A cycle without a new partition: its candidate is the parent, as it is."""
+    result = StageResult(
+        stage=NAME,
+        cycle=ctx.cycle,
+        status="done",
+        inputs=dict(inputs.identity),
+        outputs={"checkpoint": key},
+        figures={"step": parent.state.step, "steps_done": 0, "late": False},
+        settings_hash=ctx.settings_hash,
+        code_version=ctx.code_version,
+        started=started,
+        finished=datetime.now(UTC),
+    )
+    if ctx.world.is_main:
+        store_result(ctx.workspace, result)
+    ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
     return result
 
 

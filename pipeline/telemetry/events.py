@@ -1,5 +1,6 @@
 """The event log of a cycle: one JSON line per event, appended, readable after kill -9 at any byte."""
 
+import contextlib
 import errno
 import json
 import math
@@ -15,7 +16,7 @@ import xxhash
 from pipeline.core.errors import TransientError
 from pipeline.core.events import EventName
 from pipeline.io.atomic import fsync_path, make_dirs
-from pipeline.io.errors import os_errors
+from pipeline.io.errors import DiskFull, os_errors
 from pipeline.io.storage import Storage
 
 RESERVED = frozenset({"time", "event"})
@@ -28,7 +29,8 @@ class EventLog:
 
     On file:// a line is written to the file at once. Elsewhere the lines wait in a journal below `scratch` until
     flush() puts them with a conditional write, so several jobs of one cycle may share a log. After kill -9 the next
-    EventLog with the same scratch folder sends what was left.
+    EventLog with the same scratch folder sends what was left. While a disk is full, lines wait in memory: emit() goes
+    on, a durable flush raises DiskFull.
     """
 
     def __init__(self, storage: Storage, key: str, *, scratch: Path, clock: Callable[[], float] = time.time) -> None:
@@ -36,6 +38,7 @@ class EventLog:
         self._lock = threading.RLock()
         self._last_put_s = clock()
         self._base, self._etag = b"", ""
+        self._unwritten = bytearray()
         real = storage.local_path(key)
         self._is_local = real is not None
         self._path = real or scratch / f"events-{xxhash.xxh3_64_hexdigest(storage.uri(key).encode())}.jsonl"
@@ -48,19 +51,24 @@ class EventLog:
             self._drop_sent_lines()
 
     def emit(self, event: EventName, /, **fields: object) -> None:
-        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings."""
+        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings.
+
+        A full disk is no reason to stop what the event tells of: the line is kept for the next call.
+        """
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
         with self._lock:
             stamp = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
             record = {"time": stamp, "event": str(event)} | {name: _plain(value) for name, value in fields.items()}
-            with os_errors("writing", f"file://{self._path}"):
-                self._append(json.dumps(record, allow_nan=False, default=str).encode() + b"\n")
+            self._unwritten += json.dumps(record, allow_nan=False, default=str).encode() + b"\n"
+            with contextlib.suppress(DiskFull):
+                self._append()
 
     def flush(self, durable: bool = False) -> None:
         """`durable`: on the device, and on S3, when this returns. Else S3 is put at most every 30 s."""
         with self._lock:
             if durable:
+                self._append()
                 with os_errors("writing", f"file://{self._path}"):
                     os.fsync(self._file.fileno())
             if self._is_local or not (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
@@ -72,15 +80,21 @@ class EventLog:
         """Flush durably and close. Twice is fine."""
         with self._lock:
             if not self._file.closed:
-                self.flush(durable=True)
-                self._file.close()
+                try:
+                    self.flush(durable=True)
+                finally:
+                    self._file.close()
 
-    def _append(self, line: bytes) -> None:
-        """One write, so that a reader never meets a half line; what a full disk cuts short is taken back."""
-        end = os.fstat(self._file.fileno()).st_size
-        if os.write(self._file.fileno(), line) != len(line):
-            os.ftruncate(self._file.fileno(), end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def _append(self) -> None:
+        """One write of what waits, so that a reader never meets a half line; what a full disk cuts is taken back."""
+        if not self._unwritten:
+            return
+        with os_errors("writing", f"file://{self._path}"):
+            end = os.fstat(self._file.fileno()).st_size
+            if os.write(self._file.fileno(), self._unwritten) != len(self._unwritten):
+                os.ftruncate(self._file.fileno(), end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._unwritten.clear()
 
     def _pending(self) -> bytes:
         return self._path.read_bytes()

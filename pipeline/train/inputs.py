@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.partitions import Selection, select_partitions
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage
@@ -69,6 +69,12 @@ def gather_inputs(
         numeric=info.numeric,
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
     )
+    if spec.num_classes < 2:
+        raise DataError(
+            f"the prepared data has {spec.num_classes} relevance classes",
+            expected="a label column with at least two classes",
+            next_command="map it with --data.columns.label NAME and run trnpipe prepare again",
+        )
     longest = max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
     if longest > model.max_positions:
         raise ConfigError(

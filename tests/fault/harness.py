@@ -74,7 +74,15 @@ ENV = {
     # A third of the compile time; every run of a comparison has the same flags.
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
-_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CPU_NUM_DEVICES", "PYTEST_XDIST_WORKER")
+_DROPPED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "CPU_NUM_DEVICES",
+    "PYTEST_XDIST_WORKER",
+)
 
 Event = dict[str, Any]
 Trace = dict[int, tuple[float, float, str]]
@@ -225,9 +233,9 @@ class Place:
         found: list[Event] = [json.loads(line) for line in lines]
         return [event for event in found if name in (None, event["event"])]
 
-    def step(self) -> int:
-        """The newest step whose figures are in the log; -1 before the first."""
-        return max((event["step"] for event in self.events("train_steps")), default=-1)
+    def step(self, seen: int = 0) -> int:
+        """The newest step whose figures are in the log, after the first `seen` events; -1 before the first."""
+        return max((event["step"] for event in self.events()[seen:] if event["event"] == "train_steps"), default=-1)
 
     def trace(self, *, cycle: str = CYCLE) -> Trace:
         """Figures of every step. Asserts that a step made twice was the same both times."""
@@ -250,7 +258,9 @@ class Place:
         result = self.result(cycle=cycle)
         candidate, last = result["outputs"]["checkpoint"], f"checkpoints/{cycle}/step-{result['figures']['steps_done']}"
         keys = {f"{candidate}/model.safetensors", f"{last}/model.safetensors", f"{last}/optimizer.safetensors"}
-        return Ended(candidate, {key: self.sha256(key) for key in sorted(keys)}, self.trace(cycle=cycle), result["figures"])
+        return Ended(
+            candidate, {key: self.sha256(key) for key in sorted(keys)}, self.trace(cycle=cycle), result["figures"]
+        )
 
     def steps_saved(self) -> list[int]:
         """Steps of committed checkpoints."""

@@ -63,9 +63,7 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
     return bool(different)
 
 
-def _new_place(
-    home: Path, backend: str, flags: tuple[str, ...], server: S3Server | None, *, empty: bool
-) -> Place:
+def _new_place(home: Path, backend: str, flags: tuple[str, ...], server: S3Server | None, *, empty: bool) -> Place:
     if server is not None:
         return server.place(home, backend, flags=flags, with_data=not empty)
     return (empty_place if empty else copy_of_prepared)(home, backend, flags)
@@ -112,7 +110,9 @@ def _difference(whole: Ended, place: Place) -> str:
         ours = place.ended()
     except AssertionError as error:
         return f"TRACE DIFFERS WITHIN: {error}"
-    names = [name for name in ("candidate", "digests", "trace", "figures") if getattr(ours, name) != getattr(whole, name)]
+    names = [
+        name for name in ("candidate", "digests", "trace", "figures") if getattr(ours, name) != getattr(whole, name)
+    ]
     return f"DIFFERENT {', '.join(names)}" if names else ""
 
 

@@ -62,9 +62,9 @@ def kill_at(place: Place, moment: Moment, server: S3Server | None = None) -> tup
     if moment.phase in ("upload", "marker"):
         assert server is not None
         return _kill_at_request(place, moment, server)
-    left = _left_open(place)
+    left, seen = _left_open(place), len(place.events())
     run = place.start(moment.stage)
-    if run.until(_condition(place, moment, left)):
+    if run.until(_condition(place, moment, left, seen)):
         time.sleep(moment.delay_s)
     alive = run.is_alive
     run.kill()
@@ -80,14 +80,14 @@ def _left_open(place: Place) -> Steps:
     return frozenset(place.staged()), frozenset(place.half_committed() if is_local else ())
 
 
-def _condition(place: Place, moment: Moment, left: Steps) -> Callable[[], bool]:
-    """What an earlier kill has `left` does not count."""
+def _condition(place: Place, moment: Moment, left: Steps, seen: int) -> Callable[[], bool]:
+    """What an earlier attempt has `left`, and the events `seen` of it, do not count."""
     conditions: dict[str, Callable[[], bool]] = {
-        "step": lambda: place.step() >= moment.step,
+        "step": lambda: place.step(seen) >= moment.step,
         "saving": lambda: any(step >= moment.step for step in place.staged() - left[0]),
         "commit": lambda: any(step >= moment.step for step in place.half_committed() - left[1]),
-        "evaluation": lambda: place.step() >= moment.step,
-        "finish": lambda: place.step() >= place.max_steps,
+        "evaluation": lambda: place.step(seen) >= moment.step,
+        "finish": lambda: place.step(seen) >= place.max_steps,
     }
     return conditions.get(moment.phase, lambda: True)
 

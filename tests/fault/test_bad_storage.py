@@ -13,7 +13,7 @@ from tests.fault.harness import MAX_STEPS, SAVE_EVERY, TINY, Place, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LONG = (*TINY, "--train.max-steps=400", "--train.evaluate-every=0")
+LONG = (*TINY, "--train.max-steps=300", "--train.evaluate-every=0")
 
 
 def stopped_at(place: Place, step: int) -> list[int]:
@@ -72,7 +72,7 @@ def test_no_file_can_grow_while_saving(place: Callable[..., Place]) -> None:
     assert run.wait() == 0, run.err[-3000:]
     assert "a checkpoint could not be saved, training goes on" in run.out
     assert "Traceback" not in run.err
-    assert max(here.steps_saved()) == 400
+    assert max(here.steps_saved()) == 300
     assert here.ended() == reference("cpu", LONG)
 
 
@@ -100,34 +100,29 @@ def fill(path: Path) -> None:
                 continue
 
 
-@pytest.mark.parametrize("full", ["checkpoints", "scratch", "workspace"])
+@pytest.mark.parametrize("full", ["checkpoints", "scratch", "cycles"])
 def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) -> None:
-    """Wherever it is that nothing fits any more: training goes on, and saves again once there is room."""
+    """Wherever nothing fits any more (with `cycles` not even an event): training goes on, and saves again later."""
     here = place("cpu", LONG)
-    folder = {"checkpoints": here.path / "checkpoints", "scratch": here.scratch, "workspace": here.path / "cycles"}[full]
+    folder = here.scratch if full == "scratch" else here.path / full
     kept = here.folder / "kept"
     if folder.exists():
-        shutil.copytree(folder, kept)
+        folder.rename(kept)
     with small_disk(folder, "8m"):
         if kept.exists():
             shutil.copytree(kept, folder, dirs_exist_ok=True)
         run = here.start("train")
         assert run.until(lambda: len(here.steps_saved()) >= 2)
-        before = here.steps_saved()[-1]
         fill(folder / "filler")
-        if full == "workspace":
-            assert run.until(lambda: here.steps_saved()[-1] >= before + 5 * SAVE_EVERY) or True
-        else:
-            assert run.until(lambda: bool(here.events("checkpoint_failed"))), run.err[-3000:]
-            assert here.steps_saved()[-1] <= min(e["step"] for e in here.events("checkpoint_failed"))
-        assert here.steps_saved()
+        assert run.until(lambda: "training goes on" in run.out), run.err[-3000:]
+        last_good = here.steps_saved()[-1]
         (folder / "filler").unlink()
         assert run.wait() == 0, run.err[-3000:]
+        failed = [event["step"] for event in here.events("checkpoint_failed")]
+        assert failed and last_good <= failed[0], "the last good checkpoint stayed"
         assert "Traceback" not in run.err
-        assert max(here.steps_saved()) == 400
+        assert max(here.steps_saved()) == 300
         assert here.ended() == reference("cpu", LONG)
-    if full != "workspace":
-        assert "a checkpoint could not be saved, training goes on: no space left" in run.out or "No space" in run.out
 
 
 def test_the_last_save_fails(place: Callable[..., Place]) -> None:

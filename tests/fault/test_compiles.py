@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 THREE_EPOCHS = (
     *ON_XLA,
-    "--data.buckets=8x12,12x20,16x32",
+    "--data.buckets=12x20,16x32",
     "--train.max-steps=0",
     "--train.epochs=3",
     "--train.evaluate-every=11",

@@ -90,6 +90,7 @@ def test_to_launched_ranks_while_they_start(place: Callable[..., Place]) -> None
     """No rank may be left behind."""
     here = place("cpu")
     run = here.start("train", "--launch.processes=2")
-    terminate_when(run, lambda: here.events()[-1].get("stage") == "train")
+    assert run.until(lambda: here.events()[-1].get("stage") == "train")
+    assert run.terminate() == 143, run.err[-3000:]  # torchrun itself prints a traceback of the signal
     here.run("train")
     assert here.ended() == reference("cpu")

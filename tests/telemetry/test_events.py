@@ -156,15 +156,17 @@ def test_endless_conflicts_are_transient(endpoint: str, tmp_path: Path, monkeypa
         log.flush(durable=True)
 
 
-def test_a_full_disk_takes_the_half_line_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_takes_the_half_line_back_and_keeps_it_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "root"))
     log = EventLog(storage, KEY, scratch=tmp_path)
     log.emit(EventName.STAGE_STARTED)
     true_write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: true_write(descriptor, data[: len(data) // 2]))
+    log.emit(EventName.STAGE_FINISHED)
     with pytest.raises(DiskFull):
-        log.emit(EventName.STAGE_FINISHED)
+        log.flush(durable=True)
+    assert names_in(storage) == ["stage_started"]
     monkeypatch.undo()
     log.emit(EventName.STAGE_FAILED)
     log.close()
-    assert names_in(storage) == ["stage_started", "stage_failed"]
+    assert names_in(storage) == ["stage_started", "stage_finished", "stage_failed"]

@@ -1,0 +1,128 @@
+"""The result files and the table made from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bench.__main__ import BENCHES
+from bench.machine import cpu_model, os_name, this_machine
+from bench.results import RESULTS, ROOT, Figure, Result, Target, figure, load_results
+from bench.table import END, START, figure_text, replace_table, table_of
+
+pytestmark = pytest.mark.unit
+
+
+def result(name: str = "speed", *, value: float = 1.5, target: float | None = 1.3, **changes: object) -> Result:
+    """A result with one figure in samples/s."""
+    judged = None if target is None else Target(figure="rate", comparison=">=", value=target)
+    fields: dict[str, object] = {
+        "bench": name,
+        "title": f"title of {name}",
+        "method": "stop-watch",
+        "quick": False,
+        "date": "2026-01-02T03:04:05+00:00",
+        "figures": (figure("rate", [value, value - 0.2, value + 0.4], "samples/s", "how fast"),),
+        "target": judged,
+        "passed": None if judged is None else judged.holds(value),
+        "settings": {"steps": 3},
+        "versions": {"torch": "2.9.1"},
+        "machine": this_machine(),
+    }
+    return Result.model_validate(fields | changes)
+
+
+def test_a_figure_is_the_median_with_its_extremes() -> None:
+    measured = figure("wait", [3.0, 1.0, 2.0004999], "s", "waiting")
+    assert (measured.value, measured.low, measured.high, measured.repeats) == (2.0, 1.0, 3.0, 3)
+    assert figure("once", 7, "graphs", "compiled").repeats == 1
+
+
+@pytest.mark.parametrize(
+    ("comparison", "measured", "holds"),
+    [
+        ("<=", 0.1, True),
+        ("<=", 0.101, False),
+        ("<", 0.01, False),
+        ("<", 0.009, True),
+        (">=", 1.3, True),
+        (">=", 1.2, False),
+    ],
+)
+def test_targets(comparison: str, measured: float, holds: bool) -> None:
+    bound = {"<=": 0.1, "<": 0.01, ">=": 1.3}[comparison]
+    target = Target.model_validate({"figure": "x", "comparison": comparison, "value": bound})
+    assert target.holds(measured) is holds
+
+
+def test_a_result_survives_its_file() -> None:
+    written = result()
+    assert Result.model_validate_json(written.model_dump_json()) == written
+
+
+@pytest.mark.parametrize(
+    "changes", [{"passed": False}, {"passed": None}, {"surprise": 1}, {"figures": ()}], ids=lambda c: str(next(iter(c)))
+)
+def test_a_result_that_does_not_fit_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises((ValidationError, ValueError)):
+        result(**changes)
+
+
+def test_table_has_a_row_for_each_bench_with_verdict_and_machine() -> None:
+    table = table_of([result("fast"), result("slow", value=1.0), result("free", target=None)])
+    rows = table.splitlines()
+    assert rows[2].startswith(
+        "| title of fast ([fast](bench/results/fast.json)) | 1.5 samples/s (1.3 to 1.9, 3 repeats)"
+    )
+    assert rows[2].endswith("| at least 1.3 samples/s | pass |")
+    assert rows[3].endswith("| **fail** |")
+    assert "how fast: 1.5 samples/s" in rows[4]
+    assert rows[4].endswith("| none |  |")
+    assert all(row.count("|") == 5 for row in rows[:5])
+    assert rows[-1] == f"Measured on {this_machine().text}; torch 2.9.1; 2026-01-02."
+
+
+def test_results_of_two_machines_are_told_apart() -> None:
+    other = this_machine().model_copy(update={"cores": 96})
+    table = table_of([result("here"), result("there", machine=other)])
+    assert "- here: " in table
+    assert "- there: " in table
+    assert "96 cores" in table
+
+
+def test_shares_are_percent() -> None:
+    share = Figure(name="s", value=0.0712, unit="share", low=0.06, high=0.08, repeats=5, text="host")
+    assert figure_text(share) == "7.12% (6.00% to 8.00%, 5 repeats)"
+
+
+def test_only_the_text_between_the_marks_is_replaced() -> None:
+    text = f"# top\n{START}\nold\n{END}\nbottom\n"
+    once = replace_table(text, "| new |")
+    assert once == f"# top\n{START}\n| new |\n{END}\nbottom\n"
+    assert replace_table(once, "| new |") == once
+
+
+@pytest.mark.parametrize("text", ["", START, END, f"{END}{START}", f"{START}{END}{START}{END}"])
+def test_missing_or_repeated_marks_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected one"):
+        replace_table(text, "table")
+
+
+def test_machine_is_described_without_its_name() -> None:
+    assert cpu_model("model name\t: Fast CPU\nflags\t: fpu avx2 avx512f\nmodel name\t: Other\n") == "Fast CPU (AVX-512)"
+    assert os_name('NAME="X"\nPRETTY_NAME="X Linux 1"\n') == "X Linux 1"
+    assert set(this_machine().model_dump()) == {"cpu", "cores", "memory_gib", "os"}
+
+
+def test_committed_results_are_whole() -> None:
+    for loaded in load_results():
+        text = (RESULTS / f"{loaded.bench}.json").read_text(encoding="utf-8")
+        assert not loaded.quick, f"{loaded.bench} is a --quick run"
+        assert str(ROOT) not in text
+        assert json.loads(text)["machine"].keys() == this_machine().model_dump().keys()
+
+
+def test_every_bench_is_a_script() -> None:
+    for bench in BENCHES.values():
+        assert (Path(ROOT) / "bench" / f"{bench.module}.py").is_file()

@@ -1,0 +1,194 @@
+"""Must hold 8: bad input gives one clear error and its exit code, and nothing that was there is written over."""
+
+import csv
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from pipeline import cli
+from tests.fault.harness import TINY, Place, copy_of_prepared, forget
+
+pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
+
+LABELS = ("bad", "fair", "good")
+Row = dict[str, str]
+
+
+def good_rows(count: int) -> list[Row]:
+    return [
+        {"query": f"lamp {i // 4}", "title": f"desk lamp {i} led", "label": LABELS[i % 3], "gain": str(i % 3 / 2)}
+        for i in range(count)
+    ]
+
+
+def write(path: Path, rows: list[Row], columns: tuple[str, ...] = ("query", "title", "label", "gain")) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """sha256 of all that a workspace holds, without the log and the scratch folder."""
+    files = (path for path in folder.rglob("*") if path.is_file() and ".scratch" not in path.parts)
+    found = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {name: digest for name, digest in found.items() if not name.endswith("events.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A finished cycle c1. Tests copy it."""
+    place = copy_of_prepared(tmp_path_factory.mktemp("trained"), "cpu", (*TINY, "--train.max-steps=10"))
+    place.run("train")
+    yield place
+    forget()
+
+
+@pytest.fixture
+def workspace(trained: Place, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained.path, tmp_path / "workspace"))
+
+
+class Refused:
+    """Runs a command in a workspace that must come out unchanged, and keeps what was said."""
+
+    def __init__(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.workspace, self._capsys = workspace, capsys
+
+    def __call__(self, stage: str, *flags: str, code: int, cycle: str = "c2", workspace: str = "") -> str:
+        before = contents(self.workspace)
+        where = workspace or str(self.workspace)
+        words = {flag.partition("=")[0]: flag for flag in (*TINY, "--backend=cpu", *flags)}
+        assert cli.main([stage, f"--workspace={where}", f"--cycle={cycle}", *words.values()]) == code
+        said = self._capsys.readouterr().err
+        assert said.startswith(f"trnpipe {stage}: "), said
+        assert "Traceback" not in said
+        assert said.count(f"trnpipe {stage}: ") == 1, "one error"
+        assert {name: digest for name, digest in contents(self.workspace).items() if name in before} == before
+        return said
+
+
+@pytest.fixture
+def refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    return Refused(workspace, capsys)
+
+
+def test_an_unknown_setting(refused: Refused) -> None:
+    said = refused("prepare", "--data.nmae=x", code=78)
+    assert "nmae" in said and "data.name" in said
+
+
+def test_a_missing_file(refused: Refused, tmp_path: Path) -> None:
+    assert "none.parquet does not exist" in refused("prepare", f"--data.path={tmp_path}/none.parquet", code=65)
+
+
+def test_a_missing_column(refused: Refused, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", good_rows(40), ("query", "label"))
+    said = refused("prepare", f"--data.path={path}", code=65)
+    assert "title" in said and str(path) in said
+
+
+@pytest.mark.parametrize("text", ["query,title,label\n", ""])
+def test_empty_data(refused: Refused, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    assert str(path) in refused("prepare", f"--data.path={path}", code=65)
+
+
+def test_labels_outside_the_classes(refused: Refused, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", good_rows(60))
+    said = refused("prepare", f"--data.path={path}", "--data.labels=fair,good", code=65)
+    assert "unknown label (20)" in said and "20 of 60" in said
+
+
+def test_one_percent_of_bad_rows_is_put_aside(workspace: Path, tmp_path: Path) -> None:
+    rows = good_rows(600)
+    for row in rows[::100]:
+        row["query"] = ""
+    path = write(tmp_path / "rows.csv", rows)
+    flags = [flag for flag in TINY if not flag.startswith("--data.name=")]
+    words = [f"--workspace={workspace}", "--cycle=c2", f"--data.path={path}", "--data.name=other", *flags]
+    before = contents(workspace)
+    assert cli.main(["prepare", *words]) == 0
+    (quarantine,) = workspace.glob("tokens/other/*/quarantine.jsonl")
+    lines = quarantine.read_text().splitlines()
+    assert len(lines) == 6 and all("empty query" in line for line in lines)
+    assert before.items() <= contents(workspace).items()
+
+
+def test_thirty_percent_of_bad_rows(refused: Refused, tmp_path: Path) -> None:
+    rows = good_rows(200)
+    for row in rows[:60]:
+        row["title"] = ""
+    said = refused("prepare", f"--data.path={write(tmp_path / 'rows.csv', rows)}", code=65)
+    assert "60 of 200 rows are bad (30.0%)" in said and "empty title (60)" in said and "max-bad-fraction" in said
+
+
+def test_a_tokenizer_that_is_not_the_checkpoints(refused: Refused, workspace: Path) -> None:
+    start = f"--train.start={workspace}/checkpoints/c1/step-10"
+    words = {flag.partition("=")[0]: flag for flag in (*TINY, "--data.tokenizer.vocab-size=300")}
+    assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *words.values()]) == 0
+    said = refused("train", start, "--data.tokenizer.vocab-size=300", code=78)
+    assert "tokenised with" in said and "tokenizer.json" in said
+
+
+def test_a_checkpoint_of_another_architecture(refused: Refused, workspace: Path) -> None:
+    start = f"--train.start={workspace}/checkpoints/c1/step-10"
+    assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *TINY]) == 0
+    said = refused("train", start, "--model.hidden-size=64", code=78)
+    assert "model.hidden_size 32" in said and "64" in said
+
+
+def test_other_settings_for_a_cycle_that_is_done(refused: Refused) -> None:
+    said = refused("train", "--model.hidden-size=64", code=78, cycle="c1")
+    assert "model.hidden_size" in said and "--cycle" in said
+
+
+def test_a_parent_that_is_no_checkpoint(refused: Refused, workspace: Path) -> None:
+    assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *TINY]) == 0
+    assert "no committed checkpoint" in refused("train", f"--train.start={workspace}/checkpoints/c1/step-9", code=74)
+
+
+def test_training_without_prepared_data(refused: Refused) -> None:
+    assert "trnpipe prepare" in refused("train", code=65, cycle="c9")
+
+
+def test_a_workspace_below_a_file(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for stage in ("prepare", "train"):
+        assert "file" in refused(stage, code=78, workspace=f"{tmp_path}/file/workspace")
+
+
+def test_a_read_only_workspace(refused: Refused, workspace: Path) -> None:
+    for command in (["mount", "--bind"], ["mount", "-o", "remount,bind,ro"]):
+        target = [str(workspace)] * (2 if "--bind" in command else 1)
+        if subprocess.run([*command, *target], capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount")
+    try:
+        assert str(workspace) in refused("prepare", code=78)
+    finally:
+        subprocess.run(["umount", "-l", str(workspace)], check=True)
+
+
+def test_a_bucket_that_is_not_there(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        for name, value in (
+            ("ACCESS_KEY_ID", "testing"),
+            ("SECRET_ACCESS_KEY", "testing"),
+            ("DEFAULT_REGION", "us-east-1"),
+        ):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        for stage in ("prepare", "train"):
+            said = refused(stage, f"--scratch={tmp_path}/scratch", code=78, workspace="s3://not-there/models")
+            assert "bucket not-there does not exist" in said
+    finally:
+        server.stop()
