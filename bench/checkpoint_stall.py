@@ -78,7 +78,7 @@ def run(*, quick: bool) -> Result:
         saver = make_saver(program, model, spec, Path(folder))
         source = RandomRows(spec, bucket, rows=32 * 64)
         with open_stepper(program, backend, source, config, 10) as stepper:
-            stepper.seconds(3)
+            stepper.warm_up()
             for save in range(saves + 1):
                 quiet.append(stepper.seconds(steps) / steps)
                 backend.synchronise()

@@ -200,7 +200,7 @@ class Blocks:
 
 def run(*, quick: bool) -> Result:
     """Measure the share and its parts, ours and the comparison's."""
-    steps, blocks, warmup = (2, 2, 2) if quick else (6, 5, 3)
+    steps, blocks = (2, 2) if quick else (6, 5)
     model, vocab_size, bucket = ModelConfig(preset="small"), 30522, Bucket(64, 64)
     if quick:
         model, vocab_size, bucket = ModelConfig(preset="tiny"), 1000, Bucket(16, 16)
@@ -215,7 +215,7 @@ def run(*, quick: bool) -> Result:
         open_stepper(theirs, backend, source, config, LOG_EVERY) as their_steps,
     ):
         for stepper in (our_steps, their_steps):
-            stepper.seconds(warmup)
+            stepper.warm_up()
         compiles = backend.compile_count()
         for _ in range(blocks):
             flat.measure(our_steps, backend, steps)

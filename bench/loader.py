@@ -53,7 +53,7 @@ def run(*, quick: bool) -> Result:
         program = make_program(ModelConfig(preset="tiny"), data.spec, config, backend, rows.buckets, 10, TrainProgram)
         loader_rate(rows, config, 0, 10)  # opens the memory maps
         with open_stepper(program, backend, rows, config, 10) as stepper:
-            stepper.seconds(12)  # every bucket is compiled
+            stepper.warm_up()
             compiles = backend.compile_count()
             for block in range(blocks):
                 loaded.append(loader_rate(rows, config, block * batches, batches))

@@ -41,6 +41,7 @@ class Stepper:
     backend: Backend
     stream: BatchStream
     batches: Iterator[Batch]
+    plan: BatchPlan
     log_every: int
     position: int = 0
     tokens: int = 0
@@ -56,6 +57,12 @@ class Stepper:
         self.tokens += tokens
         if self.position % self.log_every == 0:
             self.program.read_figures(self.log_every)
+
+    def warm_up(self) -> None:
+        """Steps until every bucket has been met twice, so that nothing is left to compile. From position 0."""
+        buckets = [self.plan.batch(position).bucket for position in range(self.plan.batches_per_epoch)]
+        met = [index for index, bucket in enumerate(buckets) if buckets[:index].count(bucket) == 1]
+        self.seconds(max(3, 1 + max(met, default=0)))
 
     def seconds(self, steps: int) -> float:
         """Wall time of `steps` steps, the device waited for at both ends."""
@@ -75,7 +82,7 @@ def open_stepper(
     plan = BatchPlan(source.sizes, config.global_batch_size, config.seed)
     stream = BatchStream(source, plan, RankShare(), config, 0, ENDLESS)
     with backend.loader(stream) as batches:
-        yield Stepper(program, backend, stream, batches, log_every)
+        yield Stepper(program, backend, stream, batches, plan, log_every)
 
 
 def make_program(

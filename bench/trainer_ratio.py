@@ -106,8 +106,9 @@ def compare(
     peer = HfPairModel(model, shape.model, spec, config.loss)
     check_same_loss(model, peer, rows, config)
     program = make_program(shape.model, spec, config, backend, buckets, block, TrainProgram)
-    warmup = 2 * len(buckets)
+    warmup = 2
     with open_stepper(program, backend, source, config, log_every=block) as stepper:
+        stepper.warm_up()
         turns = Alternation(stepper, backend, block, blocks, warmup)
         run_trainer(peer, rows, config, 2 * block * (blocks + warmup), BlockCallback(block, turns.between))
     ours, theirs = turns.rates(shape.batch_size)

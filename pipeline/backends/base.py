@@ -20,6 +20,8 @@ class Backend(Protocol):
     """True when operations are traced and run at step boundaries."""
     reduces_in_graph: bool
     """True when `reduce` is a device collective; False when it goes through the host."""
+    sums_by_matmul: bool
+    """True where sums over rows are better written as matrix products (XLA:CPU)."""
     process_group: str | None
     """The torch.distributed device backend to add to gloo, such as `cuda:nccl`."""
 

@@ -17,6 +17,7 @@ class CpuBackend:
     name = "cpu"
     is_lazy = False
     reduces_in_graph = False
+    sums_by_matmul = False
     process_group: str | None = None
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ class CudaBackend:
     name = "cuda"
     is_lazy = False
     reduces_in_graph = False
+    sums_by_matmul = False
     process_group: str | None = "cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:

@@ -37,6 +37,7 @@ class XlaBackend:
         self.device: torch.device = self._xla.device()
         self.device_type = str(self._runtime.device_type())
         self.reduces_in_graph = self.device_type != "CPU"
+        self.sums_by_matmul = self.device_type == "CPU"
 
     def runtime_world_size(self) -> int:
         if self.device_type == "CPU":

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
+from pipeline.model.ops import Gelu, LayerNorm, Linear
 
 _MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
 
@@ -23,12 +24,13 @@ class EncoderLayer(nn.Module):
         width = size.hidden_size
         self.num_heads = size.num_heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.attention_output = nn.Linear(width, width)
-        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.intermediate = nn.Linear(width, size.intermediate_size)
-        self.output = nn.Linear(size.intermediate_size, width)
-        self.output_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.qkv = Linear(width, 3 * width)
+        self.attention_output = Linear(width, width)
+        self.attention_norm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.intermediate = Linear(width, size.intermediate_size)
+        self.output = Linear(size.intermediate_size, width)
+        self.activation = Gelu()
+        self.output_norm = LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
         """hidden [B, T, D], score_bias [B, 1, 1, T] -> [B, T, D]."""
@@ -38,7 +40,7 @@ class EncoderLayer(nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
         attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
         hidden = self.attention_norm(hidden + self._drop(attended))
-        expanded = F.gelu(self.intermediate(hidden))
+        expanded = self.activation(self.intermediate(hidden))
         result: Tensor = self.output_norm(hidden + self._drop(self.output(expanded)))
         return result
 
@@ -58,7 +60,7 @@ class TextEncoder(nn.Module):
         self.word_embeddings = nn.Embedding(vocab_size, width)
         self.position_embeddings = nn.Embedding(config.max_positions, width)
         self.type_embeddings = nn.Embedding(2, width)
-        self.embedding_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def forward(self, tokens: Tensor) -> Tensor:

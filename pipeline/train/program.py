@@ -16,6 +16,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.losses import Targets, relevance_loss
+from pipeline.model.ops import use_matmul_sums
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
@@ -45,6 +46,7 @@ class TrainProgram:
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
         self.optimizer = AdamW(self.masters, config.optimizer, traced=backend.is_lazy)
         self.guard = SpikeGuard(config.guard, backend.device)
+        use_matmul_sums(model, backend.sums_by_matmul)
         self._model = model.to("meta")  # structure only: its tensors are the masters
         self._config = config
         self._loss_config: LossConfig = config.loss

@@ -284,9 +284,10 @@ class Place:
 
 def _steps_of(folder: Path) -> set[int]:
     try:
-        return {int(name.removeprefix("step-")) for name in os.listdir(folder) if name.startswith("step-")}
+        names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return set()
+    return {int(name.removeprefix("step-")) for name in names if name.startswith("step-")}
 
 
 def _last_wins(flags: Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ that nobody touched. Exit 0 when all of them do.
 import argparse
 import os
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -96,7 +97,7 @@ def _kill_some(
             break
         _, doing = kill_at(place, moment, server)
         if doing:
-            hits.append(doing.split(" step-")[0])
+            hits.append(re.sub(r"step-\d+", "step-n", doing))
             print(f"kill {before + len(hits):3d}: {moment} -> {doing}", flush=True)
             if server is not None and rng.random() < 0.3:
                 lose_scratch(place)

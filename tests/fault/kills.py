@@ -58,7 +58,7 @@ def random_moment(
 
 
 def kill_at(place: Place, moment: Moment, server: S3Server | None = None) -> tuple[Run, str]:
-    """Start the stage of the moment and kill -9 it then. Returns the run and what it was doing, or "" if it ended first."""
+    """Start the stage of the moment and kill -9 it then. Returns the run and what it did, "" if it ended."""
     if moment.phase in ("upload", "marker"):
         assert server is not None
         return _kill_at_request(place, moment, server)

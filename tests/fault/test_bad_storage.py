@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.harness import MAX_STEPS, SAVE_EVERY, TINY, Place, reference
+from tests.fault.harness import MAX_STEPS, TINY, Place, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -90,8 +90,8 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 def fill(path: Path) -> None:
-    """Take all the space that is left."""
-    with path.open("wb", buffering=0) as file:
+    """Take all the space that is left, again when some was freed."""
+    with path.open("ab", buffering=0) as file:
         for block in (2**16, 2**12, 1):
             try:
                 while file.write(b"\0" * block) == block:
@@ -113,8 +113,12 @@ def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) ->
             shutil.copytree(kept, folder, dirs_exist_ok=True)
         run = here.start("train")
         assert run.until(lambda: len(here.steps_saved()) >= 2)
-        fill(folder / "filler")
-        assert run.until(lambda: "training goes on" in run.out), run.err[-3000:]
+
+        def has_failed() -> bool:
+            fill(folder / "filler")  # old checkpoints and staged files go, and leave room
+            return "training goes on" in run.out
+
+        assert run.until(has_failed), run.err[-3000:]
         last_good = here.steps_saved()[-1]
         (folder / "filler").unlink()
         assert run.wait() == 0, run.err[-3000:]

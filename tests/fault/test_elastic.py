@@ -65,7 +65,7 @@ def test_two_processes_on_xla(place: Callable[..., Place]) -> None:
     [
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "two"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 of WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK 2 of WORLD_SIZE 2"),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, "launch environment"),
     ],
 )

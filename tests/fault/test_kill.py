@@ -69,8 +69,7 @@ def test_killed_in_uploads_and_continued_on_another_machine(
     kill(place, Moment("upload", 30), s3)
     assert 30 not in place.steps_saved()
     lose_scratch(place)
-    kill(place, Moment("marker", 70), s3)
-    assert 70 not in place.steps_saved()
+    kill(place, Moment("marker", 70), s3)  # the server may still carry it out, or not: both must do
     lose_scratch(place)
     place.run("train")
     assert place.ended() == reference("cpu", TINY)

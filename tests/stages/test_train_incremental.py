@@ -41,7 +41,7 @@ def test_a_second_cycle_and_one_without_news(place: Place, tmp_path: Path) -> No
     place.run("prepare", cycle="c1")
     place.run("train", cycle="c1")
     parent = place.result(cycle="c1")["outputs"]["checkpoint"]
-    parents_files = place.manifests(f"checkpoints/c1")
+    parents_files = place.manifests("checkpoints/c1")
     tokens = place.manifests("tokens")
     (started,) = place.events("train_started", cycle="c1")
     assert (started["new_partitions"], started["old_partitions"]) == (list(DAYS[:2]), [])
