@@ -1,6 +1,6 @@
-"""Quality on public data: `python -m bench.real_data FILE --task pricerunner` (or `wdc-cameras`).
+"""Quality on public data: `python -m bench.real_data FILE --task pricerunner` or `wdc-cameras`.
 
-Runs the real commands, as a user would, and keeps the holdout figures beside the floor of the task. The data is not part
+Runs the real commands, as a user would, and keeps the holdout figures beside the floor of the task. The data is no part
 of the project: PriceRunner (UCI 837) with grades derived from its clusters, and the WDC product matching pairs.
 """
 

@@ -156,7 +156,7 @@ def test_endless_conflicts_are_transient(endpoint: str, tmp_path: Path, monkeypa
         log.flush(durable=True)
 
 
-def test_a_full_disk_takes_the_half_line_back_and_keeps_it_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_takes_the_half_line_back_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "root"))
     log = EventLog(storage, KEY, scratch=tmp_path)
     log.emit(EventName.STAGE_STARTED)
