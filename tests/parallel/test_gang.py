@@ -43,6 +43,7 @@ def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
         env = {
             **os.environ,
             "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(29_000 + os.getpid() % 20_000),
