@@ -110,7 +110,9 @@ def run(*, quick: bool) -> Result:
         "parameters": sum(program.layout.sizes),
         "bytes_per_save": 12 * sum(program.layout.sizes),
     }
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
+    return finish(
+        NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=("stall", "step", "all_share"), settings=settings
+    )
 
 
 if __name__ == "__main__":

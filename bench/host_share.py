@@ -231,7 +231,8 @@ def run(*, quick: bool) -> Result:
         "vocab_size": vocab_size,
         "steps_per_block": steps,
     }
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
+    also = ("exposed_share", "named_host_share")
+    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=also, settings=settings)
 
 
 if __name__ == "__main__":

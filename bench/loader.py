@@ -69,7 +69,9 @@ def run(*, quick: bool) -> Result:
         figure("compiles", compiles, "graphs", "compiled during the measured blocks"),
     ]
     settings: dict[str, str | int | float] = {"preset": "tiny", "batch_size": 64, "rows": sum(rows.sizes)}
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
+    return finish(
+        NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=("loader", "training"), settings=settings
+    )
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class Result(_Record):
     figures: tuple[Figure, ...]
     target: Target | None
     passed: bool | None
+    also: tuple[str, ...] = Field((), description="Figures the table shows beside the judged one")
     settings: dict[str, str | int | float]
     versions: dict[str, str]
     machine: Machine
@@ -66,6 +67,8 @@ class Result(_Record):
         expected = None if self.target is None else self.target.holds(self.figure(self.target.figure).value)
         if self.passed is not expected:
             raise ValueError(f"{self.bench}: passed is {self.passed}, the figures say {expected}")
+        for name in self.also:
+            self.figure(name)
         return self
 
     def figure(self, name: str) -> Figure:
@@ -98,6 +101,7 @@ def finish(
     *,
     quick: bool,
     target: Target | None = None,
+    also: Sequence[str] = (),
     settings: dict[str, str | int | float] | None = None,
 ) -> Result:
     """Judge, write the JSON file, print the figures."""
@@ -111,6 +115,7 @@ def finish(
         figures=tuple(figures),
         target=target,
         passed=None if target is None else target.holds(measured[target.figure]),
+        also=tuple(also),
         settings=settings or {},
         versions=versions(),
         machine=this_machine(),

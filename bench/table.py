@@ -27,10 +27,12 @@ def _claim(result: Result) -> str:
 
 
 def _measured(result: Result) -> str:
-    """The judged figure; without a target every figure of the bench."""
-    if result.target is not None:
-        return figure_text(result.figure(result.target.figure))
-    return "<br>".join(f"{figure.text}: {figure_text(figure)}" for figure in result.figures)
+    """The judged figure and those to be shown beside it; without a target every figure of the bench."""
+    figures = [result.figure(name) for name in result.also] if result.target else result.figures
+    lines = [f"{figure.text}: {figure_text(figure)}" for figure in figures]
+    if result.target:
+        lines.insert(0, f"**{figure_text(result.figure(result.target.figure))}**")
+    return "<br>".join(lines)
 
 
 def figure_text(figure: Figure) -> str:

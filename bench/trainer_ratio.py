@@ -185,8 +185,9 @@ def run(*, quick: bool, architecture: str = DEFAULT, lengths: bool = True) -> Re
     if lengths:
         figures += real_lengths(measured, block=4 * block, blocks=blocks, num_queries=100 if quick else 1500)
     name = NAME if architecture == DEFAULT else f"{NAME}_{architecture}"
+    also = ["ours", "trainer", *(["real_lengths_ratio"] if lengths else [])]
     settings: dict[str, str | int | float] = {"architecture": measured, "steps_per_block": block}
-    return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
+    return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, also=also, settings=settings)
 
 
 if __name__ == "__main__":

@@ -39,20 +39,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.outputs['tokenizer']}/tokenizer.json")
     outcome = TrainRun(_config(settings), _surroundings(ctx), inputs, tokenizer).run()
-    result = StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
-        inputs=dict(inputs.identity),
-        outputs={"checkpoint": outcome.prefix},
-        figures=_figures(outcome),
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
-    )
-    if ctx.world.is_main:
-        store_result(ctx.workspace, result)
+    result = _commit(ctx, inputs, outcome.prefix, _figures(outcome), started)
     _tell(ctx, outcome, (result.finished - started).total_seconds())
     return result
 
@@ -65,22 +52,29 @@ def _key_in(workspace: Storage, checkpoint: Checkpoint) -> str:
 
 def _nothing_new(ctx: StageContext, inputs: RunInputs, parent: Checkpoint, key: str, started: datetime) -> StageResult:
     """A cycle without a new partition: its candidate is the parent, as it is."""
+    figures: dict[str, Figure] = {"step": parent.state.step, "steps_done": 0, "late": False}
+    result = _commit(ctx, inputs, key, figures, started)
+    ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
+    return result
+
+
+def _commit(
+    ctx: StageContext, inputs: RunInputs, checkpoint: str, figures: dict[str, Figure], started: datetime
+) -> StageResult:
+    """The result of this run, stored by rank 0."""
     result = StageResult(
         stage=NAME,
         cycle=ctx.cycle,
         status="done",
         inputs=dict(inputs.identity),
-        outputs={"checkpoint": key},
-        figures={"step": parent.state.step, "steps_done": 0, "late": False},
+        outputs={"checkpoint": checkpoint},
+        figures=figures,
         settings_hash=ctx.settings_hash,
         code_version=ctx.code_version,
         started=started,
         finished=datetime.now(UTC),
     )
-    if ctx.world.is_main:
-        store_result(ctx.workspace, result)
-    ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
-    return result
+    return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
 def _partitions(prepared: StageResult) -> list[str]:

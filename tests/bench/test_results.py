@@ -75,7 +75,7 @@ def test_table_has_a_row_for_each_bench_with_verdict_and_machine() -> None:
     table = table_of([result("fast"), result("slow", value=1.0), result("free", target=None)])
     rows = table.splitlines()
     assert rows[2].startswith(
-        "| title of fast ([fast](bench/results/fast.json)) | 1.5 samples/s (1.3 to 1.9, 3 repeats)"
+        "| title of fast ([fast](bench/results/fast.json)) | **1.5 samples/s (1.3 to 1.9, 3 repeats)**"
     )
     assert rows[2].endswith("| at least 1.3 samples/s | pass |")
     assert rows[3].endswith("| **fail** |")
@@ -83,6 +83,12 @@ def test_table_has_a_row_for_each_bench_with_verdict_and_machine() -> None:
     assert rows[4].endswith("| none |  |")
     assert all(row.count("|") == 5 for row in rows[:5])
     assert rows[-1] == f"Measured on {this_machine().text}; torch 2.9.1; 2026-01-02."
+
+
+def test_figures_beside_the_judged_one_are_shown_and_must_exist() -> None:
+    assert "repeats)**<br>how fast: 1.5 samples/s" in table_of([result(changes={"also": ("rate",)})])
+    with pytest.raises(ValidationError, match="has no figure 'speed'"):
+        result(changes={"also": ("speed",)})
 
 
 def test_results_of_two_machines_are_told_apart() -> None:
