@@ -1,5 +1,6 @@
 """PyTorch/XLA: Neuron devices and XLA:CPU. The only file that imports torch_xla."""
 
+import ctypes
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,8 @@ from torch import Tensor
 from pipeline.backends.base import Batch, HostMean
 from pipeline.core.errors import ConfigError
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
+
 
 class XlaBackend:
     """One PJRT device. On Neuron gradients are reduced in the graph; PJRT-CPU processes know nothing of each other."""
@@ -22,7 +25,8 @@ class XlaBackend:
     process_group: str | None = None
 
     def __init__(self) -> None:
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        if os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU":
+            _keep_freed_memory()
         try:
             self._xla: Any = importlib.import_module("torch_xla")
             self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
@@ -114,6 +118,21 @@ class XlaBackend:
     def synchronise(self) -> None:
         self._xla.sync(wait=True)
         self._xm.wait_device_ops()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse the large buffers that XLA:CPU allocates anew for every execution.
+
+    By default they are mapped and unmapped each time, and touching fresh pages costs more than an optimizer update of
+    22.7M parameters computes (88,000 page faults an update). Before any thread starts; without effect on other C
+    libraries.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
+        mallopt(parameter, value)
 
 
 class _Remembering:
