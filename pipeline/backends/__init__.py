@@ -10,7 +10,7 @@ NAMES = ("auto", "xla", "cpu", "cuda")
 
 
 def open_backend(name: str, local_rank: int = 0) -> Backend:
-    """The device of this rank. `auto`: xla where torch_xla is installed, else cuda where there is one, else cpu."""
+    """The device of this rank. `auto`: cuda where there is one, else xla where it is installed, else cpu."""
     if name == "auto":
         name = _best()
     if name == "xla":
@@ -29,8 +29,8 @@ def open_backend(name: str, local_rank: int = 0) -> Backend:
 
 
 def _best() -> str:
-    if importlib.util.find_spec("torch_xla"):
-        return "xla"
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "xla" if importlib.util.find_spec("torch_xla") else "cpu"
