@@ -34,7 +34,7 @@ def prefetched(batches: Iterable[Batch], depth: int) -> Iterator[Iterator[Batch]
                 if not put(batch):
                     return
             put(_Done(None))
-        except BaseException as error:
+        except BaseException as error:  # raised again at the consumer's next batch
             put(_Done(error))
 
     def consume() -> Iterator[Batch]:

@@ -149,5 +149,5 @@ class _Remembering:
                 if self.left:
                     return
                 yield batch
-        except BaseException as error:
+        except BaseException as error:  # raised again at the consumer, when the loader runs dry
             self.error = error

@@ -79,7 +79,7 @@ class CheckpointStore:
         self.storage = storage
         self.cycle = cycle
         self._cache_dir = cache_dir
-        self._emit = emit
+        self.emit = emit
 
     def steps(self) -> list[int]:
         """Steps that have a marker, ascending; not yet verified."""
@@ -99,7 +99,7 @@ class CheckpointStore:
                 return self.open(step), rejected
             except CheckpointError as error:
                 rejected.append(error.seen)
-                self._emit(EventName.CHECKPOINT_REJECTED, step=step, reason=error.seen)
+                self.emit(EventName.CHECKPOINT_REJECTED, step=step, reason=error.seen)
         return None, rejected
 
     def delete(self, step: int) -> None:
@@ -107,7 +107,7 @@ class CheckpointStore:
         prefix = prefix_of(self.cycle, step)
         self.storage.delete([f"{prefix}/{MANIFEST_NAME}"])
         self.storage.delete_prefix(f"{prefix}/")
-        self._emit(EventName.CHECKPOINT_DELETED, step=step)
+        self.emit(EventName.CHECKPOINT_DELETED, step=step)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

@@ -70,26 +70,32 @@ class CheckpointWriter:
             raise error
 
     def _work(self, snapshot: Snapshot) -> None:
+        try:
+            if self._saved(snapshot):
+                self._prune(snapshot)
+        except BaseException as error:  # a bug: wait() raises it in the training thread
+            self._error = error
+
+    def _saved(self, snapshot: Snapshot) -> bool:
+        """Save and tell; False when it failed in an expected way."""
         step = snapshot.state.step
         started = time.monotonic()
         try:
             size_bytes = self._save(snapshot)
-            self.last_saved, self.failure = step, ""
-            self._store._emit(
-                EventName.CHECKPOINT_SAVED,
-                step=step,
-                prefix=prefix_of(self._store.cycle, step),
-                size_bytes=size_bytes,
-                seconds=round(time.monotonic() - started, 3),
-            )
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
-            self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
-        except BaseException as error:
-            self._error = error
-        else:
-            self._prune(snapshot)
+            self._store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
+            return False
+        self.last_saved, self.failure = step, ""
+        self._store.emit(
+            EventName.CHECKPOINT_SAVED,
+            step=step,
+            prefix=prefix_of(self._store.cycle, step),
+            size_bytes=size_bytes,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        return True
 
     def _save(self, snapshot: Snapshot) -> int:
         step = snapshot.state.step
@@ -127,15 +133,17 @@ class CheckpointWriter:
         return manifest.size_bytes
 
     def _prune(self, snapshot: Snapshot) -> None:
-        best = snapshot.state.best
-        # A later step was passed over as damaged when this run continued: it must not push out the good ones.
-        for step in steps_to_delete(
-            [step for step in self._store.steps() if step <= snapshot.state.step],
-            keep_last=self._config.keep_last,
-            keep_every_steps=self._config.keep_every_steps,
-            best_step=best.step if best else None,
-        ):
-            try:
-                self._store.delete(step)
-            except (TransientError, ConfigError, OSError) as error:  # the save stands; the next one prunes again
-                self._store._emit(EventName.CHECKPOINT_FAILED, step=step, reason=f"could not be deleted: {error}")
+        """Delete what retention lets go. A failure leaves the save as it is; the next one prunes again."""
+        step, best = snapshot.state.step, snapshot.state.best
+        try:
+            # A later step was passed over as damaged when this run continued: it must not push out the good ones.
+            for old in steps_to_delete(
+                [saved for saved in self._store.steps() if saved <= step],
+                keep_last=self._config.keep_last,
+                keep_every_steps=self._config.keep_every_steps,
+                best_step=best.step if best else None,
+            ):
+                self._store.delete(old)
+        except (TransientError, ConfigError, OSError) as error:
+            reason = f"old checkpoints could not be deleted: {error}"
+            self._store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)

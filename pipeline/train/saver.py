@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
-from pipeline.core.errors import CheckpointError, TransientError
+from pipeline.core.errors import TransientError
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.parallel.gang import Gang
 from pipeline.train.program import TrainProgram
@@ -29,7 +29,6 @@ class Saver:
     tokenizer: bytes
     warn: Callable[[str], None]
     best: Best | None = field(default=None)
-    stall_s: float = field(init=False, default=0.0)
     _told: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -65,7 +64,7 @@ class Saver:
             return
         state = self.base.model_copy(update={"step": step, "best": self.best})
         config = hf_config(state.model, state.inputs)
-        self.stall_s += self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
+        self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 
     def wait_saved(self, step: int) -> None:
         """Until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
@@ -76,9 +75,3 @@ class Saver:
                 expected="a workspace with room that can be written",
                 next_command="make room, then run the same command; it continues from the last good checkpoint",
             )
-
-    def open_best(self) -> Checkpoint:
-        """The best checkpoint so far, verified. Raises CheckpointError."""
-        if self.best is None:
-            raise CheckpointError("no holdout evaluation has been made", expected="a best checkpoint")
-        return self.store.open(self.best.step)
