@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,17 @@ def take_only(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class BlockCallback(TrainerCallback):
-    """Calls `between_blocks` after every `block` steps; it returns True to end the run."""
+    """Pauses a run: `blocks` gives the steps until the next pause and does its work there; its end ends the run."""
 
-    def __init__(self, block: int, between_blocks: Callable[[], bool]) -> None:
-        self._block, self._between = block, between_blocks
+    def __init__(self, blocks: Iterator[int]) -> None:
+        self._blocks = blocks
+        self._left = next(blocks)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._block == 0:
-            control.should_training_stop = self._between()
+        self._left -= 1
+        if self._left == 0:
+            self._left = next(self._blocks, 0)
+            control.should_training_stop = self._left == 0
 
 
 def run_trainer(

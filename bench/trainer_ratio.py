@@ -2,188 +2,121 @@
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
-import numpy as np
-import torch
-
-from bench.catalogue import prepared_catalogue
-from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
-from bench.results import Figure, Result, Target, figure, finish
-from bench.rows import RandomRows, input_spec
-from bench.stepper import Stepper, make_program, open_stepper, train_config
-from pipeline.backends import Backend, open_backend
-from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RowSource
-from pipeline.data.shards import Arrays, TokenRows
-from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import RelevanceInputs, build_model
-from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
+from bench.results import ROOT, Figure, Result, Target, figure, finish
+from bench.trainer_side import ARCHITECTURES
 
 NAME = "trainer_ratio"
 TITLE = "Samples/s against Hugging Face Trainer on the same XLA:CPU device"
 METHOD = """
-One process. A run of Trainer is interrupted every few steps and our loop takes as many, through MpDeviceLoader and with
-the default step boundaries; each block ends with the device waited for. The first blocks (compiles) are left out. The
-ratio is of the two medians over blocks. Both sides start from the same weights (losses compared before the run),
-same pair head and loss, AdamW with clipping at 1.0, fp32, no dropout. Trainer: adamw_torch, no logging, saving,
-evaluation or tqdm, batches gathered at once by the dataset. Real lengths: rows of the built-in catalogue, ours in the
-default buckets, Trainer padded to the largest one.
+Two processes, ours and Trainer's, each as its user would start it, take blocks of steps in turn; a block ends with the
+device waited for, and warm-up (compiles) is left out. The whole is repeated with fresh processes, because a process is
+up to 15 % faster or slower for its whole life on a virtual machine; `ratio` is the median over repeats of (median of
+ours / median of Trainer's). Both sides start from the same weights (losses compared before the run), same pair head and
+loss, AdamW with clipping at 1.0, fp32, no dropout. Ours: default settings, through MpDeviceLoader. Trainer:
+adamw_torch, no logging, saving, evaluation or tqdm, batches gathered at once by the dataset. Real lengths: rows of the
+built-in catalogue, ours in the default buckets, Trainer padded to the largest one.
 """
 TARGET = Target(figure="ratio", comparison=">=", value=1.3)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An encoder and a batch."""
-
-    model: ModelConfig
-    vocab_size: int
-    batch_size: int
-    tokens: int
-
-
-ARCHITECTURES = {
-    "4x256": Shape(ModelConfig(hidden_size=256, num_layers=4, num_heads=4, intermediate_size=1024), 8192, 64, 40),
-    "small": Shape(ModelConfig(preset="small"), 30522, 32, 64),
-    "tiny": Shape(ModelConfig(preset="tiny"), 1000, 32, 16),  # for --quick
-}
 DEFAULT = "4x256"
 
 
 @dataclass
-class Alternation:
-    """Seconds of each block of both sides, in turn."""
+class Side:
+    """A process that takes steps when asked (bench/trainer_side.py)."""
 
-    stepper: Stepper
-    backend: Backend
-    block: int
-    blocks: int
-    warmup: int
-    ours_s: list[float] = field(default_factory=list)
-    theirs_s: list[float] = field(default_factory=list)
+    command: list[str]
+    seconds: list[float] = field(default_factory=list)
     compiles: int = 0
-    _started: float = field(default_factory=time.monotonic)
 
-    def between(self) -> bool:
-        """Trainer's block is traced: wait for it, take ours, go on. True when there are enough."""
-        self.backend.synchronise()
-        self.theirs_s.append(time.monotonic() - self._started)
-        self.ours_s.append(self.stepper.seconds(self.block))
-        if len(self.ours_s) <= self.warmup:
-            self.compiles = self.backend.compile_count()
-        self.backend.synchronise()
-        self._started = time.monotonic()
-        return len(self.ours_s) == self.blocks + self.warmup
-
-    def rates(self, batch_size: int) -> tuple[list[float], list[float]]:
-        """Samples/s of the measured blocks (ours, theirs)."""
-        samples = self.block * batch_size
-        return (
-            [samples / seconds for seconds in self.ours_s[self.warmup :]],
-            [samples / seconds for seconds in self.theirs_s[self.warmup :]],
+    def __enter__(self) -> "Side":
+        self._process = subprocess.Popen(
+            self.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        self._warm_compiles = int(self._answer()[1])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def block(self, steps: int) -> None:
+        """Take a block and note its seconds."""
+        assert self._process.stdin is not None
+        print(steps, file=self._process.stdin, flush=True)
+        seconds, compiles = self._answer()
+        self.seconds.append(float(seconds))
+        self.compiles = int(compiles) - self._warm_compiles
+
+    def _answer(self) -> list[str]:
+        assert self._process.stdout is not None
+        words = self._process.stdout.readline().split()
+        if len(words) != 2:
+            raise RuntimeError(f"a side ended without an answer; run it to see why: {' '.join(self.command)}")
+        return words
 
 
-def compare(
-    shape: Shape,
-    spec: InputSpec,
-    source: RowSource,
-    buckets: tuple[Bucket, ...],
-    rows: Arrays,
-    *,
-    block: int,
-    blocks: int,
-) -> tuple[list[float], list[float], int]:
-    """(ours, theirs) in samples/s by block, and graphs compiled while measuring. `rows` are Trainer's, padded."""
-    config, backend = train_config(shape.batch_size), open_backend("xla")
-    model = build_model(shape.model, spec, config.seed)
-    peer = HfPairModel(model, shape.model, spec, config.loss)
-    check_same_loss(model, peer, rows, config)
-    program = make_program(shape.model, spec, config, backend, buckets, block, TrainProgram)
-    warmup = 2
-    with open_stepper(program, backend, source, config, log_every=block) as stepper:
-        stepper.warm_up()
-        turns = Alternation(stepper, backend, block, blocks, warmup)
-        run_trainer(peer, rows, config, 2 * block * (blocks + warmup), BlockCallback(block, turns.between))
-    ours, theirs = turns.rates(shape.batch_size)
-    return ours, theirs, backend.compile_count() - turns.compiles
+@dataclass
+class Rates:
+    """Samples/s of both sides, one value a repeat."""
+
+    ours: list[float] = field(default_factory=list)
+    trainer: list[float] = field(default_factory=list)
+    compiles: int = 0
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ours / trainer for ours, trainer in zip(self.ours, self.trainer, strict=True)]
+
+    def figures(self, prefix: str, text: str) -> list[Figure]:
+        """Ratio first."""
+        return [
+            figure(f"{prefix}ratio", self.ratios, "x", f"ours / Trainer, {text}"),
+            figure(f"{prefix}ours", self.ours, "samples/s", text),
+            figure(f"{prefix}trainer", self.trainer, "samples/s", text),
+            figure(f"{prefix}compiles", self.compiles, "graphs", "compiled during the measured blocks, both sides"),
+        ]
 
 
-def check_same_loss(ours: torch.nn.Module, theirs: HfPairModel, rows: Arrays, config: TrainConfig) -> None:
-    """Both models give the same loss for the same batch on CPU, else the comparison would mean nothing."""
-    batch = RowDataset(rows).__getitems__(list(range(config.global_batch_size)))[0]
-    with torch.no_grad():
-        inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
-        targets = Targets(batch["label"], batch["gain"], batch["query_key"])
-        mine = float(relevance_loss(ours.eval()(inputs), targets, config.loss))
-        peers = float(theirs.eval()(**batch)["loss"])
-    if abs(mine - peers) > 1e-4 * abs(mine):
-        raise ValueError(f"our loss is {mine}, the peer's {peers}: not the same model")
-
-
-def fixed_shape(name: str, *, block: int, blocks: int) -> list[Figure]:
-    """Every batch of one shape."""
-    shape = ARCHITECTURES[name]
-    spec, bucket = input_spec(shape.vocab_size), Bucket(shape.tokens, shape.tokens)
-    source = RandomRows(spec, bucket, rows=shape.batch_size * 64)
-    ours, theirs, compiles = compare(shape, spec, source, (bucket,), source.arrays, block=block, blocks=blocks)
-    text = f"{name}, batch {shape.batch_size} pairs x {shape.tokens} tokens a side"
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return [
-        Figure(
-            **(figure("ratio", each, "x", f"ours / Trainer, {text}").model_dump() | {"value": float(f"{ratio:.4g}")})
-        ),
-        figure("ours", ours, "samples/s", text),
-        figure("trainer", theirs, "samples/s", text),
-        figure("compiles", compiles, "graphs", "compiled during the measured blocks, both sides"),
-    ]
-
-
-def real_lengths(name: str, *, block: int, blocks: int, num_queries: int) -> list[Figure]:
-    """Rows of the built-in catalogue: buckets against padding to the largest."""
-    shape = ARCHITECTURES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        data = prepared_catalogue(Path(folder), num_queries, vocab_size=shape.vocab_size)
-        rows = data.rows("train")
-        padded = all_rows(rows)
-        ours, theirs, _ = compare(shape, data.spec, rows, rows.buckets, padded, block=block, blocks=blocks)
-    text = f"{name}, batch {shape.batch_size}, built-in catalogue, buckets {' '.join(b.name for b in rows.buckets)}"
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return [
-        Figure(
-            **(
-                figure("real_lengths_ratio", each, "x", f"ours / Trainer padded to the largest, {text}").model_dump()
-                | {"value": float(f"{ratio:.4g}")}
-            )
-        ),
-        figure("real_lengths_ours", ours, "samples/s", text),
-        figure("real_lengths_trainer", theirs, "samples/s", text),
-    ]
-
-
-def all_rows(rows: TokenRows) -> Arrays:
-    """Every row of a split in the largest bucket's shape."""
-    largest = len(rows.buckets) - 1
-    pools = np.repeat(np.arange(len(rows.sizes)), rows.sizes).astype(np.int64)
-    numbers = np.concatenate([np.arange(size) for size in rows.sizes]).astype(np.int64)
-    return rows.read(pools, numbers, largest)
+def alternate(flags: list[str], batch_size: int, *, repeats: int, blocks: int, block: int) -> Rates:
+    """Fresh processes for each repeat; who goes first alternates too."""
+    rates = Rates()
+    for _ in range(repeats):
+        with ExitStack() as stack:
+            command = [sys.executable, "-m", "bench.trainer_side"]
+            ours = stack.enter_context(Side([*command, "ours", *flags]))
+            trainer = stack.enter_context(Side([*command, "trainer", *flags]))
+            for number in range(blocks):
+                for side in (ours, trainer) if number % 2 else (trainer, ours):
+                    side.block(block)
+            rates.ours.append(batch_size * block / statistics.median(ours.seconds))
+            rates.trainer.append(batch_size * block / statistics.median(trainer.seconds))
+            rates.compiles += ours.compiles + trainer.compiles
+    return rates
 
 
 def run(*, quick: bool, architecture: str = DEFAULT, lengths: bool = True) -> Result:
     """Measure both figures."""
-    block, blocks = (2, 2) if quick else (6, 7)
+    repeats, blocks, block = (1, 2, 2) if quick else (5 if architecture == DEFAULT else 3, 10, 3)
     measured = "tiny" if quick else architecture
-    figures = fixed_shape(measured, block=block, blocks=blocks)
+    shape, flags = ARCHITECTURES[measured], ["--architecture", measured]
+    fixed = alternate(flags, shape.batch_size, repeats=repeats, blocks=blocks, block=block)
+    figures = fixed.figures("", f"{measured}, batch {shape.batch_size} pairs x {shape.tokens} tokens a side")
     if lengths:
-        figures += real_lengths(measured, block=4 * block, blocks=blocks, num_queries=100 if quick else 1500)
+        with tempfile.TemporaryDirectory() as folder:
+            flags += ["--catalogue", str(Path(folder)), "--num-queries", "100" if quick else "1500"]
+            real = alternate(flags, shape.batch_size, repeats=max(1, repeats - 2), blocks=blocks, block=2 * block)
+        text = f"{measured}, batch {shape.batch_size}, built-in catalogue, default buckets"
+        figures += real.figures("real_lengths_", text)
     name = NAME if architecture == DEFAULT else f"{NAME}_{architecture}"
     also = ["ours", "trainer", *(["real_lengths_ratio"] if lengths else [])]
     settings: dict[str, str | int | float] = {"architecture": measured, "steps_per_block": block}

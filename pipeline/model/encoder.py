@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
-from pipeline.model.ops import Gelu, LayerNorm, Linear
+from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear
 
 _MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
 
@@ -30,14 +30,15 @@ class EncoderLayer(nn.Module):
         self.intermediate = Linear(width, size.intermediate_size)
         self.output = Linear(size.intermediate_size, width)
         self.activation = Gelu()
+        self.attention = Attention()
         self.output_norm = LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
         """hidden [B, T, D], score_bias [B, 1, 1, T] -> [B, T, D]."""
         batch, tokens, width = hidden.shape
-        heads = (batch, tokens, 3, self.num_heads, width // self.num_heads)
-        query, key, value = self.qkv(hidden).view(heads).permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D/H]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
+        heads = (batch, tokens, self.num_heads, width // self.num_heads)
+        query, key, value = (part.reshape(heads).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
+        attended = self.attention(query, key, value, score_bias)  # each [B, H, T, D/H]
         attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
         hidden = self.attention_norm(hidden + self._drop(attended))
         expanded = self.activation(self.intermediate(hidden))

@@ -55,10 +55,23 @@ class Gelu(nn.Module):
         return result
 
 
+class Attention(nn.Module):
+    """Scaled dot-product attention (Vaswani et al. 2017); with `sums_by_matmul` written out for XLA:CPU to fuse."""
+
+    sums_by_matmul = False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, score_bias: Tensor) -> Tensor:
+        """query, key, value [B, H, T, E], score_bias broadcast to [B, H, T, T] -> [B, H, T, E]."""
+        if not self.sums_by_matmul:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
+        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3)) + score_bias
+        return torch.matmul(torch.softmax(scores, dim=-1), value)
+
+
 def use_matmul_sums(module: nn.Module, on: bool) -> None:
     """Choose the form of every operator of this file in `module`."""
     for child in module.modules():
-        if isinstance(child, Linear | LayerNorm | Gelu):
+        if isinstance(child, Linear | LayerNorm | Gelu | Attention):
             child.sums_by_matmul = on
 
 

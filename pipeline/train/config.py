@@ -60,7 +60,7 @@ class TrainConfig(BaseModel):
         "fp32", description="bf16: bf16 weights and activations, fp32 master weights"
     )
     step_boundary: Literal["split", "fused"] = Field(
-        "split", description="Graphs: forward+backward and update apart, or one"
+        "fused", description="One graph a step (fastest), or forward+backward and update apart (smaller graphs)"
     )
     seed: int = Field(1, ge=0, description="Seed of initial weights, order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
