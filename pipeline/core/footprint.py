@@ -1,0 +1,236 @@
+"""Will it fit, and how long will a step take: an estimate for one core, from sizes alone.
+
+Figures of the machines: AWS Neuron documentation, trn1-arch and trn2-arch pages (neuron.md 6.6); the 25.8 GB that
+memory errors on trn2 name (7.9) are the 24 GiB below. Activations: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), section 4.1, here without sharding and with dropout only when it is
+on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. What the compiler needs for itself (scratch, code, collectives)
+is not known before it has run and is not in here: leave a reserve.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.core.errors import ConfigError
+
+GIB = 2**30
+Precision = Literal["fp32", "autocast", "bf16"]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A Trainium instance; a core is one logical NeuronCore (trn2: LNC=2)."""
+
+    name: str
+    num_cores: int
+    core_memory_bytes: int
+    core_tflops_bf16: float
+    core_tflops_fp32: float
+
+    def core_tflops(self, precision: Precision) -> float:
+        """Dense peak of one core for the matrix products of a precision mode."""
+        return self.core_tflops_fp32 if precision == "fp32" else self.core_tflops_bf16
+
+
+INSTANCES: dict[str, Instance] = {
+    instance.name: instance
+    for instance in (
+        # 32 GiB, 190 and 47.5 TFLOPS a chip of two cores; 96 GiB, 667 and 181 TFLOPS a chip of four.
+        Instance("trn1.2xlarge", 2, 16 * GIB, 95.0, 23.75),
+        Instance("trn1.32xlarge", 32, 16 * GIB, 95.0, 23.75),
+        Instance("trn1n.32xlarge", 32, 16 * GIB, 95.0, 23.75),
+        Instance("trn2.3xlarge", 4, 24 * GIB, 166.75, 45.25),
+        Instance("trn2.48xlarge", 64, 24 * GIB, 166.75, 45.25),
+    )
+}
+
+
+@dataclass(frozen=True)
+class EncoderSizes:
+    """A BERT-style encoder: V vocabulary, P positions, L layers, D width, H heads, I intermediate width."""
+
+    vocab: int
+    positions: int
+    layers: int
+    width: int
+    heads: int
+    intermediate: int
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of the layers' matrices, which every token is multiplied with: L (4 D^2 + 2 D I)."""
+        return self.layers * (4 * self.width**2 + 2 * self.width * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """All of the encoder: embeddings of words, positions and two types, matrices, biases, layer norms."""
+        embeddings = (self.vocab + self.positions + 2) * self.width
+        norms = 2 * self.width * (1 + 2 * self.layers)
+        biases = self.layers * (5 * self.width + self.intermediate)
+        return embeddings + self.matrix_parameters + norms + biases
+
+
+@dataclass(frozen=True)
+class EncoderPass:
+    """One call of the encoder: `sequences` texts of `tokens` tokens."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one core does in one optimizer step."""
+
+    passes: tuple[EncoderPass, ...]
+    """Encoder calls of one micro-step."""
+    samples: int
+    """Of one micro-step."""
+    accumulation: int = 1
+    precision: Precision = "fp32"
+    dropout: bool = False
+    moments: int = 2
+    """fp32 tensors that the optimizer keeps for each parameter (AdamW: 2)."""
+
+    @staticmethod
+    def of_pairs(
+        samples: int,
+        query_tokens: int,
+        product_tokens: int,
+        *,
+        accumulation: int = 1,
+        precision: Precision = "fp32",
+        dropout: bool = False,
+        moments: int = 2,
+    ) -> "Workload":
+        """(query, product) pairs through the shared encoder: `samples` of each."""
+        passes = (EncoderPass(samples, query_tokens), EncoderPass(samples, product_tokens))
+        return Workload(passes, samples, accumulation, precision, dropout, moments)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one core."""
+
+    master_bytes: int
+    """fp32 weights that the optimizer updates."""
+    compute_bytes: int
+    """The copy in compute precision (bf16 and autocast), none in fp32."""
+    optimizer_bytes: int
+    gradient_bytes: int
+    """With accumulation the sum and the newest; in bf16 also the gradient before it becomes fp32."""
+    activation_bytes: int
+    """Kept from the forward for the backward pass."""
+    workspace_bytes: int
+    """Gradients of the widest activations of one layer, twice: what comes in and what goes out."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.master_bytes + self.compute_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything at the start of the backward pass, as if nothing shared memory: an upper estimate."""
+        state = self.parameter_bytes + self.optimizer_bytes + self.gradient_bytes
+        return state + self.activation_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `trnpipe doctor` prints for one bucket on one kind of instance."""
+
+    instance: Instance
+    footprint: Footprint
+    flops: float
+    """Of one optimizer step on one core."""
+    mfu: float
+    step_s: float
+
+    @property
+    def memory_share(self) -> float:
+        return self.footprint.peak_bytes / self.instance.core_memory_bytes
+
+    def fits(self, reserve: float = 0.2) -> bool:
+        """True when `reserve` of the core's memory stays free for the compiler's scratch and the collectives."""
+        return self.memory_share <= 1.0 - reserve
+
+
+def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Footprint:
+    """Memory of one core. `parameters`: of the whole model, heads included."""
+    low = workload.precision != "fp32"
+    copies = 2 if workload.accumulation > 1 else 1
+    gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
+    return Footprint(
+        master_bytes=4 * parameters,
+        compute_bytes=2 * parameters if low else 0,
+        optimizer_bytes=4 * workload.moments * parameters,
+        gradient_bytes=gradients,
+        activation_bytes=sum(_activation_bytes(encoder, call, workload) for call in workload.passes),
+        workspace_bytes=max((_workspace_bytes(encoder, call, workload) for call in workload.passes), default=0),
+    )
+
+
+def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int = 0) -> float:
+    """FLOPs of one optimizer step on one core, backward counted as twice the forward pass.
+
+    A token costs 6 FLOPs a matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q T);
+    embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads).
+    """
+    flops = 6.0 * sample_parameters * workload.samples
+    for call in workload.passes:
+        per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * call.tokens
+        flops += float(call.sequences * call.tokens * per_token)
+    return flops * workload.accumulation
+
+
+def step_seconds(flops: float, peak_tflops: float, mfu: float) -> float:
+    """Time of `flops` on a core that reaches `mfu` (0 to 1) of `peak_tflops`. Raises ConfigError outside that."""
+    if not 0.0 < mfu <= 1.0 or peak_tflops <= 0.0:
+        raise ConfigError(f"MFU {mfu} of {peak_tflops} TFLOPS", expected="an MFU above 0 and at most 1, a peak above 0")
+    return flops / (peak_tflops * 1e12 * mfu)
+
+
+def estimate(
+    parameters: int,
+    encoder: EncoderSizes,
+    workload: Workload,
+    *,
+    instance: str,
+    mfu: float,
+    sample_parameters: int = 0,
+) -> Estimate:
+    """Memory and time on one core of `instance`. Raises ConfigError for an instance that is not known."""
+    if instance not in INSTANCES:
+        raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(INSTANCES)}")
+    machine = INSTANCES[instance]
+    flops = step_flops(encoder, workload, sample_parameters)
+    seconds = step_seconds(flops, machine.core_tflops(workload.precision), mfu)
+    return Estimate(machine, footprint(parameters, encoder, workload), flops, mfu, seconds)
+
+
+def _bytes_of(precision: Precision) -> tuple[int, int]:
+    """Bytes of an element: inputs of matrix products and GELU; inputs of layer norms, and softmax.
+
+    autocast runs layer norm and softmax in fp32 (neuron.md 7.5).
+    """
+    return {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}[precision]
+
+
+def _activation_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Workload) -> int:
+    """Per layer and token: matrix inputs 6 D + I, GELU input I, layer norms 2 D, softmax H T; masks with dropout.
+
+    In 2-byte elements with dropout and I = 4 D this is 34 D + 5 H T (Korthikanti et al., equation 1). The score matrix
+    is written out: XLA has no fused attention here.
+    """
+    product, other = _bytes_of(workload.precision)
+    width, scores = encoder.width, encoder.heads * call.tokens
+    per_token = product * (6 * width + 2 * encoder.intermediate) + other * (2 * width + scores)
+    if workload.dropout:
+        per_token += 2 * width + scores + product * scores
+    embedding = (other + (1 if workload.dropout else 0)) * width
+    return call.sequences * call.tokens * (encoder.layers * per_token + embedding)
+
+
+def _workspace_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Workload) -> int:
+    product, other = _bytes_of(workload.precision)
+    widest = max(product * encoder.intermediate, product * 3 * encoder.width, other * encoder.heads * call.tokens)
+    return 2 * call.sequences * call.tokens * widest

@@ -1,0 +1,185 @@
+"""The estimate per core against the real model, published figures and the arithmetic of the papers."""
+
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.footprint import (
+    GIB,
+    INSTANCES,
+    EncoderPass,
+    EncoderSizes,
+    Precision,
+    Workload,
+    estimate,
+    footprint,
+    step_flops,
+    step_seconds,
+)
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.encoder import TextEncoder
+from pipeline.model.relevance import RelevanceInputs, RelevanceModel
+
+TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)
+BASE = EncoderSizes(vocab=30522, positions=512, layers=12, width=768, heads=12, intermediate=3072)
+LARGE = EncoderSizes(vocab=30522, positions=512, layers=24, width=1024, heads=16, intermediate=4096)
+SPEC = InputSpec(vocab_size=40, pad_id=0, labels=("bad", "good"), label_gains=(0.0, 1.0))
+PRECISIONS: tuple[Precision, ...] = ("fp32", "autocast", "bf16")
+
+
+def written_out() -> AbstractContextManager[None]:
+    """Attention as plain products, as on XLA; torch does not count its fused kernel on CPU."""
+    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+    return context
+
+
+def encoder() -> TextEncoder:
+    return TextEncoder(ModelConfig(preset="tiny", max_positions=64), vocab_size=40, pad_id=0)
+
+
+def test_parameters_are_those_of_the_encoder() -> None:
+    assert TINY.parameters == sum(p.numel() for p in encoder().parameters())
+
+
+def test_parameters_are_those_published() -> None:
+    # Hugging Face bert-base-uncased and bert-large-uncased without the pooler (D^2 + D).
+    assert BASE.parameters == 109_482_240 - (768**2 + 768)
+    assert LARGE.parameters == 335_141_888 - (1024**2 + 1024)
+
+
+@pytest.mark.parametrize(("tokens", "tolerance"), [(8, 0.02), (64, 0.02)])
+def test_flops_are_those_that_torch_counts(tokens: int, tolerance: float) -> None:
+    model = encoder()
+    with FlopCounterMode(display=False) as counter, written_out():
+        model(torch.ones(3, tokens, dtype=torch.int32)).sum().backward()
+    expected = step_flops(TINY, Workload((EncoderPass(3, tokens),), samples=3))
+    assert counter.get_total_flops() == pytest.approx(expected, rel=tolerance)
+
+
+def test_flops_of_pairs_with_the_heads() -> None:
+    model = RelevanceModel(ModelConfig(preset="tiny", max_positions=64), SPEC)
+    inputs = RelevanceInputs(
+        torch.ones(4, 8, dtype=torch.int32),
+        torch.ones(4, 16, dtype=torch.int32),
+        torch.zeros(4, 0),
+        torch.zeros(4, 0, dtype=torch.int32),
+    )
+    with FlopCounterMode(display=False) as counter, written_out():
+        model(inputs).logits.sum().backward()
+    heads = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("encoder."))
+    expected = step_flops(TINY, Workload.of_pairs(4, 8, 16), heads)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_activations_are_those_of_the_paper() -> None:
+    """Korthikanti et al., equation 1: s b h (34 + 5 a s / h) bytes a layer in 16 bit with dropout."""
+    workload = Workload((EncoderPass(4, 128),), samples=4, precision="bf16", dropout=True)
+    layers = BASE.layers * 128 * 4 * 768 * (34 + 5 * 12 * 128 / 768)
+    embedding = 128 * 4 * 768 * 3
+    assert footprint(BASE.parameters, BASE, workload).activation_bytes == layers + embedding
+
+
+def test_activations_of_fp32_are_what_autograd_keeps() -> None:
+    """Within a third: torch keeps some tensors once for two users, and masks and views on top."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model = encoder()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        written_out(),
+    ):
+        loss = model(torch.ones(8, 32, dtype=torch.int32)).sum()
+    real = sum(size for address, size in kept.items() if address not in weights)
+    expected = footprint(0, TINY, Workload((EncoderPass(8, 32),), samples=8)).activation_bytes
+    assert loss.requires_grad and expected == pytest.approx(real, rel=0.33)
+
+
+def test_bytes_of_each_precision() -> None:
+    parameters = 1000
+    sizes = {p: footprint(parameters, TINY, Workload.of_pairs(4, 8, 8, precision=p)) for p in PRECISIONS}
+    assert [sizes[p].master_bytes for p in PRECISIONS] == [4000] * 3
+    assert [sizes[p].compute_bytes for p in PRECISIONS] == [0, 2000, 2000]
+    assert [sizes[p].gradient_bytes for p in PRECISIONS] == [4000, 4000, 6000]
+    assert [sizes[p].optimizer_bytes for p in PRECISIONS] == [8000] * 3
+    activations = [sizes[p].activation_bytes for p in PRECISIONS]
+    assert activations[0] == 2 * activations[2] and activations[2] < activations[1] < activations[0]
+    one = footprint(parameters, TINY, Workload.of_pairs(4, 8, 8, moments=1, accumulation=2))
+    assert (one.optimizer_bytes, one.gradient_bytes) == (4000, 8000)
+
+
+sizes = st.builds(
+    EncoderSizes,
+    vocab=st.integers(10, 1000),
+    positions=st.integers(8, 64),
+    layers=st.integers(1, 4),
+    width=st.sampled_from([8, 16]),
+    heads=st.sampled_from([1, 2]),
+    intermediate=st.integers(8, 64),
+)
+
+
+@given(sizes, st.integers(1, 64), st.integers(1, 64), st.sampled_from(PRECISIONS), st.booleans())
+def test_more_samples_cost_more(
+    encoder: EncoderSizes, samples: int, tokens: int, precision: Precision, drop: bool
+) -> None:
+    def of(samples: int, accumulation: int = 1) -> tuple[int, float]:
+        work = Workload.of_pairs(samples, tokens, tokens, precision=precision, dropout=drop, accumulation=accumulation)
+        return footprint(encoder.parameters, encoder, work).peak_bytes, step_flops(encoder, work, 10)
+
+    (small, few), (large, many) = of(samples), of(2 * samples)
+    assert small < large < 2 * small and many == pytest.approx(2 * few)
+    assert of(samples, 3)[1] == pytest.approx(3 * few)
+
+
+def test_the_instances_are_those_of_the_table() -> None:
+    """Chips x figures a chip (neuron.md 6.6): 32 GiB, 190 / 47.5 TFLOPS; 96 GiB, 667 / 181 TFLOPS."""
+    for name, chips, memory_gib, bf16, fp32 in (
+        ("trn1.2xlarge", 1, 32, 190, 47.5),
+        ("trn1.32xlarge", 16, 512, 3040, 760),
+        ("trn1n.32xlarge", 16, 512, 3040, 760),
+        ("trn2.3xlarge", 1, 96, 667, 181),
+        ("trn2.48xlarge", 16, 1536, 16 * 667, 16 * 181),
+    ):
+        instance = INSTANCES[name]
+        assert instance.num_cores * instance.core_memory_bytes == memory_gib * GIB
+        assert instance.num_cores * instance.core_tflops("bf16") == pytest.approx(bf16)
+        assert instance.num_cores * instance.core_tflops("fp32") == pytest.approx(fp32)
+        assert instance.num_cores % chips == 0
+
+
+def test_large_on_one_core_of_trn1() -> None:
+    def of(samples: int) -> tuple[bool, float]:
+        work = Workload.of_pairs(samples, 64, 64, precision="bf16")
+        found = estimate(LARGE.parameters, LARGE, work, instance="trn1.32xlarge", mfu=0.3)
+        return found.fits(), found.memory_share
+
+    assert of(16)[0] and not of(512)[0] and of(512)[1] > 1.0
+
+
+def test_step_time() -> None:
+    assert step_seconds(95e12, 95.0, 0.5) == pytest.approx(2.0)
+    work = Workload.of_pairs(64, 32, 32, precision="bf16")
+    found = estimate(BASE.parameters, BASE, work, instance="trn1.2xlarge", mfu=0.4)
+    assert found.step_s == pytest.approx(found.flops / (0.4 * 95e12))
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(95.0, 0.0), (95.0, 1.2), (0.0, 0.5)])
+def test_impossible_utilisation(peak: float, mfu: float) -> None:
+    with pytest.raises(ConfigError, match="MFU"):
+        step_seconds(1e12, peak, mfu)
+
+
+def test_unknown_instance() -> None:
+    with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
+        estimate(1, TINY, Workload.of_pairs(1, 8, 8), instance="p4d.24xlarge", mfu=0.4)
