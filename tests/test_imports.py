@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("core",),
     ("io", "backends", "telemetry", "runtime_signals", "settings_fields"),
-    ("data", "model", "parallel", "checkpoint"),
+    ("data", "model", "parallel", "checkpoint", "graphs"),
     ("evaluation",),
     ("train", "embedding"),
     ("settings",),
@@ -46,7 +46,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint")
+TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Compiled graphs: the cache they lie in, and what keeps it whole."""
