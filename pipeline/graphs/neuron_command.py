@@ -1,0 +1,48 @@
+"""How neuron_parallel_compile is called: its arguments, its environment and the script it runs."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.graphs.config import CompileConfig
+
+PROGRAM = "neuron_parallel_compile"
+# The first compiles what a failed trial run collected; the second is for the tool to set, in the trial run alone.
+NOT_INHERITED = ("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", "NEURON_EXTRACT_GRAPHS_ONLY")
+
+
+def tool_command(script: str, *, parallel: int, workdir: Path) -> list[str]:
+    """The tool on a wrapper script beside it. Options of the run command itself would be parsed by the tool."""
+    return [PROGRAM, f"--num_parallel={parallel}", f"--parallel_compile_workdir={workdir}", f"./{script}"]
+
+
+def wrapper_script(command: Sequence[str], *, cwd: Path, exit_file: Path) -> str:
+    """A shell script that runs `command` and leaves its exit code, which the tool would hide, in a file."""
+    return "\n".join(
+        (
+            "#!/bin/sh",
+            f"cd {shlex.quote(str(cwd))} || exit 1",
+            shlex.join(command),
+            "code=$?",
+            f'echo "$code" > {shlex.quote(str(exit_file))}',
+            'exit "$code"',
+            "",
+        )
+    )
+
+
+def neuron_environment(
+    env: Mapping[str, str], config: CompileConfig, *, cache_root: str, retry_failed: bool
+) -> dict[str, str]:
+    """The environment of the tool. Training must use the same NEURON_CC_FLAGS, which are part of the cache key.
+
+    `retry_failed` adds the option to compile cached failures again; it is not part of the key.
+    """
+    flags = config.flags.text() + (" --retry_failed_compilation" if retry_failed else "")
+    ours = {
+        "NEURON_CC_FLAGS": flags,
+        "NEURON_COMPILE_CACHE_URL": cache_root,
+        "NEURON_PARALLEL_COMPILE_MAX_RETRIES": str(config.max_retries),
+        "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1",
+    }
+    return {name: value for name, value in env.items() if name not in NOT_INHERITED} | ours
