@@ -1,0 +1,266 @@
+"""Writes the HLO of small programs and of our own graphs to files. Run by traces.py in a process with torch_xla.
+
+`hlo_text` and `own_graph` are what the compile stage does; the programs are what the lint must find.
+"""
+
+import gc
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.backends.xla import XlaBackend
+from pipeline.core.buckets import Bucket
+from pipeline.model.config import ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.train.config import TrainConfig
+from pipeline.train.optimizer import CONTROL_SIZE
+from pipeline.train.program import TrainProgram
+from tests.train.rows import SPEC
+
+torch_xla: Any = importlib.import_module("torch_xla")
+metrics: Any = importlib.import_module("torch_xla.debug.metrics")
+DEVICE = torch_xla.device()
+BUCKET = Bucket(8, 16)
+
+
+def hlo_text(tensors: Sequence[Tensor]) -> str:
+    """The graph that would compute these lazy tensors, without compiling or executing it."""
+    text: str = torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
+    return text
+
+
+class TracingBackend(XlaBackend):
+    """Everything stays one graph that is never run."""
+
+    def step_boundary(self) -> None:
+        pass
+
+
+def own_graph(
+    *,
+    bucket: Bucket = BUCKET,
+    plain: bool = True,
+    first: bool = False,
+    accumulation: int = 1,
+    kind: str = "train",
+    precision: str = "fp32",
+    **model: Any,
+) -> str:
+    """HLO of one of our graphs. `plain`: the operators of Neuron, else those of XLA:CPU. `first`: of the first step."""
+    backend = TracingBackend()
+    backend.sums_by_matmul = not plain
+    config = TrainConfig(precision=precision)  # type: ignore[arg-type]
+    program = TrainProgram(
+        build_model(ModelConfig(**model), SPEC, 1),
+        backend,
+        config,
+        accumulation=accumulation,
+        host_mean=lambda tensors: tensors,
+        figure_rows=8,
+        buckets=[bucket],
+    )
+    batch = _batch(16, bucket)
+    if not first:
+        backend.synchronise()  # the moments become data, as they are from the second step on
+    if kind == "scores":
+        return hlo_text([program.scores(batch)])
+    for _ in range(accumulation):
+        program.micro_step(batch)
+    program.update(batch["control"], 1)
+    optimizer = program.optimizer
+    state = [*program.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, program.guard.state, program._figures]
+    return hlo_text([tensor.detach() for tensor in state])
+
+
+def _batch(samples: int, bucket: Bucket) -> dict[str, Tensor]:
+    ints, floats = torch.int32, torch.float32
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "query": ((samples, bucket.query_tokens), ints),
+        "product": ((samples, bucket.product_tokens), ints),
+        "numeric": ((samples, len(SPEC.numeric)), floats),
+        "categorical": ((samples, len(SPEC.categorical_ids)), ints),
+        "label": ((samples,), ints),
+        "gain": ((samples,), floats),
+        "query_key": ((samples,), ints),
+        "control": ((CONTROL_SIZE,), floats),
+    }
+    return {name: torch.ones(shape, dtype=dtype).to(DEVICE) for name, (shape, dtype) in shapes.items()}
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "tiny-matmul-sums": {"plain": False},
+    "tiny-first": {"first": True},
+    "tiny-one-pass": {"bucket": Bucket(8, 8)},
+    "tiny-longer": {"bucket": Bucket(8, 32)},
+    "tiny-bf16": {"precision": "bf16"},
+    "tiny-dropout": {"dropout": 0.1},
+    "tiny-accumulation": {"accumulation": 2},
+    "tiny-scores": {"kind": "scores"},
+    "small": {"preset": "small"},
+    "small-bf16": {"preset": "small", "precision": "bf16"},
+}
+
+
+def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Ones that are an input of the graph, not a constant."""
+    return torch.ones(shape, dtype=dtype).to(DEVICE)
+
+
+def inverse() -> list[Tensor]:
+    return [torch.linalg.inv_ex(data(4, 4)).inverse]
+
+
+def complex_product() -> list[Tensor]:
+    return [data(4, dtype=torch.complex64) * data(4, dtype=torch.complex64)]
+
+
+def eight_bit() -> list[Tensor]:
+    return [data(4).to(torch.float8_e4m3fn)]
+
+
+def random_numbers() -> list[Tensor]:
+    return [torch.rand(4, device=DEVICE)]
+
+
+def dilated_transposed_convolution() -> list[Tensor]:
+    return [F.conv_transpose2d(data(1, 2, 8, 8), data(2, 2, 3, 3), stride=2, dilation=2)]
+
+
+def topk_of_integers() -> list[Tensor]:
+    return list(torch.topk(data(8, dtype=torch.int32), 2))
+
+
+def scatter_of_integers() -> list[Tensor]:
+    return [data(8, dtype=torch.int32).scatter_add(0, data(4, dtype=torch.int64), data(4, dtype=torch.int32))]
+
+
+def shift_of_int32() -> list[Tensor]:
+    return [data(4, dtype=torch.int32) >> 1]
+
+
+def compare_with_a_python_float() -> list[Tensor]:
+    return [data(4) < 0.5]
+
+
+def nonzero() -> list[Tensor]:
+    return [torch.nonzero(data(4))]
+
+
+def floor_division() -> list[Tensor]:
+    return [data(4, dtype=torch.int64) // 3]
+
+
+def truncated_division() -> list[Tensor]:
+    return [torch.div(data(4, dtype=torch.int32), data(4, dtype=torch.int32), rounding_mode="trunc")]
+
+
+def true_division() -> list[Tensor]:
+    return [data(4, dtype=torch.int32) / 3]
+
+
+def integer_product() -> list[Tensor]:
+    return [torch.matmul(data(4, 4, dtype=torch.int32), data(4, 4, dtype=torch.int32))]
+
+
+def log1p() -> list[Tensor]:
+    return [torch.log1p(data(4))]
+
+
+def all_true() -> list[Tensor]:
+    return [(data(4) > data(4)).all()]
+
+
+def index_beyond_the_table() -> list[Tensor]:
+    return [F.embedding(torch.arange(9, device=DEVICE), data(6, 4))]
+
+
+def index_within_the_table() -> list[Tensor]:
+    return [F.embedding(torch.arange(6, device=DEVICE), data(6, 4))]
+
+
+def classifier() -> list[Tensor]:
+    """Embedding, layer norm, attention, GELU, cross entropy and their backward pass: what every encoder has."""
+    table, weight = data(20, 8).requires_grad_(), data(8, 3).requires_grad_()
+    hidden = F.layer_norm(F.embedding(data(4, 5, dtype=torch.int32), table), (8,))
+    hidden = F.gelu(F.scaled_dot_product_attention(hidden, hidden, hidden))
+    loss = F.cross_entropy(hidden.mean(1) @ weight, data(4, dtype=torch.int64))
+    return [loss.detach(), *torch.autograd.grad(loss, [table, weight])]
+
+
+def convolution() -> list[Tensor]:
+    image, kernel = data(1, 2, 8, 8).requires_grad_(), data(2, 2, 3, 3).requires_grad_()
+    pooled = F.max_pool2d(F.conv2d(image, kernel, stride=2, padding=1), 2)
+    return list(torch.autograd.grad(pooled.sum(), [image, kernel]))
+
+
+def sorts_and_sums() -> list[Tensor]:
+    return [torch.sort(data(8)).values, torch.cumsum(data(8), 0), torch.argmax(data(8)), *torch.topk(data(8), 2)]
+
+
+PROGRAMS: tuple[Callable[[], list[Tensor]], ...] = (
+    inverse,
+    complex_product,
+    eight_bit,
+    random_numbers,
+    dilated_transposed_convolution,
+    topk_of_integers,
+    scatter_of_integers,
+    shift_of_int32,
+    compare_with_a_python_float,
+    nonzero,
+    floor_division,
+    truncated_division,
+    true_division,
+    integer_product,
+    log1p,
+    all_true,
+    index_beyond_the_table,
+    index_within_the_table,
+    classifier,
+    convolution,
+    sorts_and_sums,
+)
+
+
+def _text_of(program: Callable[[], list[Tensor]]) -> str:
+    return hlo_text(program())
+
+
+def counters_of(program: Callable[[], object]) -> dict[str, int]:
+    metrics.clear_all()
+    program()
+    return {name: int(metrics.counter_value(name)) for name in metrics.counter_names()}
+
+
+def main(folder: Path, what: str) -> None:
+    jobs: dict[str, Callable[[], str]] = {}
+    if what == "programs":
+        jobs = {program.__name__: partial(_text_of, program) for program in PROGRAMS}
+    names = ["tiny"] if what == "programs" else list(OWN)
+    jobs |= {f"own-{name}": partial(own_graph, **OWN[name]) for name in names}
+    for name, job in jobs.items():
+        try:
+            (folder / f"{name}.hlo").write_text(job(), encoding="utf-8")
+        except Exception:  # one program that cannot be traced fails the tests that need it, not all
+            (folder / f"{name}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        gc.collect()  # what is traced and never run must not become part of the next graph
+    if what == "programs":
+        counted = {
+            "fallback": counters_of(lambda: torch.bincount(data(4, dtype=torch.int64))),
+            "scalar": counters_of(lambda: data(1).sum().item()),
+        }
+        (folder / "counters.json").write_text(json.dumps(counted), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
