@@ -17,7 +17,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train prepare test test-fast lint bench lock clean
+.PHONY: help setup train compile prepare test test-fast lint bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,6 +36,10 @@ $(STAMP): pyproject.toml requirements.lock
 train: $(STAMP)  ## prepare data, train, evaluate, leave a verified checkpoint; run again: continues or says it is done
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe train $(FLAGS)
+
+compile: $(STAMP)  ## prepare data, then meet and compile every graph of the cycle ahead of time
+	$(BIN)/trnpipe prepare $(FLAGS)
+	$(BIN)/trnpipe compile $(FLAGS)
 
 prepare: $(STAMP)  ## only prepare the data
 	$(BIN)/trnpipe prepare $(FLAGS)

@@ -23,9 +23,10 @@ from pipeline.settings_text import as_json, flags_text, table_text
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
 STAGES: dict[str, str] = {
     "prepare": "read new input, tokenise it once, commit token shards",
+    "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
     "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
 }
-PARALLEL = frozenset({"train"})  # stages that --launch.processes runs in several ranks
+PARALLEL = frozenset({"compile", "train"})  # stages that --launch.processes runs in several ranks
 COMMANDS: dict[str, str] = STAGES | {"config": "print every setting with its value and source; --json for machines"}
 
 _USAGE = "usage: trnpipe <command> [--config FILE.toml ...] [--section.key value ...]"

@@ -8,6 +8,7 @@ from pydantic.main import IncEx
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.config import DataConfig
+from pipeline.graphs.config import CompileConfig
 from pipeline.io.retry import RetryPolicy
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
@@ -52,6 +53,7 @@ class Settings(BaseModel):
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    compile: CompileConfig = CompileConfig()
     launch: LaunchConfig = LaunchConfig()
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
@@ -63,6 +65,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "cycle": True,
     "scratch": True,
     "launch": True,
+    "compile": True,
     "storage": True,
     "log": True,
     "data": {"num_workers": True},

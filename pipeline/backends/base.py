@@ -49,6 +49,15 @@ class Backend(Protocol):
     def compile_count(self) -> int:
         """Graphs compiled so far by this process (0 on eager devices)."""
 
+    def compile_seconds(self) -> float:
+        """Seconds spent compiling so far by this process (0 on eager devices)."""
+
+    def device_name(self) -> str:
+        """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
+
+    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
+        """The graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
+
     def execute_seconds(self) -> float:
         """Seconds the device spent executing so far (0 where the runtime does not tell)."""
 

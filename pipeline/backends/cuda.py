@@ -73,6 +73,15 @@ class CudaBackend:
     def compile_count(self) -> int:
         return 0
 
+    def compile_seconds(self) -> float:
+        return 0.0
+
+    def device_name(self) -> str:
+        return self.name
+
+    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
+        return ""
+
     def execute_seconds(self) -> float:
         return 0.0
 

@@ -106,6 +106,16 @@ class XlaBackend:
         data = self._metrics.metric_data("CompileTime")
         return 0 if data is None else int(data[0])
 
+    def compile_seconds(self) -> float:
+        data = self._metrics.metric_data("CompileTime")
+        return 0.0 if data is None else float(data[1]) / 1e9
+
+    def device_name(self) -> str:
+        return f"xla:{self.device_type}"
+
+    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
+        return str(self._xla._XLAC._get_xla_tensors_hlo(list(tensors)))
+
     def execute_seconds(self) -> float:
         data = self._metrics.metric_data("ExecuteTime")
         return 0.0 if data is None else float(data[1]) / 1e9

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.core.batching import BatchPlan, Int64s, rank_slice
 from pipeline.core.order import mix64
-from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.shards import Arrays
 
 
 class RowSource(Protocol):
@@ -54,7 +54,7 @@ def training_batches(
 
 
 def evaluation_batches(
-    rows: TokenRows, *, batch_size: int, limit: int, share: RankShare
+    rows: RowSource, *, batch_size: int, limit: int, share: RankShare
 ) -> Iterator[tuple[Arrays, dict[str, Tensor]]]:
     """This rank's part of a split, bucket by bucket, in full batches; a bucket's last is filled by repeating a row.
 

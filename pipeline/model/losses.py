@@ -48,13 +48,17 @@ def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossCo
     """
     batch, group = targets.gain.shape[0], config.negatives_group
     shape = (batch // group, group)
-    query = F.normalize(outputs.query.float(), dim=1).view(*shape, -1)
-    product = F.normalize(outputs.product.float(), dim=1).view(*shape, -1)
+    query, product = (_unit(side.float()).view(*shape, -1) for side in (outputs.query, outputs.product))
     similarity = torch.matmul(query, product.transpose(1, 2)) / config.temperature  # [B/G, G, G]
     own = torch.eye(group, device=similarity.device, dtype=similarity.dtype)
-    positive = (targets.gain >= config.positive_gain).float()
+    positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
     keys = targets.query_key.view(shape)
     same_query = (keys[:, :, None] == keys[:, None, :]).float() * positive.view(shape)[:, None, :]
     similarity = similarity + same_query * (1.0 - own) * _LEFT_OUT
     own_score = (F.log_softmax(similarity, dim=2) * own).sum(2).view(batch)
     return -(own_score * positive).sum() / batch
+
+
+def _unit(values: Tensor) -> Tensor:
+    """[B, D] scaled to length one. F.normalize compares with a Python float, which puts f64 into the graph."""
+    return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)

@@ -29,7 +29,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
         )
     parent = find_parent(settings, ctx)
-    inputs = gather_inputs(ctx.workspace, _partitions(prepared), parent, settings.train, settings.model)
+    inputs = gather_inputs(ctx.workspace, token_set_prefixes(prepared), parent, settings.train, settings.model)
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
@@ -77,7 +77,7 @@ def _commit(
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-def _partitions(prepared: StageResult) -> list[str]:
+def token_set_prefixes(prepared: StageResult) -> list[str]:
     """Committed token folders of the prepare stage, in partition order."""
     return [prefix for name, prefix in sorted(prepared.outputs.items()) if name.startswith("token_set_")]
 
@@ -87,6 +87,7 @@ def _config(settings: Settings) -> RunConfig:
         train=settings.train,
         model=settings.model,
         checkpoint=settings.checkpoint,
+        compile=settings.compile,
         backend=settings.backend,
         log_every=settings.log.every_steps,
         tensorboard=settings.log.tensorboard,

@@ -7,6 +7,7 @@ from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.partitions import Selection, select_partitions
+from pipeline.data.token_set import TokenSetInfo
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
@@ -61,14 +62,9 @@ def gather_inputs(
     """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
-    spec = InputSpec(
-        vocab_size=info.vocab_size,
-        pad_id=info.pad_id,
-        labels=info.labels,
-        label_gains=info.label_gains if parent is None else parent.state.inputs.label_gains,
-        numeric=info.numeric,
-        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
-    )
+    spec = spec_of(info)
+    if parent is not None:
+        spec = spec.model_copy(update={"label_gains": parent.state.inputs.label_gains})
     if spec.num_classes < 2:
         raise DataError(
             f"the prepared data has {spec.num_classes} relevance classes",
@@ -91,6 +87,18 @@ def gather_inputs(
     )
     identity = identity_parts(train, model, spec, selection, info.buckets, parent.digest if parent else "")
     return RunInputs(tuple(sets), selection, spec, parent, identity)
+
+
+def spec_of(info: TokenSetInfo) -> InputSpec:
+    """What prepared data fixes about a model."""
+    return InputSpec(
+        vocab_size=info.vocab_size,
+        pad_id=info.pad_id,
+        labels=info.labels,
+        label_gains=info.label_gains,
+        numeric=info.numeric,
+        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
+    )
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:

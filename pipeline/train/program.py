@@ -6,6 +6,7 @@ figures collect in a small device buffer that the host fetches every N steps.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from pipeline.backends import Backend, HostMean
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
+from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.losses import Targets, relevance_loss
@@ -38,8 +40,10 @@ class TrainProgram:
         host_mean: HostMean,
         figure_rows: int,
         buckets: Sequence[Bucket],
+        watch: GraphWatch | None = None,
     ) -> None:
         self.backend = backend
+        self._watch: GraphWatch = watch or NoWatch()
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self.layout = FlatLayout.of(model)
         self.has_dropout = model.encoder.dropout > 0
@@ -56,6 +60,16 @@ class TrainProgram:
         self._loss: Tensor | None = None
         self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
+        self._micro_steps, self._cut_last = 0, False
+        self._place = Place("start")
+        self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Bring the state into the form it has after a step; else the first step would be a graph of its own."""
+        for master in self.masters if self.backend.is_lazy else ():
+            master.copy_(master.clone())
+        self._cut("start", self._state())
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Scores and embeddings of one batch on the device."""
@@ -75,7 +89,10 @@ class TrainProgram:
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits over relevance classes, fp32 [B, K], without a gradient."""
         self._model.eval()
-        return self.forward(batch).logits.float()
+        logits = self.forward(batch).logits.float()
+        self._place = _place_of(batch)
+        self._cut("evaluate", [logits])
+        return logits
 
     def micro_step(self, batch: Mapping[str, Tensor]) -> None:
         """Forward and backward; the gradient is added to what this step has so far."""
@@ -87,18 +104,23 @@ class TrainProgram:
         else:
             self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
             self._loss = self._loss + loss.detach()
-        if self._config.step_boundary == "split":
-            self.backend.step_boundary()
+        self._place, self._micro_steps = _place_of(batch), self._micro_steps + 1
+        self._cut_last = self._config.step_boundary == "split" or self._micro_steps < self._accumulation
+        if self._cut_last:
+            self._cut_micro_step()
 
     @torch.no_grad()
     def update(self, control: Tensor, world_size: int) -> None:
         """Reduce over ranks, clip, judge, step, note the figures. `control`: see optimizer.control_values."""
         if self._grads is None or self._loss is None:
             raise RuntimeError("update() before micro_step()")
+        if world_size > 1 and self._config.step_boundary == "fused" and not self.backend.reduces_in_graph:
+            self._cut_micro_step()  # the reduction goes through the host
+            self._cut_last = True
         grads, loss = self._grads, self._loss.reshape(1)
         if world_size > 1:
             self.backend.reduce([*grads, loss], self._host_mean)
-        self._grads, self._loss = None, None
+        self._grads, self._loss, self._micro_steps = None, None, 0
         grad_norm = torch.sqrt(sum((grad * grad).sum() for grad in grads))  # type: ignore[arg-type]
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
@@ -107,12 +129,27 @@ class TrainProgram:
         self._figures = torch.cat(
             [self._figures[1:], row[None]]
         )  # a shift, not an indexed write: static on every device
-        self.backend.step_boundary()
+        self._cut("update" if self._cut_last else "step", self._state())
 
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
         (rows,) = self.backend.to_host([self._figures])
         return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
+
+    def _cut_micro_step(self) -> None:
+        phase = "first_micro_step" if self._micro_steps == 1 else "micro_step"
+        self._cut(phase, [*(self._grads or []), *([] if self._loss is None else [self._loss])])
+
+    def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
+        """End a graph here. `tensors`: what it computes."""
+        place = replace(self._place, phase=phase)
+        self._watch.before(place, lambda: self.backend.hlo_text(tensors))
+        self.backend.step_boundary()
+        self._watch.after(place)
+
+    def _state(self) -> list[Tensor]:
+        """Everything a step changes."""
+        return [*self._device_state().values(), self._figures]
 
     def _batch_loss(self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor]) -> Tensor:
         targets = Targets(batch["label"], batch["gain"], batch["query_key"])
@@ -150,3 +187,8 @@ class TrainProgram:
                 )
             state[name].copy_(tensor.to(self.backend.device))
         self.backend.synchronise()
+
+
+def _place_of(batch: Mapping[str, Tensor]) -> Place:
+    rows, query_tokens = batch["query"].shape
+    return Place("", Bucket(query_tokens, batch["product"].shape[1]).name, rows)

@@ -1,7 +1,7 @@
 """One training run: assemble, resume, train, choose the candidate, score it."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,8 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import open_rows
 from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout
+from pipeline.graphs.config import CompileConfig
+from pipeline.graphs.watch import GraphWatch, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
@@ -31,9 +33,11 @@ from pipeline.telemetry.tensorboard import TensorBoardSink
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SKIPPED
+from pipeline.train.guarding import open_guard
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs
 from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.plan import graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
 from pipeline.train.share import batch_share
@@ -73,6 +77,7 @@ class RunConfig:
     backend: str
     log_every: int
     tensorboard: bool = False
+    compile: CompileConfig = field(default_factory=CompileConfig)
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,7 @@ class TrainRun:
             host_mean=self.gang.mean,
             figure_rows=config.log_every,
             buckets=self.valid.buckets,
+            watch=self._watch(),
         )
         store = CheckpointStore(
             around.workspace_after_stop, around.cycle, cache_dir=around.scratch / "checkpoints", emit=around.events.emit
@@ -209,6 +215,23 @@ class TrainRun:
             before_commit=lambda: around.events.flush(durable=True),  # on another machine there is no journal
         )
         self.saver = Saver(self.program, store, writer, self.gang, base, template, self._tokenizer, around.console.warn)
+
+    def _watch(self) -> GraphWatch:
+        """What holds graphs against the manifest of this way of running."""
+        plan = graph_plan(
+            self.config.train,
+            self.config.model,
+            self.config.compile,
+            self.inputs.spec,
+            self.valid.buckets,
+            device=self.backend.device_name(),
+            world_size=self.around.world.world_size,
+            accumulation=self.share.accumulation,
+            figure_rows=self.config.log_every,
+        )
+        if not self.backend.is_lazy:
+            return NoWatch()
+        return open_guard(self.around.workspace, plan, self.backend, self.config.compile, self.around.console)
 
     def _resume(self) -> tuple[int, int]:
         """Put the starting weights on the device. Returns (step to continue from, steps skipped before it)."""

@@ -1,0 +1,155 @@
+"""Watches graphs as a program meets them: notes them during a trial run, holds them against the manifest otherwise.
+
+A graph is looked at where the program is about to cut it, before anything is compiled. Reading its text costs as much
+as tracing it, so a place in the program (phase, bucket) is looked at the first few times only, and again after the
+compile counter has moved.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pipeline.core.errors import ConfigError
+from pipeline.graphs.hlo import Module, describe, difference, first_source, op_counts, parse, stable_key
+from pipeline.graphs.manifest import GraphManifest, GraphRecord, Plan, graph_key
+
+COMPILE = "trnpipe compile, with the same settings"
+_LOOKS = 3  # at each place, before the compile counter alone is trusted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program a graph ends."""
+
+    phase: str
+    bucket: str = ""
+    batch_size: int = 0
+
+    def __str__(self) -> str:
+        shape = f" of {self.batch_size} x {self.bucket} tokens" if self.bucket else ""
+        return f"{self.phase}{shape}"
+
+
+class Counters(Protocol):
+    """What a backend counts."""
+
+    def compile_count(self) -> int: ...
+    def compile_seconds(self) -> float: ...
+
+
+class GraphWatch(Protocol):
+    """Called by a program around every graph it cuts."""
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        """The graph is complete and not yet compiled; `hlo` gives its text."""
+
+    def after(self, place: Place) -> None:
+        """It has been handed to the device."""
+
+
+class NoWatch:
+    """Where there is nothing to watch: devices that do not trace."""
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        return
+
+    def after(self, place: Place) -> None:
+        return
+
+
+@dataclass
+class Recorder:
+    """Notes every different graph of a trial run with what compiling it took."""
+
+    counters: Counters
+    plan: Plan
+    graphs: dict[str, GraphRecord] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """HLO text by key, for the lint and the cache."""
+    outside: list[str] = field(default_factory=list)
+    """Places after which more was compiled than the graph looked at."""
+    _pending: str = ""
+    _seconds: float = 0.0
+    _count: int = 0
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        text = hlo()
+        module = parse(text)
+        key = graph_key(stable_key(module), self.plan)
+        if key not in self.graphs:
+            self.graphs[key] = _record(key, place, module, text)
+            self.texts[key] = text
+        self._pending = key
+        self._seconds, self._count = self.counters.compile_seconds(), self.counters.compile_count()
+
+    def after(self, place: Place) -> None:
+        seconds = self.counters.compile_seconds() - self._seconds
+        compiled = self.counters.compile_count() - self._count
+        known = self.graphs[self._pending]
+        self.graphs[self._pending] = known.model_copy(
+            update={"compiles": known.compiles + compiled, "compile_s": round(known.compile_s + seconds, 3)}
+        )
+        if compiled > 1:
+            self.outside.append(str(place))
+
+
+@dataclass
+class Guard:
+    """Holds what a run is about to compile against the manifest."""
+
+    counters: Counters
+    manifest: GraphManifest
+    on_unknown: Literal["error", "warn"]
+    warn: Callable[[str], None]
+    unknown: int = 0
+    _looks: Counter[Place] = field(default_factory=Counter)
+    _looked: bool = False
+    _count: int = 0
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        self._count, self._looked = self.counters.compile_count(), self._looks[place] < _LOOKS
+        if not self._looked:
+            return
+        self._looks[place] += 1
+        module = parse(hlo())
+        if self.manifest.find(graph_key(stable_key(module), self.manifest.plan)) is None:
+            self._refuse(f"the graph of {place} was not compiled ahead of time", self._explain(place, module))
+
+    def after(self, place: Place) -> None:
+        if not self._looked and self.counters.compile_count() > self._count:
+            self._looks[place] -= 1  # either told apart by aliasing alone, or new: the next one is looked at
+
+    def _refuse(self, seen: str, expected: str) -> None:
+        self.unknown += 1
+        if self.on_unknown == "error":
+            raise ConfigError(seen, expected=expected, next_command=f"{COMPILE}, or --compile.on-unknown-graph warn")
+        self.warn(f"{seen} ({expected}); it is compiled now")
+
+    def _explain(self, place: Place, module: Module) -> str:
+        """The nearest known graph, how this one differs, and the line of code the first new operation comes from."""
+        counts = op_counts(module)
+        nearest = self.manifest.nearest(place.phase, counts)
+        if nearest is None:
+            return "a manifest with at least one graph"
+        changes = difference(nearest.op_counts, counts)
+        new = next((change.op for change in changes if change.change > 0), "")
+        source = first_source(module, new) if new else ""
+        known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
+        origin = f", from {source}" if source else ""
+        return f"{known}, the nearest graph that was; this one has {describe(changes)}{origin}"
+
+
+def _record(key: str, place: Place, module: Module, text: str) -> GraphRecord:
+    counts = op_counts(module)
+    return GraphRecord(
+        key=key,
+        phase=place.phase,
+        bucket=place.bucket,
+        batch_size=place.batch_size,
+        num_instructions=sum(counts.values()),
+        hlo_bytes=len(text),
+        op_counts=counts,
+        compiles=0,
+        compile_s=0.0,
+    )

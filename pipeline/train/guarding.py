@@ -1,0 +1,34 @@
+"""The guard of a run: the manifest of exactly this way of running, or what is missing."""
+
+from pipeline.core.errors import ConfigError
+from pipeline.graphs.config import CompileConfig
+from pipeline.graphs.manifest import Plan, load_manifest, load_manifests, plan_differences
+from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
+from pipeline.io.storage import Storage
+from pipeline.telemetry.console import Console
+
+
+def open_guard(
+    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
+) -> GraphWatch:
+    """Watch a run against its manifest. Raises ConfigError before anything is traced when it was never compiled.
+
+    A workspace in which nothing was ever compiled ahead of time is told so once and not watched.
+    """
+    manifest = load_manifest(workspace, plan)
+    if manifest is not None:
+        console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
+        return Guard(counters, manifest, config.on_unknown_graph, console.warn)
+    others = load_manifests(workspace)
+    if not others:
+        console.info("graphs: none compiled ahead of time, so they are compiled as they come (trnpipe compile)")
+        return NoWatch()
+    seen = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
+    if config.on_unknown_graph == "error":
+        raise ConfigError(
+            seen,
+            expected=f"a graph manifest below {workspace.uri('compile-cache/graphs')}",
+            next_command=f"{COMPILE}, or --compile.on-unknown-graph warn",
+        )
+    console.warn(f"{seen}; they are compiled as they come")
+    return NoWatch()

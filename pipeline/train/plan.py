@@ -1,0 +1,75 @@
+"""What decides the graphs of a run: the names under which compiled graphs are found again."""
+
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from pipeline.core.buckets import Bucket
+from pipeline.graphs.config import CompileConfig
+from pipeline.graphs.manifest import PlanValue
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.train.config import TrainConfig
+
+_COMPILERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
+# In the program but not in its graphs: values travel with the batches, or stay on the host.
+_NOT_IN_GRAPHS = {
+    "start",
+    "replay_share",
+    "epochs",
+    "max_steps",
+    "seed",
+    "evaluate_every",
+    "evaluate_rows",
+    "metric",
+    "deadline",
+    "on_deadline",
+    "collective_timeout_s",
+}
+_SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
+
+
+def graph_plan(
+    train: TrainConfig,
+    model: ModelConfig,
+    compile_config: CompileConfig,
+    spec: InputSpec,
+    buckets: Sequence[Bucket],
+    *,
+    device: str,
+    world_size: int,
+    accumulation: int,
+    figure_rows: int,
+) -> dict[str, PlanValue]:
+    """Everything two runs must share to share their graphs, by name."""
+    settings = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
+    plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in settings.items()}
+    optimizer = train.optimizer.model_dump(mode="json", exclude=_SCHEDULE)
+    plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
+    plan |= {f"train.loss.{name}": value for name, value in train.loss.model_dump(mode="json").items()}
+    guard = train.guard.model_dump(mode="json", exclude={"patience"})
+    plan |= {f"train.guard.{name}": value for name, value in guard.items()}
+    shape = model.model_dump(mode="json", exclude={"preset", "init_from", *model.encoder.model_dump()})
+    plan |= {f"model.{name}": value for name, value in {**shape, **model.encoder.model_dump()}.items()}
+    return plan | {
+        "data.buckets": [bucket.name for bucket in buckets],
+        "data.vocab_size": spec.vocab_size,
+        "data.pad_id": spec.pad_id,
+        "data.classes": spec.num_classes,
+        "data.numeric": len(spec.numeric),
+        "data.categorical": list(spec.categorical_ids),
+        "accumulation": accumulation,
+        "log.every_steps": figure_rows,
+        "device": device,
+        "world_size": world_size,
+        "flags": compile_config.flags.text(),
+        "versions": dict(_versions()),
+    }
+
+
+def _versions() -> Mapping[str, str]:
+    found = {}
+    for name in _COMPILERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

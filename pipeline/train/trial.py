@@ -1,0 +1,136 @@
+"""A trial run: the very same program and loop on made-up rows of every bucket, to meet every graph a cycle will need.
+
+Nothing of it is kept. In graph extraction on Neuron every value is meaningless (neuron_parallel_compile), so nothing
+here looks at one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.backends import Backend
+from pipeline.core.batching import BatchPlan, Int64s
+from pipeline.core.buckets import Bucket
+from pipeline.core.stop import StopSignal
+from pipeline.data.loader import RankShare, evaluation_batches
+from pipeline.data.shards import Arrays
+from pipeline.graphs.watch import GraphWatch
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.parallel.gang import Gang
+from pipeline.telemetry.console import Console
+from pipeline.train.batches import BatchStream
+from pipeline.train.config import TrainConfig
+from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.program import TrainProgram
+
+STEPS_PER_BUCKET = 3
+"""The first step, a steady one and one more; with accumulation also at least two full cycles (neuron.md 1.5)."""
+
+
+class TrialRows:
+    """A RowSource with as many made-up rows in every bucket."""
+
+    def __init__(self, spec: InputSpec, buckets: tuple[Bucket, ...], rows: int) -> None:
+        self.buckets, self._spec, self._rows = buckets, spec, rows
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self._rows,) * len(self.buckets)
+
+    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays:
+        """Rows `rows` in the shape of `bucket`; the types are those of data/shards.TokenRows."""
+        shape, count, spec = self.buckets[bucket], len(rows), self._spec
+        numbers = pools * self._rows + rows
+        labels = numbers % spec.num_classes
+        return {
+            "query": _tokens(count, shape.query_tokens, spec),
+            "product": _tokens(count, shape.product_tokens, spec),
+            "label": labels.astype(np.int16),
+            "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
+            "numeric": np.zeros((count, len(spec.numeric)), dtype=np.float32),
+            "categorical": np.zeros((count, len(spec.categorical_ids)), dtype=np.int32),
+            "sample_id": numbers,
+            "query_id": numbers // 4,
+        }
+
+
+def _tokens(rows: int, tokens: int, spec: InputSpec) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """Ids other than padding: an all-padding row would divide by zero."""
+    return ((np.arange(rows * tokens, dtype=np.int32) % max(1, spec.vocab_size - 1)) + 1).reshape(rows, tokens) % (
+        spec.vocab_size
+    )
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """A trial leaves no figures and no events."""
+
+
+@dataclass
+class Trial:
+    """What a trial needs of the run it stands for."""
+
+    train: TrainConfig
+    model: ModelConfig
+    spec: InputSpec
+    buckets: tuple[Bucket, ...]
+    share: RankShare
+    backend: Backend
+    gang: Gang
+    stop: StopSignal
+    console: Console
+    watch: GraphWatch
+    figure_rows: int
+
+    def run(self) -> None:
+        """Train over every bucket, evaluate and copy out a checkpoint on the way and at the end. Raises Preempted."""
+        rows = TrialRows(self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size)
+        plan = BatchPlan(rows.sizes, self.train.global_batch_size, self.train.seed)
+        steps = plan.batches_per_epoch
+        self.program = TrainProgram(
+            build_model(self.model, self.spec, self.train.seed),
+            self.backend,
+            self.train,
+            accumulation=self.share.accumulation,
+            host_mean=self.gang.mean,
+            figure_rows=self.figure_rows,
+            buckets=self.buckets,
+            watch=self.watch,
+        )
+        self.program.restore(*self.program.snapshot())  # as after a stop
+        loop = TrainLoop(
+            program=self.program,
+            backend=self.backend,
+            stream=BatchStream(rows, plan, self.share, self.train, 0, steps),
+            gang=self.gang,
+            stop=self.stop,
+            console=self.console,
+            config=self.train,
+            cadence=Cadence(min(self.figure_rows, 2), max(1, steps // 2), max(1, steps // 2)),
+            hooks=Hooks(self._evaluate, self._save, _nothing, _nothing),
+            start_step=0,
+            max_steps=steps,
+            accumulation=self.share.accumulation,
+            values_are_real=False,
+        )
+        if loop.run() == "stopped":
+            self.stop.set("another rank")
+            self.stop.raise_if_set("the trial run; nothing of it is kept")
+        self._evaluate(steps)
+        self._save(steps)
+
+    def _evaluate(self, step: int) -> bool:
+        """Score one full batch of every bucket."""
+        size = min(self.train.micro_batch_size, self.train.global_batch_size)
+        rows = TrialRows(self.spec, self.buckets, size * self.gang.world.world_size)
+        share = RankShare(self.gang.world.rank, self.gang.world.world_size)
+        holdout = evaluation_batches(rows, batch_size=size, limit=sum(rows.sizes), share=share)
+        batches = (tensors for _, tensors in holdout)
+        with self.backend.loader(batches) as ready:
+            for batch in ready:
+                self.stop.raise_if_set("the trial run; nothing of it is kept")
+                self.backend.to_host([self.program.scores(batch)])
+        return False
+
+    def _save(self, step: int) -> None:
+        self.program.snapshot()

@@ -1,0 +1,113 @@
+"""Graphs compiled ahead of time: after `compile`, training meets nothing new, and refuses what was not compiled."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.graphs.manifest import GraphManifest, load_manifests
+from tests.fault.harness import ON_XLA, Place
+
+pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
+TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
+ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
+
+MODES = [
+    pytest.param("fused", 1, 1, id="fused"),
+    pytest.param("split", 4, 1, id="split-accumulating"),
+    pytest.param("fused", 4, 2, id="fused-accumulating-two-processes", marks=pytest.mark.slow),
+    pytest.param("split", 1, 2, id="split-two-processes", marks=pytest.mark.slow),
+]
+
+
+def manifest_of(place: Place) -> GraphManifest:
+    (manifest,) = load_manifests(place.storage)
+    return manifest
+
+
+@pytest.mark.parametrize(("boundary", "accumulation", "processes"), MODES)
+def test_training_meets_only_compiled_graphs(
+    place: Callable[..., Place], boundary: str, accumulation: int, processes: int
+) -> None:
+    flags = (
+        *TWO_SHAPES,
+        "--train.loss.negatives-group=2",
+        f"--train.step-boundary={boundary}",
+        f"--train.micro-batch-size={24 // accumulation // processes}",
+        f"--launch.processes={processes}",
+    )
+    here = place("xla", flags)
+    here.run("compile")
+    graphs = manifest_of(here).graphs
+    assert {graph.bucket for graph in graphs if graph.phase == "evaluate"} == {"12x20", "16x32"}
+    trained = here.run("train")
+    assert "compiled ahead of time, manifest" in trained.out + trained.err
+    # The guard would have ended the run. One process compiles no more often than the trial did; with a reduction
+    # through the host torch_xla tells apart a few graphs whose operations are the same.
+    extra = 0 if processes == 1 else len(graphs)
+    assert here.events("graph_compiled")[-1]["total"] <= sum(graph.compiles for graph in graphs) + extra
+    again = here.run("compile")
+    assert "done already" in again.out + again.err
+
+
+def test_another_batch_size_is_refused_before_the_first_step(place: Callable[..., Place]) -> None:
+    here = place("xla", ONE_SHAPE)
+    here.run("compile")
+    refused = here.run("train", "--train.micro-batch-size=16", "--train.global-batch-size=16", code=78)
+    assert "train.micro_batch_size: compiled 24, now 16" in refused.err
+    assert "trnpipe compile" in refused.err
+    assert not here.events("train_steps")
+    warned = here.run(
+        "train", "--train.micro-batch-size=16", "--train.global-batch-size=16", "--compile.on-unknown-graph=warn"
+    )
+    assert "compiled as they come" in warned.out + warned.err
+
+
+def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Callable[..., Place]) -> None:
+    here = place("xla", ONE_SHAPE)
+    here.run("compile")
+    manifest = manifest_of(here)
+    key = f"compile-cache/graphs/{manifest.plan_id}.json"
+    known = json.loads(here.storage.read_bytes(key))
+    for graph in known["graphs"]:
+        if graph["phase"] == "step":
+            graph["key"] = "0" * 32
+            name = next(name for name in graph["op_counts"] if name.startswith("dot "))
+            del graph["op_counts"][name]
+    here.storage.write_bytes(key, json.dumps(known).encode())
+    refused = here.run("train", code=78)
+    assert "the graph of step of 24 x 16x24 tokens was not compiled ahead of time" in refused.err
+    assert f" {name}" in refused.err
+    assert not here.events("train_steps")
+
+
+def test_keys_are_the_same_in_another_place_and_in_another_run(place: Callable[..., Place]) -> None:
+    one, other = place("xla", ONE_SHAPE), place("xla", (*ONE_SHAPE, "--data.num-workers=2"))
+    for here in (one, other):
+        here.run("compile")
+    assert one.workspace != other.workspace
+    first, second = manifest_of(one), manifest_of(other)
+    assert first.plan_id == second.plan_id
+    assert [graph.key for graph in first.graphs] == [graph.key for graph in second.graphs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        "--train.micro-batch-size=12",
+        "--train.optimizer.weight-decay=0.3",
+        "--train.precision=bf16",
+        "--compile.flags.optlevel=2",
+        "--launch.processes=2",
+    ],
+)
+def test_keys_change_with_what_decides_a_graph(place: Callable[..., Place], change: str) -> None:
+    here = place("xla", (*ONE_SHAPE, "--train.loss.negatives-group=2"))
+    here.run("compile")
+    before = manifest_of(here)
+    here.run("compile", change)
+    (after,) = [manifest for manifest in load_manifests(here.storage) if manifest.plan_id != before.plan_id]
+    steps = [{g.key for g in m.graphs if g.phase not in ("start", "evaluate")} for m in (before, after)]
+    assert steps[0] and steps[1]
+    assert not steps[0] & steps[1]
