@@ -8,7 +8,6 @@ old checksums no longer apply.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from pipeline import __version__
 from pipeline.core.errors import DataError
@@ -105,7 +104,7 @@ def write(root: Path, name: EntryName, records: Mapping[str, FileRecord]) -> Non
     )
     path = _path(root, name)
     with os_errors("writing", f"file://{path}"):
-        atomic.write_atomic(path, lambda file: _write_all(file, manifest.to_json()))
+        atomic.write_bytes_atomic(path, manifest.to_json())
 
 
 def forget(root: Path, name: EntryName) -> None:
@@ -125,10 +124,6 @@ def _done_mtime_ns(root: Path, name: EntryName) -> int:
         return (root / name.key / DONE_NAME).stat().st_mtime_ns
     except FileNotFoundError:
         return -1
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
 
 
 def _record(path: Path, stop: StopSignal) -> FileRecord:

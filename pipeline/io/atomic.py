@@ -70,6 +70,15 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], None]) -> None:
     fsync_path(path.parent)
 
 
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`."""
+
+    def fill(file: BinaryIO) -> None:
+        file.write(data)
+
+    write_atomic(path, fill)
+
+
 def create_atomic(path: Path, data: bytes) -> bool:
     """Create `path` with `data`; False when it exists. Of many racing writers exactly one gets True."""
     with temp_file(path) as (file, temp):

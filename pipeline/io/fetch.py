@@ -1,7 +1,6 @@
 """A committed folder as verified local files, shared by the processes of one machine."""
 
 from pathlib import Path
-from typing import BinaryIO
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
@@ -38,12 +37,8 @@ def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = Tr
             if missing:
                 _download(storage, prefix, folder, manifest, missing)
             if not marker.exists():
-                atomic.write_atomic(marker, lambda file: _write(file, manifest.to_json()))
+                atomic.write_bytes_atomic(marker, manifest.to_json())
     return folder
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
 
 
 def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, names: list[str]) -> None:

@@ -70,7 +70,9 @@ class LocalStorage:
             return self.local_path(keys.check_key(key)).open("rb")
 
     def write_bytes(self, key: str, data: bytes) -> None:
-        self._write(key, lambda file: _write_all(file, data))
+        path = self._path_to_put(key)
+        with os_errors("writing", self.uri(key)):
+            atomic.write_bytes_atomic(path, data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         path = self.local_path(keys.check_key(key))
@@ -88,7 +90,7 @@ class LocalStorage:
                 stat = _stat(key, path)
                 if stat is None or stat.etag != etag:
                     return False
-                atomic.write_atomic(path, lambda file: _write_all(file, data))
+                atomic.write_bytes_atomic(path, data)
                 return True
 
     def delete(self, keys_: Iterable[str]) -> None:
@@ -110,7 +112,9 @@ class LocalStorage:
     def upload(self, local: Path, key: str) -> None:
         with os_errors("reading", f"file://{local}"):
             local.open("rb").close()
-        self._write(key, lambda file: atomic.copy_into(local, file, self.stop))
+        path = self._path_to_put(key)
+        with os_errors("writing", self.uri(key)):
+            atomic.write_atomic(path, lambda file: atomic.copy_into(local, file, self.stop))
 
     def download(self, key: str, local: Path) -> None:
         source = self.local_path(keys.check_key(key))
@@ -129,15 +133,9 @@ class LocalStorage:
     def _each(self, call: Callable[[str], None], names: Iterable[str], doing: str) -> None:
         run_parallel(call, list(names), num_threads=NUM_COPY_THREADS, stop=self.stop, doing=doing)
 
-    def _write(self, key: str, fill: Callable[[BinaryIO], None]) -> None:
-        path = self.local_path(keys.check_key(key))
+    def _path_to_put(self, key: str) -> Path:
         self.requests.add("put")
-        with os_errors("writing", self.uri(key)):
-            atomic.write_atomic(path, fill)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
+        return self.local_path(keys.check_key(key))
 
 
 def _stat(key: str, path: Path) -> ObjectStat | None:
