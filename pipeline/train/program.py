@@ -18,7 +18,7 @@ from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.ops import use_matmul_sums
+from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
@@ -50,17 +50,16 @@ class TrainProgram:
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
         self.optimizer = AdamW(self.masters, config.optimizer, traced=backend.is_lazy)
         self.guard = SpikeGuard(config.guard, backend.device)
-        use_matmul_sums(model, backend.sums_by_matmul)
+        choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self._model = model.to("meta")  # structure only: its tensors are the masters
         self._config = config
         self._loss_config: LossConfig = config.loss
         self._accumulation = accumulation
         self._host_mean = host_mean
-        self._grads: list[Tensor] | None = None
-        self._loss: Tensor | None = None
+        self._sums: list[Tensor] | None = None  # gradient by group, and the loss, of this step so far
         self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
-        self._micro_steps, self._cut_last = 0, False
+        self._micro_steps = 0
         self._place = Place("start")
         self._settle()
 
@@ -96,40 +95,50 @@ class TrainProgram:
 
     def micro_step(self, batch: Mapping[str, Tensor]) -> None:
         """Forward and backward; the gradient is added to what this step has so far."""
-        self._model.train()
-        loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
-        grads = torch.autograd.grad(loss, self.masters)
-        if self._grads is None or self._loss is None:
-            self._grads, self._loss = list(grads), loss.detach()
-        else:
-            self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
-            self._loss = self._loss + loss.detach()
+        self._accumulate(batch)
         self._place, self._micro_steps = _place_of(batch), self._micro_steps + 1
-        self._cut_last = self._config.step_boundary == "split" or self._micro_steps < self._accumulation
-        if self._cut_last:
+        if self._config.step_boundary == "split" or self._micro_steps < self._accumulation:
             self._cut_micro_step()
 
     @torch.no_grad()
     def update(self, control: Tensor, world_size: int) -> None:
         """Reduce over ranks, clip, judge, step, note the figures. `control`: see optimizer.control_values."""
-        if self._grads is None or self._loss is None:
+        apart = self._config.step_boundary == "split"
+        if not apart and world_size > 1 and not self.backend.reduces_in_graph:
+            apart = True  # the reduction goes through the host
+            self._cut_micro_step()
+        self._reduce_and_step(control, world_size)
+        self._cut("update" if apart else "step", self._state())
+
+    # What is alive at the end of a graph is an output of it. The two functions below are apart from their callers so
+    # that nothing but the state outlives them: each gradient kept would be memory, and a reference that another thread
+    # lets go of sooner or later would be a graph of its own, now and then.
+
+    def _accumulate(self, batch: Mapping[str, Tensor]) -> None:
+        self._model.train()
+        loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
+        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
+            grads = torch.autograd.grad(loss, self.masters)
+        if self._sums is None:
+            self._sums = [*grads, loss.detach()]
+        else:
+            self._sums = [total + new for total, new in zip(self._sums, (*grads, loss.detach()), strict=True)]
+
+    def _reduce_and_step(self, control: Tensor, world_size: int) -> None:
+        if self._sums is None:
             raise RuntimeError("update() before micro_step()")
-        if world_size > 1 and self._config.step_boundary == "fused" and not self.backend.reduces_in_graph:
-            self._cut_micro_step()  # the reduction goes through the host
-            self._cut_last = True
-        grads, loss = self._grads, self._loss.reshape(1)
+        *grads, loss = self._sums
+        loss = loss.reshape(1)
         if world_size > 1:
             self.backend.reduce([*grads, loss], self._host_mean)
-        self._grads, self._loss, self._micro_steps = None, None, 0
+        self._sums, self._micro_steps = None, 0
         grad_norm = torch.sqrt(sum((grad * grad).sum() for grad in grads))  # type: ignore[arg-type]
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
         row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]])
-        self._figures = torch.cat(
-            [self._figures[1:], row[None]]
-        )  # a shift, not an indexed write: static on every device
-        self._cut("update" if self._cut_last else "step", self._state())
+        # A shift, not an indexed write: static on every device.
+        self._figures = torch.cat([self._figures[1:], row[None]])
 
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
@@ -137,14 +146,13 @@ class TrainProgram:
         return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
 
     def _cut_micro_step(self) -> None:
-        phase = "first_micro_step" if self._micro_steps == 1 else "micro_step"
-        self._cut(phase, [*(self._grads or []), *([] if self._loss is None else [self._loss])])
+        self._cut("first_micro_step" if self._micro_steps == 1 else "micro_step", self._sums or [])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
         """End a graph here. `tensors`: what it computes."""
         place = replace(self._place, phase=phase)
         self._watch.before(place, lambda: self.backend.hlo_text(tensors))
-        self.backend.step_boundary()
+        self.backend.step_boundary(tensors)
         self._watch.after(place)
 
     def _state(self) -> list[Tensor]:

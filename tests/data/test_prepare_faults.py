@@ -79,7 +79,7 @@ def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Staging, "finished", spy)
     num_records = len(records(place.folder))
     again = place.prepare(CONFIG)
-    assert len(skipped) == num_records - num_torn >= 3
+    assert len(skipped) == num_records - num_torn > 0
     assert again == other.prepare(CONFIG)
     assert place.bytes_of(again.token_set_prefixes[0]) == other.bytes_of(again.token_set_prefixes[0])
     assert not list((place.folder / "scratch" / "tokens").iterdir()), "staging is gone after the commit"
