@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
@@ -17,24 +15,14 @@ from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import open_storage
+from tests.s3 import MotoServer, lead_to
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="data-tests")
-    yield client
-    server.stop()
+    with MotoServer("data-tests") as server:
+        lead_to(server.url, monkeypatch)
+        yield server.client
 
 
 @pytest.mark.stage

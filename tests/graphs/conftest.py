@@ -1,44 +1,29 @@
-"""An S3 endpoint (moto) and a storage of each kind, to sync compile caches with."""
+"""An S3 server and a storage of each kind, to sync compile caches with."""
 
-import logging
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage
 from tests.graphs.cache_cases import ONE, TWO, done_files, opened, write_entry
+from tests.s3 import MotoServer, lead_to
 
 BUCKET = "graphs"
 
 
 @pytest.fixture(scope="session")
 def moto_url() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret", "region_name": "us-east-1"}
-    boto3.session.Session(**keys).client("s3", endpoint_url=url).create_bucket(Bucket=BUCKET)
-    yield url
-    server.stop()
+    with MotoServer(BUCKET) as server:
+        yield server.url
 
 
 @pytest.fixture
 def s3_uri(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh prefix; the environment leads to the server, here and in child processes."""
-    for name, value in {
-        "AWS_ENDPOINT_URL_S3": moto_url,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
+    lead_to(moto_url, monkeypatch)
     return f"s3://{BUCKET}/run-{secrets.token_hex(4)}"
 
 

@@ -1,6 +1,5 @@
 """Sync of caches under damaged bytes, kills at every point, stops and full disks."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -9,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,9 +43,9 @@ from tests.graphs.cache_cases import (
     sync,
     write_entry,
 )
+from tests.killing import killed_at, killed_at_byte
 
 ROOT = Path(__file__).parents[2]
-FORK = multiprocessing.get_context("fork")
 
 
 # Damage
@@ -189,32 +187,6 @@ def is_usable(root: Path, *originals: Path) -> bool:
     return True
 
 
-WRITES = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock"})
-
-
-def killed_at(number: int, work: Callable[[], object]) -> int:
-    """Run `work` in a forked child that kills itself before its n-th change of the file system; the exit code."""
-
-    def child() -> None:
-        left = [number]
-
-        def hook(event: str, args: tuple[Any, ...]) -> None:
-            is_write = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if event in WRITES or is_write:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        work()
-
-    process = FORK.Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "before",
@@ -274,23 +246,11 @@ def test_kill_9_at_every_change_of_a_push(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("size_bytes", [0, 1, 2999])
 def test_kill_at_a_byte_of_a_file(tmp_path: Path, size_bytes: int) -> None:
     """The kernel ends the process when a file grows past the limit: here the NEFF of 3000 bytes."""
-    import resource
-
     source, root, storage = tmp_path / "source", tmp_path / "root", opened(str(tmp_path / "storage"))
     write_entry(source, ONE, done_files())
     sync(source, storage)
     (root / LEDGER_DIR).mkdir(parents=True)
-
-    def child() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        sync(root, storage)
-
-    process = FORK.Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGXFSZ
+    assert killed_at_byte(size_bytes, partial(sync, root, storage)) == -signal.SIGXFSZ
     assert content_of(root) == {}
     assert moved(sync(root, storage)) == ([ONE.key], []) and content_of(root) == content_of(source)
 

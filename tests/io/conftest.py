@@ -1,7 +1,6 @@
-"""A moto server on 127.0.0.1, a proxy before it that breaks chosen requests, and one storage of each kind."""
+"""An S3 server, a proxy before it that breaks chosen requests, and one storage of each kind."""
 
 import http.client
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -9,13 +8,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pipeline.core.stop import StopSignal
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
+from tests.s3 import MotoServer, lead_to
 
 BUCKET = "tests"
 FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=5.0)
@@ -107,29 +105,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def moto_address() -> Iterator[tuple[str, int]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret", "region_name": "us-east-1"}
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    boto3.session.Session(**keys).client("s3", endpoint_url=url).create_bucket(Bucket=BUCKET)
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    yield server.get_host_and_port()
-    server.stop()
+    with MotoServer(BUCKET) as server:
+        yield server.address
 
 
 @pytest.fixture
-def aws(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The environment of an S3 endpoint with the bucket `tests`; yields the endpoint URL."""
+def aws(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The environment of an S3 endpoint with the bucket `tests`; the endpoint's URL."""
     url = "http://{}:{}".format(*moto_address)
-    for name, value in {
-        "AWS_ENDPOINT_URL_S3": url,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield url
+    lead_to(url, monkeypatch)
+    return url
 
 
 @pytest.fixture

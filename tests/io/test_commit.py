@@ -1,10 +1,8 @@
 """Commit, verify and fetch on both storages, and writers killed at any point."""
 
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,9 +19,9 @@ from pipeline.io.errors import DiskFull, KeyNotFound
 from pipeline.io.s3 import S3Storage
 from pipeline.io.storage import Storage, open_storage
 from tests.io.conftest import FAST, Fault, Proxy
+from tests.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
 
 FILES = {"a.bin", "sub/b.txt", "empty"}
-FORK = multiprocessing.get_context("fork")
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -141,31 +139,6 @@ def test_a_full_disk_during_the_commit(tmp_path: Path, tree: Path, monkeypatch: 
     verify_dir(storage, "out", deep=True)
 
 
-def _killed_at(event_number: int, names: frozenset[str], work: Callable[[], object]) -> int:
-    """Run `work` in a forked child that kills itself with SIGKILL at its n-th audited event; the exit code."""
-
-    def child() -> None:
-        left = [event_number]
-
-        def hook(event: str, _: object) -> None:
-            if event in names:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        work()
-
-    process = FORK.Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-LOCAL_EVENTS = frozenset({"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock"})
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "over-a-committed-one"])
 def test_kill_9_at_every_file_operation_of_a_local_commit(
@@ -186,7 +159,7 @@ def test_kill_9_at_every_file_operation_of_a_local_commit(
             (base / "older" / "a.bin").write_bytes(b"older")
             commit_dir(storage, base / "older", "out", kind="k", fields={})
         commit = partial(commit_dir, storage, base / "made", "out", kind="k", fields={"n": 1})
-        exit_code = _killed_at(number, LOCAL_EVENTS, commit)
+        exit_code = killed_at(number, commit, FILE_CHANGES | {"open"})
         manifest = read_manifest(storage, "out")
         if manifest is not None:
             assert verify_dir(storage, "out", deep=True) == manifest, "a marker never covers a half artefact"
@@ -203,23 +176,11 @@ def test_kill_9_at_every_file_operation_of_a_local_commit(
 @pytest.mark.parametrize("size_bytes", [1, 4096, 9 * 2**20 + 1])
 def test_kill_9_at_a_byte_of_the_copy(tmp_path: Path, size_bytes: int) -> None:
     """The kernel ends the process (SIGXFSZ) when a file grows past the limit: a death at exactly that byte."""
-    import resource
-
     source = tmp_path / "source"
     source.write_bytes(b"x" * (10 * 2**20))
     storage = open_storage(str(tmp_path / "root"))
     storage.write_bytes("key", b"")
-
-    def child() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        storage.upload(source, "key")
-
-    process = FORK.Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGXFSZ
+    assert killed_at_byte(size_bytes, partial(storage.upload, source, "key")) == -signal.SIGXFSZ
     assert storage.read_bytes("key") == b""
     assert [stat.key for stat in storage.list("")] == ["key"]
 
@@ -231,7 +192,7 @@ def test_kill_9_at_every_request_of_an_s3_commit(aws: str, s3_uri: str, tree: Pa
     while exit_code == -signal.SIGKILL:
         number += 1
         commit = partial(commit_dir, storage, tree, f"out{number}", kind="k", fields={})
-        exit_code = _killed_at(number, frozenset({"http.client.send"}), commit)
+        exit_code = killed_at(number, commit, frozenset({"http.client.send"}))
         if read_manifest(storage, f"out{number}") is None:
             commit()
         # A kill may also come while the last request is on its way: then the marker is there, and all is.
@@ -285,8 +246,8 @@ def test_a_fetch_killed_while_it_writes(s3_uri: str, aws: str, tree: Path, tmp_p
     while exit_code == -signal.SIGKILL:
         number += 1
         shutil.rmtree(cache, ignore_errors=True)
-        exit_code = _killed_at(
-            number, frozenset({"os.rename"}), lambda: fetch_dir(open_storage(s3_uri, retry=FAST), "out", cache)
+        exit_code = killed_at(
+            number, lambda: fetch_dir(open_storage(s3_uri, retry=FAST), "out", cache), frozenset({"os.rename"})
         )
         marker = cache / manifest.digest / MANIFEST_NAME
         assert not marker.exists() or exit_code == 0

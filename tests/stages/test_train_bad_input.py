@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pipeline import cli
 from tests.fault.harness import TINY, Place, copy_of_prepared, forget
+from tests.s3 import MotoServer, lead_to
 
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
 
@@ -177,18 +177,8 @@ def test_a_read_only_workspace(refused: Refused, workspace: Path) -> None:
 
 
 def test_a_bucket_that_is_not_there(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        for name, value in (
-            ("ACCESS_KEY_ID", "testing"),
-            ("SECRET_ACCESS_KEY", "testing"),
-            ("DEFAULT_REGION", "us-east-1"),
-        ):
-            monkeypatch.setenv(f"AWS_{name}", value)
+    with MotoServer("there") as server:
+        lead_to(server.url, monkeypatch)
         for stage in ("prepare", "train"):
             said = refused(stage, f"--scratch={tmp_path}/scratch", code=78, workspace="s3://not-there/models")
             assert "bucket not-there does not exist" in said
-    finally:
-        server.stop()

@@ -6,37 +6,36 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pipeline.core.errors import TransientError
 from pipeline.core.events import EventName
 from pipeline.io.errors import DiskFull
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventLog
+from tests.s3 import MotoServer, lead_to
 
 KEY = "cycles/c1/events.jsonl"
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    with MotoServer("events") as server:
+        yield server.url
+
+
+@pytest.fixture
+def s3_storage(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    lead_to(endpoint, monkeypatch)
+    return open_storage(f"s3://events/{tmp_path.name}")
 
 
 @pytest.fixture(params=["file", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "file":
         return open_storage(str(tmp_path / "root"))
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", request.getfixturevalue("endpoint"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    boto3.session.Session().client("s3").create_bucket(Bucket="events")
-    return open_storage(f"s3://events/{tmp_path.name}")
+    storage: Storage = request.getfixturevalue("s3_storage")
+    return storage
 
 
 def names_in(storage: Storage) -> list[str]:
@@ -116,12 +115,8 @@ def test_a_half_line_is_cut_off(storage: Storage, tmp_path: Path) -> None:
     assert names_in(storage) == ["stage_started", "stage_finished"]
 
 
-def test_s3_is_put_rarely_unless_durable(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    boto3.session.Session(region_name="us-east-1").client("s3").create_bucket(Bucket="events")
-    storage = open_storage(f"s3://events/{tmp_path.name}")
+def test_s3_is_put_rarely_unless_durable(s3_storage: Storage, tmp_path: Path) -> None:
+    storage = s3_storage
     now = [0.0]
     log = EventLog(storage, KEY, scratch=tmp_path, clock=lambda: now[0])
     log.emit(EventName.TRAIN_STEPS)
@@ -144,7 +139,7 @@ def test_s3_is_put_rarely_unless_durable(endpoint: str, tmp_path: Path, monkeypa
     assert journal.read_bytes() == b""
 
 
-def test_endless_conflicts_are_transient(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_conflicts_are_transient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "root"))
     monkeypatch.setattr(storage, "local_path", lambda _: None)
     monkeypatch.setattr(storage, "write_if_absent", lambda *_: False)

@@ -1,0 +1,57 @@
+"""A moto S3 server on 127.0.0.1, and the environment that leads to it."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import boto3
+import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+
+def s3_env(url: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let S3 clients in this process and its children use the server."""
+    for name, value in s3_env(url).items():
+        monkeypatch.setenv(name, value)
+
+
+class MotoServer:
+    """Serves one bucket while inside `with`. `watcher(method, path)` is called before a request is carried out."""
+
+    def __init__(self, bucket: str) -> None:
+        self.watcher: Callable[[str, str], None] | None = None
+        self.bucket = bucket
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
+        self.address = ("127.0.0.1", self._server.server_port)
+        self.url = "http://{}:{}".format(*self.address)
+        session = boto3.session.Session("testing", "testing-secret", region_name="us-east-1")
+        self.client: Any = session.client("s3", endpoint_url=self.url)
+
+    def _serve(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        watcher = self.watcher
+        if watcher is not None:
+            watcher(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
+
+    def __enter__(self) -> Self:
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.client.create_bucket(Bucket=self.bucket)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
