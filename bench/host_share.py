@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -40,9 +40,9 @@ class MeteredXla(XlaBackend):
         self.waits = True
         self.boundary_s = 0.0
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, computed: Sequence[Tensor]) -> None:
         started = time.monotonic()
-        super().step_boundary()
+        super().step_boundary(computed)
         if self.waits:
             self.synchronise()
         self.boundary_s += time.monotonic() - started
@@ -111,7 +111,7 @@ class NamedProgram:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.max_grad_norm)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self.backend.step_boundary()
+            self.backend.step_boundary(self._parameters)
         self.spent.update += clock.host_s
 
     def read_figures(self, count: int) -> list[dict[str, float]]:

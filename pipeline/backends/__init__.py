@@ -7,6 +7,8 @@ from pipeline.core.errors import ConfigError
 
 __all__ = ["NAMES", "Backend", "Batch", "HostMean", "open_backend"]
 NAMES = ("auto", "xla", "cpu", "cuda")
+TRACED = "traced"
+"""The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
 
 
 def open_backend(name: str, local_rank: int = 0) -> Backend:
@@ -17,6 +19,10 @@ def open_backend(name: str, local_rank: int = 0) -> Backend:
         from pipeline.backends.xla import XlaBackend
 
         return XlaBackend()
+    if name == TRACED:
+        from pipeline.backends.xla_tracer import XlaTracer
+
+        return XlaTracer()
     if name == "cuda":
         from pipeline.backends.cuda import CudaBackend
 

@@ -31,8 +31,8 @@ class Backend(Protocol):
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         """Batches on the device, moved there behind the step."""
 
-    def step_boundary(self) -> None:
-        """Cut the graph here and start executing it (lazy devices); nothing elsewhere."""
+    def step_boundary(self, computed: Sequence[Tensor]) -> None:
+        """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         """Mean over ranks, in place. `host_mean` does it for CPU tensors."""

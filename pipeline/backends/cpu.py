@@ -8,29 +8,21 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 
 
-class CpuBackend:
+class CpuBackend(Eager):
     """Backend of the host itself."""
 
     name = "cpu"
-    is_lazy = False
-    reduces_in_graph = False
-    sums_by_matmul = False
     process_group: str | None = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def runtime_world_size(self) -> int:
-        return 1
-
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return prefetched(batches, depth=4)
-
-    def step_boundary(self) -> None:
-        return None
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         host_mean(list(tensors))
@@ -43,21 +35,6 @@ class CpuBackend:
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-
-    def compile_count(self) -> int:
-        return 0
-
-    def compile_seconds(self) -> float:
-        return 0.0
-
-    def device_name(self) -> str:
-        return self.name
-
-    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
-        return ""
-
-    def execute_seconds(self) -> float:
-        return 0.0
 
     def memory_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)

@@ -8,17 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
 
-class CudaBackend:
+class CudaBackend(Eager):
     """One GPU of this node, chosen by local rank."""
 
     name = "cuda"
-    is_lazy = False
-    reduces_in_graph = False
-    sums_by_matmul = False
     process_group: str | None = "cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
@@ -33,9 +31,6 @@ class CudaBackend:
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
 
-    def runtime_world_size(self) -> int:
-        return 1
-
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self._moved(batches)
 
@@ -47,9 +42,6 @@ class CudaBackend:
             yield (
                 {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
             )
-
-    def step_boundary(self) -> None:
-        return None
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         del host_mean
@@ -69,21 +61,6 @@ class CudaBackend:
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)
-
-    def compile_count(self) -> int:
-        return 0
-
-    def compile_seconds(self) -> float:
-        return 0.0
-
-    def device_name(self) -> str:
-        return self.name
-
-    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
-        return ""
-
-    def execute_seconds(self) -> float:
-        return 0.0
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.backends.base import Batch, HostMean
 from pipeline.core.errors import ConfigError
+from pipeline.core.pjrt import pjrt_device
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
@@ -25,7 +26,7 @@ class XlaBackend:
     process_group: str | None = None
 
     def __init__(self) -> None:
-        if os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU":
+        if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU":
             _keep_freed_memory()
         try:
             self._xla: Any = importlib.import_module("torch_xla")
@@ -74,7 +75,7 @@ class XlaBackend:
             source.left = True
             loader._parallel_loader.close()
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, computed: Sequence[Tensor]) -> None:
         self._xla.sync()
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:

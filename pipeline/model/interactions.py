@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.ops import unit
 
 
 class CrossNetwork(nn.Module):
@@ -25,7 +26,7 @@ class CrossNetwork(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Numeric and categorical features to one vector. Numbers are squashed (sign * log1p): no statistics are kept."""
+    """Numeric and categorical features to one vector. Numbers are squashed (log(1 + x)), so no statistics are kept."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
         """numeric [B, F], categorical int [B, C] -> [B, width]."""
-        parts = [torch.sign(numeric) * torch.log1p(torch.abs(numeric))] if self.num_numeric else []
+        parts = [torch.sign(numeric) * torch.log(1.0 + torch.abs(numeric))] if self.num_numeric else []
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
         hidden = torch.cat(parts, dim=1) if parts else numeric
         for layer in self.layers:
@@ -74,7 +75,7 @@ class Interactions(nn.Module):
         joint = torch.cat([left, right, features], dim=1)
         parts = [features]
         if self.explicit:
-            cosine = (F.normalize(query, dim=1) * F.normalize(product, dim=1)).sum(1, keepdim=True)
+            cosine = (unit(query) * unit(product)).sum(1, keepdim=True)
             parts += [self.cross(joint), left * right, torch.abs(left - right), cosine]
         if self.implicit:
             hidden = joint

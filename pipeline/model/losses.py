@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import LossConfig
+from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceOutputs
 
 _LEFT_OUT = -1e4  # added to a similarity: its share of the softmax is 0
@@ -48,7 +49,7 @@ def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossCo
     """
     batch, group = targets.gain.shape[0], config.negatives_group
     shape = (batch // group, group)
-    query, product = (_unit(side.float()).view(*shape, -1) for side in (outputs.query, outputs.product))
+    query, product = (unit(side.float()).view(*shape, -1) for side in (outputs.query, outputs.product))
     similarity = torch.matmul(query, product.transpose(1, 2)) / config.temperature  # [B/G, G, G]
     own = torch.eye(group, device=similarity.device, dtype=similarity.dtype)
     positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
@@ -57,8 +58,3 @@ def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossCo
     similarity = similarity + same_query * (1.0 - own) * _LEFT_OUT
     own_score = (F.log_softmax(similarity, dim=2) * own).sum(2).view(batch)
     return -(own_score * positive).sum() / batch
-
-
-def _unit(values: Tensor) -> Tensor:
-    """[B, D] scaled to length one. F.normalize compares with a Python float, which puts f64 into the graph."""
-    return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)

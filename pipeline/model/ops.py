@@ -58,23 +58,34 @@ class Gelu(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention (Vaswani et al. 2017); with `sums_by_matmul` written out for XLA:CPU to fuse."""
+    """Scaled dot-product attention (Vaswani et al. 2017).
 
-    sums_by_matmul = False
+    `written_out` for devices that trace: XLA gets the operators one by one either way, PyTorch's own form adds a
+    reduction over booleans (for rows that are masked altogether, which we have none of), and this one XLA:CPU fuses.
+    """
+
+    written_out = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, score_bias: Tensor) -> Tensor:
         """query, key, value [B, H, T, E], score_bias broadcast to [B, H, T, T] -> [B, H, T, E]."""
-        if not self.sums_by_matmul:
+        if not self.written_out:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
         scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3)) + score_bias
         return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 
-def use_matmul_sums(module: nn.Module, on: bool) -> None:
+def unit(values: Tensor) -> Tensor:
+    """[B, D] scaled to length one. F.normalize compares with a Python float, which puts f64 into a traced graph."""
+    return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)
+
+
+def choose_forms(module: nn.Module, *, traced: bool, sums_by_matmul: bool) -> None:
     """Choose the form of every operator of this file in `module`."""
     for child in module.modules():
-        if isinstance(child, Linear | LayerNorm | Gelu | Attention):
-            child.sums_by_matmul = on
+        if isinstance(child, Linear | LayerNorm | Gelu):
+            child.sums_by_matmul = sums_by_matmul
+        elif isinstance(child, Attention):
+            child.written_out = traced
 
 
 def _column_sums(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class SpikeGuard:
         mean, variance, seen = state[MEAN], state[VARIANCE], state[SEEN]
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false
         limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * config.min_ratio)
-        ok = finite & ((seen < self._warmup) | (grad_norm <= limit))
+        ok = torch.where(seen < self._warmup, finite, finite & (grad_norm <= limit))
         taken = ok.float()
         # A spike counts as the limit it broke, so that a lasting change of level is followed and not skipped for ever.
         counted = torch.where(seen < self._warmup, grad_norm, torch.minimum(grad_norm, limit))

@@ -1,0 +1,35 @@
+"""What devices have in common that run each operation as it comes: nothing is traced, compiled or cut."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Eager:
+    """The part of Backend that is about graphs."""
+
+    name: str
+    is_lazy = False
+    reduces_in_graph = False
+    sums_by_matmul = False
+
+    def runtime_world_size(self) -> int:
+        return 1
+
+    def step_boundary(self, computed: Sequence[Tensor]) -> None:
+        return None
+
+    def compile_count(self) -> int:
+        return 0
+
+    def compile_seconds(self) -> float:
+        return 0.0
+
+    def execute_seconds(self) -> float:
+        return 0.0
+
+    def device_name(self) -> str:
+        return self.name
+
+    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
+        return ""
