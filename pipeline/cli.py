@@ -1,4 +1,4 @@
-"""The `trnpipe` command: one table of stages, one place where errors become exit codes."""
+"""The `trnpipe` command: a table of stages, one of tools, one place where errors become exit codes."""
 
 import contextlib
 import difflib
@@ -6,8 +6,8 @@ import faulthandler
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
@@ -15,10 +15,24 @@ from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
+from pipeline.graphs.neuron_command import drives_tool, use_neuron_cache
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.runtime_signals import LAUNCHER_GRACE_S, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A command beside the stages: `pipeline/commands/<name>.py` with `run(settings, stop, say, *words) -> exit code`.
+
+    `words`: the action, when it has actions, then the switches that were typed. `say` prints a line.
+    """
+
+    text: str
+    actions: Mapping[str, str] = field(default_factory=dict)
+    switches: frozenset[str] = frozenset()
+
 
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
 STAGES: dict[str, str] = {
@@ -27,7 +41,30 @@ STAGES: dict[str, str] = {
     "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
 }
 PARALLEL = frozenset({"compile", "train"})  # stages that --launch.processes runs in several ranks
-COMMANDS: dict[str, str] = STAGES | {"config": "print every setting with its value and source; --json for machines"}
+TOOLS: dict[str, Tool] = {
+    "doctor": Tool(
+        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
+        switches=frozenset({"--hlo"}),
+    ),
+    "cache": Tool(
+        "the compiled graphs of this machine: status, doctor, repair, sync",
+        actions={
+            "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
+            "doctor": "also read every byte; say what is wrong and the next command; exit 65 when something is",
+            "repair": "remove stale locks, remembered failures, half and damaged entries, versions not kept",
+            "sync": "exchange finished entries with --compile.sync-url, both ways",
+        },
+    ),
+}
+SWITCHES: dict[str, frozenset[str]] = {name: tool.switches for name, tool in TOOLS.items()} | {
+    "config": frozenset({"--json"})
+}
+COMMANDS: dict[str, str] = (
+    STAGES
+    | {name: tool.text for name, tool in TOOLS.items()}
+    | {"config": "print every setting with its value and source; --json for machines"}
+)
+HELP = frozenset({"--help", "-h"})
 
 _USAGE = "usage: trnpipe <command> [--config FILE.toml ...] [--section.key value ...]"
 _COMMON = """\
@@ -76,20 +113,44 @@ def _command(words: list[str]) -> int:
 
         return _show(f"trnpipe {code_version()}")
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = _hint(name, COMMANDS)
         raise ConfigError(
             f"no command {name!r}{hint}", expected=f"one of {', '.join(COMMANDS)}", next_command="trnpipe --help"
         )
-    arguments = parse(rest, switches={"--help", "-h"} | ({"--json"} if name == "config" else set()))
-    if arguments.switches & {"--help", "-h"}:
-        return _show(f"{_USAGE.replace('<command>', name)}\n\n{COMMANDS[name]}\n\n{_COMMON}\n\n{flags_text()}")
+    action = _action(name, rest)
+    arguments = parse(rest[len(action) :], switches=HELP | SWITCHES.get(name, frozenset()))
+    if arguments.switches & HELP:
+        return _show(_help(name))
     resolved = resolve(arguments.files, os.environ, arguments.flags)
     if name == "config":
         return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
-    if name in PARALLEL and needs_launch(resolved.settings.launch.processes, os.environ):
-        return _launch_ranks(words, resolved.settings)
-    return run_stage(name, resolved.settings)
+    if name in TOOLS:
+        return run_tool(name, resolved.settings, [*action, *sorted(arguments.switches)])
+    if name in PARALLEL:
+        settings = resolved.settings
+        use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        if needs_ranks(name, settings):
+            return _launch_ranks(words, settings)
+    return run_stage(name, resolved.settings, words)
+
+
+def _action(name: str, rest: Sequence[str]) -> Sequence[str]:
+    """The action of a tool that has actions, as a list of one word; an empty one where none is needed."""
+    actions = TOOLS[name].actions if name in TOOLS else {}
+    given = rest[:1] if rest and not rest[0].startswith("-") else []
+    if not actions or (not given and HELP & set(rest)):
+        return []
+    if given and given[0] in actions:
+        return given
+    seen = f"trnpipe {name} has no action {given[0]!r}{_hint(given[0], actions)}" if given else "no action is given"
+    raise ConfigError(
+        seen, expected=f"one of {', '.join(actions)}, before the flags", next_command=f"trnpipe {name} --help"
+    )
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _launch_ranks(words: list[str], settings: Settings) -> int:
@@ -100,7 +161,7 @@ def _launch_ranks(words: list[str], settings: Settings) -> int:
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
-def parse(words: Sequence[str], switches: set[str]) -> Arguments:
+def parse(words: Sequence[str], switches: Collection[str]) -> Arguments:
     """Split into --config files, flags and switches. `--flag value`, `--flag=value` and a bare `--flag` are taken.
 
     Raises ConfigError for words that belong to no flag.
@@ -129,8 +190,17 @@ def parse(words: Sequence[str], switches: set[str]) -> Arguments:
     return Arguments(tuple(files), tuple(flags), frozenset(seen))
 
 
-def run_stage(name: str, settings: Settings) -> int:
-    """Run one stage under the signal handlers, with its start and outcome in the event log."""
+def needs_ranks(name: str, settings: Settings) -> bool:
+    """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
+    driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
+    return not driven and needs_launch(settings.launch.processes, os.environ)
+
+
+def run_stage(name: str, settings: Settings, words: Sequence[str] = ()) -> int:
+    """Run one stage under the signal handlers, with its start and outcome in the event log.
+
+    `words` is the whole command line, for a stage that runs itself again.
+    """
     from pipeline.stages.context import StageContext, open_context
 
     stop, opened = StopSignal(), list[StageContext]()
@@ -141,7 +211,7 @@ def run_stage(name: str, settings: Settings) -> int:
             ctx.events.emit(EventName.STAGE_STOPPED, stage=name, reason=reason)
             ctx.events.flush(durable=True)
 
-    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop) as ctx:
+    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop, words=words) as ctx:
         opened.append(ctx)
         ctx.events.emit(
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
@@ -161,21 +231,38 @@ def run_stage(name: str, settings: Settings) -> int:
     return EXIT_OK
 
 
+def run_tool(name: str, settings: Settings, words: Sequence[str]) -> int:
+    """Run one tool under the signal handlers."""
+    stop = StopSignal()
+    with stop_on_signals(stop):
+        return int(import_module(f"pipeline.commands.{name}").run(settings, stop, _show, *words))
+
+
+def _help(name: str) -> str:
+    actions = TOOLS[name].actions if name in TOOLS else {}
+    words = f"{name} <{'|'.join(actions)}>" if actions else name
+    about = "\n".join([COMMANDS[name], *_rows(actions)])
+    return "\n\n".join([_USAGE.replace("<command>", words), about, _COMMON, flags_text()])
+
+
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             _USAGE,
             "       trnpipe --version",
             "",
-            *rows,
+            *_rows(COMMANDS),
             "",
             _COMMON,
             "",
             "trnpipe <command> --help lists every setting.",
         ]
     )
+
+
+def _rows(table: Mapping[str, str]) -> list[str]:
+    width = max(map(len, table), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in table.items()]
 
 
 def _show(text: str) -> int:

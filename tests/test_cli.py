@@ -73,10 +73,10 @@ def test_version_and_help_of_both_commands() -> None:
 def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in ("prepare", "train", "config"))
+    assert all(f"\n  {name} " in text for name in ("prepare", "train", "cache", "config"))
 
 
-@pytest.mark.parametrize("command", ["prepare", "train", "config"])
+@pytest.mark.parametrize("command", ["prepare", "train", "cache", "config"])
 @pytest.mark.parametrize("word", ["--help", "-h"])
 def test_help_lists_flags_with_defaults(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--train.seed", "3", word]) == 0
@@ -118,6 +118,12 @@ def test_later_config_files_win(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["trian"], "did you mean train?"),
         (["--train.seed", "3"], "no command '--train.seed'"),
         (["config", "what"], "unexpected argument 'what'"),
+        (["cache"], "expected: one of status, doctor, repair, sync, before the flags"),
+        (["cache", "--workspace", "w", "status"], "no action is given"),
+        (["cache", "stauts"], "trnpipe cache has no action 'stauts'; did you mean status?"),
+        (["cache", "sink", "--help"], "one of status, doctor, repair, sync"),
+        (["cache", "status", "repair"], "unexpected argument 'repair'"),
+        (["cache", "status", "--json"], "unknown setting json"),
         (["config", "--"], "unexpected argument '--'"),
         (["config", "--config"], "--config has no value"),
         (["config", "--config", "no-such.toml"], "no-such.toml"),
@@ -219,7 +225,7 @@ def test_only_training_is_launched_in_ranks_and_only_once(
         return 75
 
     monkeypatch.setattr(cli, "launch", fake_launch)
-    monkeypatch.setattr(cli, "run_stage", lambda name, settings: 0)
+    monkeypatch.setattr(cli, "run_stage", lambda *_: 0)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert cli.main(words) == (75 if launched else 0)
@@ -234,8 +240,10 @@ def imported_by(*words: str) -> set[str]:
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["config"]], ids=" ".join)
-def test_help_and_config_import_nothing_heavy(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["train", "--help"], ["config"], ["cache", "status", "--workspace", "none"]], ids=" ".join
+)
+def test_what_only_looks_imports_nothing_heavy(words: list[str]) -> None:
     packages = imported_by("-m", "pipeline", *words)
     assert "pydantic" in packages
     assert not packages & HEAVY

@@ -21,6 +21,7 @@ LAYERS = (
     ("settings",),
     ("config_sources", "settings_text"),
     ("stages",),
+    ("commands",),
     ("cli", "__main__"),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
@@ -132,6 +133,9 @@ def test_config_modules_do_not_import_torch(package: str) -> None:
         ("pipeline/backends/cpu.py", "from torch_xla import device", "torch_xla is only for"),
         ("pipeline/stages/a.py", "from botocore.config import Config", "botocore is only for"),
         ("pipeline/stages/a.py", "from pipeline import cli", "stages must not import cli"),
+        ("pipeline/stages/a.py", "from pipeline.commands import cache", "stages must not import commands"),
+        ("pipeline/commands/a.py", "from pipeline import cli", "commands must not import cli"),
+        ("pipeline/commands/a.py", "import torch", "torch is only for"),
         ("pipeline/stages/a.py", "from jobs import plan", "pipeline must not import jobs"),
         ("pipeline/novel/a.py", "from pipeline.core import errors", "novel must not import core"),
         ("jobs/a.py", "import boto3", "boto3 is only for"),

@@ -1,5 +1,6 @@
 """Settings of ahead-of-time compilation."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +14,11 @@ class CompileConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     flags: CompilerFlags = CompilerFlags()
+    tool: Literal["auto", "neuron", "none"] = Field(
+        "auto",
+        description="neuron: neuron_parallel_compile compiles what a trial run shows; none: graphs are compiled as the"
+        " trial run meets them; auto: neuron on Neuron devices",
+    )
     target: Literal["trn1", "trn2"] = Field("trn1", description="Chip that is compiled for; part of the cache key")
     parallel: int = Field(
         0, ge=0, le=256, description="Compilers at once on each machine; 0: one for every 64 GiB of its memory"
@@ -26,6 +32,26 @@ class CompileConfig(BaseModel):
     cache_url: str = Field(
         "", description="Folder or s3://bucket/prefix of compiled graphs; empty: compile-cache/ below the workspace"
     )
+    sync_url: str = Field(
+        "", description="s3://bucket/prefix that machines exchange compiled graphs through; empty: no exchange"
+    )
+    keep_versions: tuple[str, ...] = Field(
+        (), description="Compiler versions, such as 2.24.8799.0, that cache repair keeps and sync moves; empty: all"
+    )
     on_unknown_graph: Literal["error", "warn"] = Field(
         "error", description="What to do when a run needs a graph that was not compiled ahead of time"
     )
+
+    def cache_root(self, workspace: str) -> str:
+        """Where compiled graphs lie: the absolute path of a folder, or s3://bucket/prefix."""
+        root = self.cache_url or f"{workspace.rstrip('/')}/compile-cache"
+        return root if root.startswith("s3://") else str(Path(root.removeprefix("file://")).expanduser().absolute())
+
+
+class EstimateConfig(BaseModel):
+    """What `trnpipe doctor` estimates for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    instance: str = Field("trn1.32xlarge", description="Instance type whose cores are looked at")
+    mfu: float = Field(0.3, gt=0, le=1, description="Share of the peak FLOPS that a step is assumed to reach")
