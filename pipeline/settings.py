@@ -8,7 +8,7 @@ from pydantic.main import IncEx
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.config import DataConfig
-from pipeline.graphs.config import CompileConfig
+from pipeline.graphs.config import CompileConfig, EstimateConfig
 from pipeline.io.retry import RetryPolicy
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
@@ -54,6 +54,7 @@ class Settings(BaseModel):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile: CompileConfig = CompileConfig()
+    estimate: EstimateConfig = EstimateConfig()
     launch: LaunchConfig = LaunchConfig()
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
@@ -66,6 +67,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "scratch": True,
     "launch": True,
     "compile": True,
+    "estimate": True,
     "storage": True,
     "log": True,
     "data": {"num_workers": True},

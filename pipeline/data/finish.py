@@ -7,7 +7,7 @@ from pipeline.core.errors import DataError
 from pipeline.data.chunks import ChunkRecord, EncodeSettings, QuarantinedRow, Staging, write_file
 from pipeline.data.config import DataConfig
 from pipeline.data.labels import LabelSet
-from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.lexical import numeric_names
 from pipeline.data.partitions import Partition
 from pipeline.data.token_set import SPLITS, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer
@@ -45,7 +45,7 @@ def commit_partition(
         buckets=config.buckets,
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),
-        numeric=config.numeric + (LEXICAL_NAMES if settings.lexical else ()),
+        numeric=numeric_names(config),
         categorical=settings.rules.categorical,
         splits={
             split: shards

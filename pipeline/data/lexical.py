@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.config import DataConfig
+
 LEXICAL_NAMES = (
     "lex_jaccard",
     "lex_query_coverage",
@@ -67,6 +69,11 @@ def _analyse(text: str) -> _Text:
         {unit: frozenset(numbers) for unit, numbers in units.items()},
         sum(map(len, words)),
     )
+
+
+def numeric_names(config: DataConfig) -> tuple[str, ...]:
+    """Numeric features of prepared rows, in their order: the configured columns, then the lexical ones."""
+    return config.numeric + (LEXICAL_NAMES if config.lexical else ())
 
 
 def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArray[np.float32]:

@@ -67,6 +67,17 @@ def lint(module: Module, target: Target | None = None, rules: Iterable[Rule] = R
     return _errors_first(found.values())
 
 
+def lint_all(modules: Iterable[Module], target: Target | None = None) -> tuple[Finding, ...]:
+    """The findings of many graphs, what several share told once with its count over all."""
+    found: dict[tuple[str, str, str], Finding] = {}
+    for module in modules:
+        for finding in lint(module, target):
+            key = (finding.code, finding.message, finding.source)
+            before = found.get(key)
+            found[key] = replace(before, count=before.count + finding.count) if before else finding
+    return _errors_first(found.values())
+
+
 def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     """Operators that ran on the host, from the `aten::` counters of the traced program (torch_xla.debug.metrics)."""
     findings = [

@@ -1,0 +1,83 @@
+"""`trnpipe doctor`: what these settings need of a Trainium core; `--hlo`: what neuronx-cc would say to their graphs."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from pipeline.backends import TRACED, open_backend
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError
+from pipeline.core.stop import StopSignal
+from pipeline.graphs.lint import lint_all
+from pipeline.graphs.watch import Recorder
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from pipeline.settings import Settings
+from pipeline.stages.context import open_context
+from pipeline.stages.estimate import estimate_lines, estimates
+from pipeline.stages.shapes import Shapes, expected_shapes, prepared_shapes
+from pipeline.telemetry.console import Console
+from pipeline.train.share import batch_share
+from pipeline.train.trial import Trial
+
+Say = Callable[[str], object]
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, *switches: str) -> int:
+    """Estimate, and lint the traced graphs. The exit code: that of ConfigError when something cannot work, else 0.
+
+    Raises ConfigError, Preempted.
+    """
+    shapes = _shapes(settings, stop, say)
+    world = World(world_size=settings.launch.processes)
+    found = estimates(settings, shapes, batch_share(settings.train, world))
+    for line in estimate_lines(found):
+        say(line)
+    errors = sum(not one.fits() for one in found.values())
+    if "--hlo" in switches:
+        errors += _lint(settings, shapes, stop, say)
+    return ConfigError.exit_code if errors else EXIT_OK
+
+
+def _shapes(settings: Settings, stop: StopSignal, say: Say) -> Shapes:
+    """Those of the prepared data; before there is any, those that the settings will give it."""
+    with open_context(settings, stop) as ctx:
+        try:
+            return prepared_shapes(ctx)
+        except DataError:
+            shapes = expected_shapes(settings)
+            say(
+                f"nothing is prepared yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
+                f"{shapes.spec.num_classes} classes"
+            )
+            return shapes
+
+
+def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int:
+    """Trace a whole trial run as on one Neuron core, without running any of it. Returns the number of errors."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}  # before torch_xla is imported
+    backend = open_backend(TRACED)
+    recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
+    Trial(
+        train=settings.train,
+        model=settings.model,
+        spec=shapes.spec,
+        buckets=shapes.buckets,
+        share=batch_share(settings.train, World()),
+        backend=backend,
+        gang=Gang(World(), timeout_s=settings.train.collective_timeout_s),
+        stop=stop,
+        console=Console(quiet=True),
+        watch=recorder,
+        figure_rows=settings.log.every_steps,
+    ).run()
+    largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
+    say(
+        f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "
+        f"with {largest.num_instructions:,} operations in {largest.hlo_bytes / 1e6:.1f} MB of text"
+    )
+    findings = lint_all(recorder.modules.values())
+    for finding in findings:
+        say(str(finding))
+    count = Counter(finding.severity for finding in findings)
+    say(f"lint: {count['error']} errors, {count['warning']} warnings")
+    return count["error"]

@@ -1,0 +1,69 @@
+"""Will the model fit on a core, and how long will a step take: core/footprint.py for these settings."""
+
+import torch
+from torch import nn
+
+from pipeline.core.buckets import Bucket
+from pipeline.core.footprint import EncoderSizes, Estimate, Workload, estimate
+from pipeline.core.format import format_bytes
+from pipeline.data.loader import RankShare
+from pipeline.model.relevance import RelevanceModel
+from pipeline.settings import Settings
+from pipeline.stages.shapes import Shapes
+
+
+def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Bucket, Estimate]:
+    """One for each bucket, for settings.estimate. Raises ConfigError for an instance that is not known."""
+    with torch.device("meta"):  # sizes only
+        model = RelevanceModel(settings.model, shapes.spec)
+    size = settings.model.encoder
+    encoder = EncoderSizes(
+        vocab=shapes.spec.vocab_size,
+        positions=settings.model.max_positions,
+        layers=size.num_layers,
+        width=size.hidden_size,
+        heads=size.num_heads,
+        intermediate=size.intermediate_size,
+    )
+    samples = settings.train.global_batch_size // share.world_size // share.accumulation
+    heads = (model.interactions, model.head)
+    return {
+        bucket: estimate(
+            sum(parameter.numel() for parameter in model.parameters()),
+            encoder,
+            Workload.of_pairs(
+                samples,
+                bucket.query_tokens,
+                bucket.product_tokens,
+                accumulation=share.accumulation,
+                precision=settings.train.precision,
+                dropout=settings.model.dropout > 0,
+            ),
+            instance=settings.estimate.instance,
+            mfu=settings.estimate.mfu,
+            sample_parameters=sum(
+                module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
+            ),
+        )
+        for bucket in shapes.buckets
+    }
+
+
+def estimate_lines(found: dict[Bucket, Estimate]) -> list[str]:
+    """A table: what takes memory on one core, and the step, by bucket."""
+    first = next(iter(found.values()))
+    sizes = first.footprint
+    lines = [
+        f"one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}), estimated from sizes:",
+        f"  parameters {sizes.master_bytes // 4 / 1e6:.1f}M | weights {format_bytes(sizes.parameter_bytes)} | "
+        f"optimizer {format_bytes(sizes.optimizer_bytes)} | gradients {format_bytes(sizes.gradient_bytes)}",
+    ]
+    for bucket, one in found.items():
+        verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
+        activations = one.footprint.activation_bytes + one.footprint.workspace_bytes
+        lines.append(
+            f"  {bucket.name:<10} activations {format_bytes(activations):>10} | peak "
+            f"{format_bytes(one.footprint.peak_bytes):>10} ({one.memory_share:.0%}, {verdict}) | "
+            f"{one.flops / 1e12:.3g} TFLOP a step, {one.step_s * 1e3:.3g} ms at {one.mfu:.0%} MFU"
+        )
+    return lines

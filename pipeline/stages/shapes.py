@@ -1,0 +1,53 @@
+"""What decides the shapes of a cycle's graphs beside the training settings: vocabulary, classes, features, buckets."""
+
+from dataclasses import dataclass
+
+from pipeline.core.buckets import Bucket
+from pipeline.data.lexical import numeric_names
+from pipeline.data.token_store import read_token_sets
+from pipeline.graphs.manifest import Plan
+from pipeline.model.config import InputSpec
+from pipeline.parallel.world import World
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.prepared import load_prepared
+from pipeline.train.inputs import spec_of
+from pipeline.train.plan import GraphSettings, graph_plan
+from pipeline.train.share import batch_share
+
+ASSUMED_CLASSES = 4
+"""As in ESCI and in the built-in catalogue, where data.labels does not tell."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Inputs of the model, and the static shapes of its batches."""
+
+    spec: InputSpec
+    buckets: tuple[Bucket, ...]
+
+    def plan(self, settings: Settings, world: World, device: str) -> Plan:
+        """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
+        graphs = GraphSettings(settings.train, settings.model, settings.compile, settings.log.every_steps)
+        return graph_plan(graphs, self.spec, self.buckets, batch_share(settings.train, world), device)
+
+
+def prepared_shapes(ctx: StageContext) -> Shapes:
+    """Those of this cycle's prepared data. Raises DataError when there is none."""
+    info = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)[0].info
+    return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
+
+
+def expected_shapes(settings: Settings) -> Shapes:
+    """Those that data prepared with these settings will have: a full vocabulary, and four classes unless told."""
+    data = settings.data
+    labels = data.labels or tuple(f"class {i}" for i in range(ASSUMED_CLASSES))
+    spec = InputSpec(
+        vocab_size=data.tokenizer.vocab_size,
+        pad_id=0,
+        labels=labels,
+        label_gains=tuple(i / (len(labels) - 1) for i in range(len(labels))),
+        numeric=numeric_names(data),
+        categorical_ids=tuple(feature.num_ids for feature in data.categorical),
+    )
+    return Shapes(spec, tuple(Bucket.parse(text) for text in data.buckets))
