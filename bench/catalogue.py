@@ -12,6 +12,7 @@ from pipeline.data.token_set import Split
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec
+from pipeline.train.inputs import spec_of
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,7 @@ class Catalogue:
 
     @property
     def spec(self) -> InputSpec:
-        info = self.sets[0].info
-        return InputSpec(
-            vocab_size=info.vocab_size,
-            pad_id=info.pad_id,
-            labels=info.labels,
-            label_gains=info.label_gains,
-            numeric=info.numeric,
-            categorical_ids=tuple(feature.num_ids for feature in info.categorical),
-        )
+        return spec_of(self.sets[0].info)
 
     def rows(self, split: Split) -> TokenRows:
         return open_rows(self.workspace, self.sets, split, self.folder / "cache")

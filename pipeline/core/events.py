@@ -20,6 +20,7 @@ class EventName(StrEnum):
     TRAIN_STEPS = "train_steps"
     STEP_SKIPPED = "step_skipped"
     GRAPH_COMPILED = "graph_compiled"
+    CACHE_REPAIRED = "cache_repaired"
     HOLDOUT_EVALUATED = "holdout_evaluated"
     DEADLINE_AT_RISK = "deadline_at_risk"
     CHECKPOINT_SAVED = "checkpoint_saved"

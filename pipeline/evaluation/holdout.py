@@ -12,8 +12,8 @@ from pipeline.backends import Backend, Batch
 from pipeline.core.errors import DataError
 from pipeline.core.metrics import class_figures, ndcg
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare, evaluation_batches
-from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.loader import RankShare, RowSource, evaluation_batches
+from pipeline.data.shards import Arrays
 from pipeline.parallel.gang import Gang
 
 Score = Callable[[Mapping[str, Tensor]], Tensor]
@@ -35,7 +35,7 @@ class HoldoutFigures:
 def evaluate_holdout(
     score: Score,
     backend: Backend,
-    rows: TokenRows,
+    rows: RowSource,
     *,
     label_gains: tuple[float, ...],
     batch_size: int,

@@ -44,10 +44,24 @@ class GraphManifest(BaseModel):
     schema_version: Literal[1] = 1
     plan: dict[str, PlanValue] = Field(description="Everything that decides the graphs, by name")
     graphs: tuple[GraphRecord, ...]
+    cache_entries: dict[str, float | None] = Field(
+        default={}, description="Entries of the Neuron compile cache that hold them, with compile seconds where known"
+    )
 
     @property
     def plan_id(self) -> str:
         return fingerprint(dict(self.plan))
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compiling all of it took, by whoever did it."""
+        entries = sum(seconds or 0.0 for seconds in self.cache_entries.values())
+        return round(entries or sum(graph.compile_s for graph in self.graphs), 3)
+
+    @property
+    def place(self) -> str:
+        """Where it lies in a workspace."""
+        return _place(self.plan)
 
     def find(self, key: str) -> GraphRecord | None:
         return next((graph for graph in self.graphs if graph.key == key), None)
@@ -67,16 +81,14 @@ def graph_key(stable_key: str, plan: Plan) -> str:
     return fingerprint({"hlo": stable_key, **told})
 
 
-def store_manifest(workspace: Storage, manifest: GraphManifest) -> str:
-    """Publish (atomic); returns its key in the workspace."""
-    key = f"{FOLDER}/{manifest.plan_id}.json"
-    workspace.write_bytes(key, manifest.model_dump_json(indent=1).encode() + b"\n")
-    return key
+def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
+    """Publish (atomic)."""
+    workspace.write_bytes(manifest.place, manifest.model_dump_json(indent=1).encode() + b"\n")
 
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
     """The manifest of exactly this plan, None when it was never compiled. Raises DataError for one that is damaged."""
-    return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
+    return _read(workspace, _place(plan))
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:
@@ -92,6 +104,10 @@ def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[s
         names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
         tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
     return min(tables, key=len, default=[])
+
+
+def _place(plan: Plan) -> str:
+    return f"{FOLDER}/{fingerprint(dict(plan))}.json"
 
 
 def _read(workspace: Storage, key: str) -> GraphManifest | None:

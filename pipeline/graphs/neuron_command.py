@@ -1,14 +1,34 @@
 """How neuron_parallel_compile is called: its arguments, its environment and the script it runs."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from pipeline.core.pjrt import pjrt_device
 from pipeline.graphs.config import CompileConfig
 
 PROGRAM = "neuron_parallel_compile"
 # The first compiles what a failed trial run collected; the second is for the tool to set, in the trial run alone.
+TRACE_FILE = "TRN_TRACE_FILE"  # not TRNPIPE_: those are settings
+"""Environment of a trial run that is driven: where rank 0 leaves its graph manifest instead of publishing it."""
 NOT_INHERITED = ("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", "NEURON_EXTRACT_GRAPHS_ONLY")
+
+
+def drives_tool(config: CompileConfig, backend: str, env: Mapping[str, str]) -> bool:
+    """True where neuron_parallel_compile is to be run over a trial run, and this is not that trial run itself."""
+    if TRACE_FILE in env or config.tool == "none":
+        return False
+    return config.tool == "neuron" or (backend in ("auto", "xla") and pjrt_device(env) == "NEURON")
+
+
+def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: MutableMapping[str, str]) -> None:
+    """On Neuron: compile with the flags, and look into the cache, that the compile stage used.
+
+    To be called before torch_xla is imported. A trial run keeps what its tool has set.
+    """
+    if TRACE_FILE not in env and backend in ("auto", "xla") and pjrt_device(env) == "NEURON":
+        env["NEURON_CC_FLAGS"] = config.flags.text()
+        env["NEURON_COMPILE_CACHE_URL"] = config.cache_root(workspace)
 
 
 def tool_command(script: str, *, parallel: int, workdir: Path) -> list[str]:

@@ -66,21 +66,25 @@ class Recorder:
     plan: Plan
     graphs: dict[str, GraphRecord] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    """HLO text by key, for the lint and the cache."""
+    """HLO text by key, for the cache."""
+    modules: dict[str, Module] = field(default_factory=dict)
+    """By key, for the lint."""
     outside: list[str] = field(default_factory=list)
     """Places after which more was compiled than the graph looked at."""
+    _keys: dict[str, str] = field(default_factory=dict)
     _pending: str = ""
     _seconds: float = 0.0
     _count: int = 0
 
     def before(self, place: Place, hlo: Callable[[], str]) -> None:
         text = hlo()
-        module = parse(text)
-        key = graph_key(stable_key(module), self.plan)
-        if key not in self.graphs:
-            self.graphs[key] = _record(key, place, module, text)
-            self.texts[key] = text
-        self._pending = key
+        if text not in self._keys:
+            module = parse(text)
+            key = self._keys[text] = graph_key(stable_key(module), self.plan)
+            if key not in self.graphs:
+                self.graphs[key] = _record(key, place, module, text)
+                self.texts[key], self.modules[key] = text, module
+        self._pending = self._keys[text]
         self._seconds, self._count = self.counters.compile_seconds(), self.counters.compile_count()
 
     def after(self, place: Place) -> None:
@@ -108,7 +112,7 @@ class Guard:
     _count: int = 0
 
     def before(self, place: Place, hlo: Callable[[], str]) -> None:
-        self._count, self._looked = self.counters.compile_count(), self._looks[place] < _LOOKS
+        self._looked = self._looks[place] < _LOOKS
         if not self._looked:
             return
         self._looks[place] += 1
@@ -117,8 +121,10 @@ class Guard:
             self._refuse(f"the graph of {place} was not compiled ahead of time", self._explain(place, module))
 
     def after(self, place: Place) -> None:
-        if not self._looked and self.counters.compile_count() > self._count:
+        count = self.counters.compile_count()
+        if not self._looked and count > self._count:
             self._looks[place] -= 1  # either told apart by aliasing alone, or new: the next one is looked at
+        self._count = count
 
     def _refuse(self, seen: str, expected: str) -> None:
         self.unknown += 1

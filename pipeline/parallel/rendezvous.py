@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from pipeline.core.errors import ConfigError
+from pipeline.parallel.world import node_from_env
 
 MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
 
@@ -28,16 +29,13 @@ def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[],
     ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
     if "AWS_BATCH_JOB_NUM_NODES" not in env:
         return ["--standalone", *ranks]
-    try:
-        nodes, index = int(env["AWS_BATCH_JOB_NUM_NODES"]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
-        main = int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])
-        master = own() if index == main else env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    except (KeyError, ValueError) as error:
+    rank, nodes = node_from_env(env)
+    master = own() if rank == 0 else env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS")
+    if not master:
         raise ConfigError(
-            f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
-            expected="number of nodes, node index, main node index, and the main node's address on the others",
-        ) from error
-    rank = (index - main) % nodes  # the main node is node rank 0, wherever it stands
+            f"node {rank} of {nodes} does not know the main node",
+            expected="its address in AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
+        )
     return [
         *ranks,
         f"--nnodes={nodes}",

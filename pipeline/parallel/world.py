@@ -22,10 +22,28 @@ class World:
         return self.rank == 0
 
 
+def node_from_env(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """(node rank, number of nodes) of an AWS Batch multi-node job, whose main node is rank 0 wherever it stands.
+
+    (0, 1) elsewhere. Raises ConfigError when the variables do not fit together.
+    """
+    if "AWS_BATCH_JOB_NUM_NODES" not in env:
+        return 0, 1
+    try:
+        nodes, index = int(env["AWS_BATCH_JOB_NUM_NODES"]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
+        return (index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes, nodes
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
+            expected="number of nodes, node index and main node index as Batch sets them",
+        ) from error
+
+
 def world_from_env(env: Mapping[str, str] = os.environ) -> World:
-    """The world torchrun describes; alone without it. Raises ConfigError when the variables do not fit together."""
+    """The world torchrun describes; without it, one process on each node. Raises ConfigError for a world in pieces."""
     if "WORLD_SIZE" not in env:
-        return World()
+        node_rank, nodes = node_from_env(env)
+        return World(rank=node_rank, world_size=nodes, node_rank=node_rank)
     try:
         world = World(
             rank=int(env["RANK"]),

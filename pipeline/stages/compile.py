@@ -1,28 +1,28 @@
 """The compile stage: meet every graph a cycle needs before it starts, and write them down in the graph manifest."""
 
+import os
 from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 
-from pipeline.backends import Backend, open_backend
-from pipeline.core.buckets import Bucket
-from pipeline.core.errors import DataError
+from pipeline.backends import Backend
 from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
-from pipeline.data.loader import RankShare
-from pipeline.data.token_store import read_token_sets
-from pipeline.graphs.hlo import parse
-from pipeline.graphs.lint import Finding, lint
+from pipeline.core.pjrt import pjrt_device
+from pipeline.graphs.hlo_store import store_texts
+from pipeline.graphs.lint import lint_all
 from pipeline.graphs.manifest import GraphManifest, load_manifest, store_manifest
+from pipeline.graphs.neuron_command import TRACE_FILE, drives_tool
 from pipeline.graphs.watch import Recorder
-from pipeline.model.config import InputSpec
+from pipeline.io import atomic
+from pipeline.parallel.device import open_device
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.world import check_world
+from pipeline.parallel.world import World
 from pipeline.settings import Settings
+from pipeline.stages.compile_neuron import compile_on_neuron
 from pipeline.stages.context import StageContext
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
-from pipeline.stages.train import token_set_prefixes
-from pipeline.train.inputs import spec_of
-from pipeline.train.plan import graph_plan
+from pipeline.stages.result import Figure, StageResult, store_result
+from pipeline.stages.shapes import Shapes, prepared_shapes
 from pipeline.train.share import batch_share
 from pipeline.train.trial import Trial
 
@@ -32,68 +32,55 @@ NAME = "compile"
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Compile what this cycle will need, or say that it is done already. Raises every error of the family."""
     started = datetime.now(UTC)
-    prepared = load_result(ctx.workspace, ctx.cycle, "prepare")
-    if prepared is None:
-        raise DataError(
-            f"cycle {ctx.cycle} has no prepared data",
-            expected="its vocabulary, classes and features, which decide shapes",
-            next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
-        )
-    info = read_token_sets(ctx.workspace, token_set_prefixes(prepared))[0].info
-    spec, buckets = spec_of(info), tuple(Bucket.parse(text) for text in info.buckets)
-    share = batch_share(settings.train, ctx.world)
-    backend = open_backend(settings.backend, ctx.world.local_rank)
-    check_world(
-        ctx.world,
-        runtime_world_size=backend.runtime_world_size(),
-        reduces_in_graph=backend.reduces_in_graph,
-        device=backend.name,
-    )
-    plan = graph_plan(
-        settings.train,
-        settings.model,
-        settings.compile,
-        spec,
-        buckets,
-        device=backend.device_name(),
-        world_size=ctx.world.world_size,
-        accumulation=share.accumulation,
-        figure_rows=settings.log.every_steps,
-    )
-    known = load_manifest(ctx.workspace, plan)
+    shapes = prepared_shapes(ctx)
+    if drives_tool(settings.compile, settings.backend, os.environ):
+        return _drive(settings, ctx, shapes, started)
+    return _trace(settings, ctx, shapes, started)
+
+
+def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
+    """Let Neuron's tool run the trial. The device is left to it: this process never opens one."""
+    ranks = World(world_size=settings.launch.processes * ctx.world.world_size)
+    plan = shapes.plan(settings, ranks, f"xla:{pjrt_device(os.environ)}")
+    manifest, was_there = compile_on_neuron(settings, ctx, plan)
+    if was_there and manifest is not None:
+        return _already(ctx, manifest, started)
+    if manifest is None:
+        return _result(ctx, GraphManifest(plan=dict(plan), graphs=()), started)
+    return _publish(ctx, manifest, started)
+
+
+def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
+    """Run the trial in this rank; what it meets is compiled at once."""
+    backend = open_device(settings.backend, ctx.world)
+    plan = shapes.plan(settings, ctx.world, backend.device_name())
+    driven = os.environ.get(TRACE_FILE)
+    known = None if driven else load_manifest(ctx.workspace, plan)
     if known is not None:
-        ctx.console.info(f"compile: done already, {len(known.graphs)} graphs, manifest {known.plan_id}")
-        return _result(ctx, known, started).model_copy(update={"status": "already_done"})
+        return _already(ctx, known, started)
     recorder = Recorder(backend, plan)
     if backend.is_lazy:
-        _try_out(settings, ctx, spec, buckets, share, backend, recorder)
-    manifest = GraphManifest(plan=plan, graphs=tuple(recorder.graphs.values()))
-    result = _result(ctx, manifest, started)
+        _try_out(settings, ctx, shapes, backend, recorder)
+    manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
-        return result
-    _report(ctx, manifest, recorder, (datetime.now(UTC) - started).total_seconds())
-    store_manifest(ctx.workspace, manifest)
-    return store_result(ctx.workspace, result)
+        return _result(ctx, manifest, started)
+    _tell(ctx, manifest, recorder)
+    if driven:
+        atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
+        return _result(ctx, manifest, started)
+    store_texts(ctx.workspace, recorder.texts)
+    return _publish(ctx, manifest, started)
 
 
-def _try_out(
-    settings: Settings,
-    ctx: StageContext,
-    spec: InputSpec,
-    buckets: tuple[Bucket, ...],
-    share: RankShare,
-    backend: Backend,
-    recorder: Recorder,
-) -> None:
-    with closing(
-        Gang(ctx.world, timeout_s=settings.train.collective_timeout_s, device_backend=backend.process_group)
-    ) as gang:
+def _try_out(settings: Settings, ctx: StageContext, shapes: Shapes, backend: Backend, recorder: Recorder) -> None:
+    timeout_s = settings.train.collective_timeout_s
+    with closing(Gang(ctx.world, timeout_s=timeout_s, device_backend=backend.process_group)) as gang:
         Trial(
             train=settings.train,
             model=settings.model,
-            spec=spec,
-            buckets=buckets,
-            share=share,
+            spec=shapes.spec,
+            buckets=shapes.buckets,
+            share=batch_share(settings.train, ctx.world),
             backend=backend,
             gang=gang,
             stop=ctx.stop,
@@ -103,8 +90,8 @@ def _try_out(
         ).run()
 
 
-def _report(ctx: StageContext, manifest: GraphManifest, recorder: Recorder, seconds: float) -> None:
-    """One line a graph, what the lint found, and the sum."""
+def _tell(ctx: StageContext, manifest: GraphManifest, recorder: Recorder) -> None:
+    """One line a graph, and what the lint found."""
     for graph in manifest.graphs:
         shape = f"{graph.batch_size} x {graph.bucket}" if graph.bucket else "-"
         ctx.console.info(
@@ -113,36 +100,41 @@ def _report(ctx: StageContext, manifest: GraphManifest, recorder: Recorder, seco
         )
     for place in recorder.outside:
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    findings = _findings(recorder)
-    for finding in findings:
+    for finding in lint_all(recorder.modules.values()):
         ctx.console.warn(str(finding))
-    total_s = sum(graph.compile_s for graph in manifest.graphs)
+
+
+def _already(ctx: StageContext, known: GraphManifest, started: datetime) -> StageResult:
+    ctx.console.info(f"compile: done already, {len(known.graphs)} graphs, manifest {known.plan_id}")
+    return _result(ctx, known, started).model_copy(update={"status": "already_done"})
+
+
+def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
+    """The end of the stage on rank 0: the manifest, then the result."""
+    result = _result(ctx, manifest, started)
     ctx.console.info(
-        f"compile: {len(manifest.graphs)} graphs, {total_s:.1f} s compiling, {len(findings)} findings of the lint, "
-        f"done in {format_duration(seconds)}, manifest {manifest.plan_id}"
+        f"compile: {len(manifest.graphs)} graphs, {manifest.compile_s:.1f} s compiling, done in "
+        f"{format_duration((result.finished - started).total_seconds())}, manifest {manifest.plan_id}"
     )
-    ctx.events.emit(EventName.GRAPH_COMPILED, step=0, new=len(manifest.graphs), total=len(manifest.graphs))
-
-
-def _findings(recorder: Recorder) -> list[Finding]:
-    """What neuronx-cc would refuse or get wrong, each once."""
-    found = {
-        (finding.code, finding.message): finding for text in recorder.texts.values() for finding in lint(parse(text))
-    }
-    return list(found.values())
+    ctx.events.emit(
+        EventName.GRAPH_COMPILED,
+        step=0,
+        new=len(manifest.graphs),
+        total=len(manifest.graphs),
+        compile_s=manifest.compile_s,
+    )
+    store_manifest(ctx.workspace, manifest)
+    return store_result(ctx.workspace, result)
 
 
 def _result(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
-    figures: dict[str, Figure] = {
-        "graphs": len(manifest.graphs),
-        "compile_s": round(sum(graph.compile_s for graph in manifest.graphs), 3),
-    }
+    figures: dict[str, Figure] = {"graphs": len(manifest.graphs), "compile_s": manifest.compile_s}
     return StageResult(
         stage=NAME,
         cycle=ctx.cycle,
         status="done",
         inputs={"plan": manifest.plan_id},
-        outputs={"manifest": f"compile-cache/graphs/{manifest.plan_id}.json"},
+        outputs={"manifest": manifest.place},
         figures=figures,
         settings_hash=ctx.settings_hash,
         code_version=ctx.code_version,

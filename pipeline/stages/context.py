@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World, world_from_env
 from pipeline.settings import Settings, settings_hash
@@ -62,17 +63,23 @@ class StageContext:
     world: World
     settings_hash: str
     code_version: str
+    words: tuple[str, ...] = ()
+    """The command line, for a stage that runs itself again."""
 
 
 @contextmanager
-def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ) -> Iterator[StageContext]:
+def open_context(
+    settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ, words: Sequence[str] = ()
+) -> Iterator[StageContext]:
     """Open the workspace and the event log; close the log on leaving. Raises ConfigError for either."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     after_stop = open_storage(settings.workspace, retry=settings.storage, stop=StopSignal())
     cycle = cycle_name(settings)
     scratch = scratch_folder(settings, workspace, env)
     world = world_from_env(env)
-    events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if world.is_main else NoEvents()
+    # The trial run of a compile belongs to a stage that keeps the log itself.
+    logs = world.is_main and TRACE_FILE not in env
+    events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if logs else NoEvents()
     try:
         yield StageContext(
             settings=settings,
@@ -86,6 +93,7 @@ def open_context(settings: Settings, stop: StopSignal, env: Mapping[str, str] = 
             world=world,
             settings_hash=settings_hash(settings),
             code_version=code_version(),
+            words=tuple(words),
         )
     except BaseException:
         with contextlib.suppress(TrnpipeError):  # what ended the stage says more than a log that cannot be written

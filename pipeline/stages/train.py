@@ -4,12 +4,12 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
 from pipeline.io.storage import Storage
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.parent import find_parent
+from pipeline.stages.prepared import load_prepared
 from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs, gather_inputs
@@ -21,15 +21,9 @@ NAME = "train"
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Train this cycle's model, or say that it is done already. Raises every error of the family."""
     started = datetime.now(UTC)
-    prepared = load_result(ctx.workspace, ctx.cycle, "prepare")
-    if prepared is None:
-        raise DataError(
-            f"cycle {ctx.cycle} has no prepared data",
-            expected="the result of the prepare stage",
-            next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
-        )
+    prepared = load_prepared(ctx)
     parent = find_parent(settings, ctx)
-    inputs = gather_inputs(ctx.workspace, token_set_prefixes(prepared), parent, settings.train, settings.model)
+    inputs = gather_inputs(ctx.workspace, prepared.token_sets, parent, settings.train, settings.model)
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
@@ -37,7 +31,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return earlier.model_copy(update={"status": "already_done"})
     if parent is not None and not inputs.selection.new and (key := _key_in(ctx.workspace, parent)):
         return _nothing_new(ctx, inputs, parent, key, started)
-    tokenizer = ctx.workspace.read_bytes(f"{prepared.outputs['tokenizer']}/tokenizer.json")
+    tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     outcome = TrainRun(_config(settings), _surroundings(ctx), inputs, tokenizer).run()
     result = _commit(ctx, inputs, outcome.prefix, _figures(outcome), started)
     _tell(ctx, outcome, (result.finished - started).total_seconds())
@@ -75,11 +69,6 @@ def _commit(
         finished=datetime.now(UTC),
     )
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
-
-
-def token_set_prefixes(prepared: StageResult) -> list[str]:
-    """Committed token folders of the prepare stage, in partition order."""
-    return [prefix for name, prefix in sorted(prepared.outputs.items()) if name.startswith("token_set_")]
 
 
 def _config(settings: Settings) -> RunConfig:

@@ -1,9 +1,11 @@
 """What decides the graphs of a run: the names under which compiled graphs are found again."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 
 from pipeline.core.buckets import Bucket
+from pipeline.data.loader import RankShare
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import PlanValue
 from pipeline.model.config import InputSpec, ModelConfig
@@ -27,21 +29,23 @@ _NOT_IN_GRAPHS = {
 _SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
 
+@dataclass(frozen=True)
+class GraphSettings:
+    """The settings that decide graphs."""
+
+    train: TrainConfig
+    model: ModelConfig
+    compile: CompileConfig
+    log_every: int
+
+
 def graph_plan(
-    train: TrainConfig,
-    model: ModelConfig,
-    compile_config: CompileConfig,
-    spec: InputSpec,
-    buckets: Sequence[Bucket],
-    *,
-    device: str,
-    world_size: int,
-    accumulation: int,
-    figure_rows: int,
+    settings: GraphSettings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
 ) -> dict[str, PlanValue]:
     """Everything two runs must share to share their graphs, by name."""
-    settings = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
-    plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in settings.items()}
+    train, model = settings.train, settings.model
+    fields = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
+    plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in fields.items()}
     optimizer = train.optimizer.model_dump(mode="json", exclude=_SCHEDULE)
     plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
     plan |= {f"train.loss.{name}": value for name, value in train.loss.model_dump(mode="json").items()}
@@ -56,11 +60,11 @@ def graph_plan(
         "data.classes": spec.num_classes,
         "data.numeric": len(spec.numeric),
         "data.categorical": list(spec.categorical_ids),
-        "accumulation": accumulation,
-        "log.every_steps": figure_rows,
+        "accumulation": share.accumulation,
+        "log.every_steps": settings.log_every,
         "device": device,
-        "world_size": world_size,
-        "flags": compile_config.flags.text(),
+        "world_size": share.world_size,
+        "flags": settings.compile.flags.text(),
         "versions": dict(_versions()),
     }
 

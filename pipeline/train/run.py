@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.backends import Backend, open_backend
+from pipeline.backends import Backend
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -26,8 +26,9 @@ from pipeline.graphs.watch import GraphWatch, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
+from pipeline.parallel.device import open_device
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.world import World, check_world
+from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.tensorboard import TensorBoardSink
 from pipeline.train.batches import BatchStream
@@ -37,7 +38,7 @@ from pipeline.train.guarding import open_guard
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs
 from pipeline.train.loop import Cadence, Hooks, TrainLoop
-from pipeline.train.plan import graph_plan
+from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
 from pipeline.train.share import batch_share
@@ -102,13 +103,7 @@ class TrainRun:
         """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
         train, world = self.config.train, self.around.world
         self.share = batch_share(train, world)
-        self.backend: Backend = open_backend(self.config.backend, world.local_rank)
-        check_world(
-            world,
-            runtime_world_size=self.backend.runtime_world_size(),
-            reduces_in_graph=self.backend.reduces_in_graph,
-            device=self.backend.name,
-        )
+        self.backend: Backend = open_device(self.config.backend, world)
         gang = Gang(world, timeout_s=train.collective_timeout_s, device_backend=self.backend.process_group)
         with closing(gang):
             self.gang = gang
@@ -218,19 +213,16 @@ class TrainRun:
 
     def _watch(self) -> GraphWatch:
         """What holds graphs against the manifest of this way of running."""
-        plan = graph_plan(
-            self.config.train,
-            self.config.model,
-            self.config.compile,
-            self.inputs.spec,
-            self.valid.buckets,
-            device=self.backend.device_name(),
-            world_size=self.around.world.world_size,
-            accumulation=self.share.accumulation,
-            figure_rows=self.config.log_every,
-        )
         if not self.backend.is_lazy:
             return NoWatch()
+        config, device = self.config, self.backend.device_name()
+        plan = graph_plan(
+            GraphSettings(config.train, config.model, config.compile, config.log_every),
+            self.inputs.spec,
+            self.valid.buckets,
+            self.share,
+            device,
+        )
         return open_guard(self.around.workspace, plan, self.backend, self.config.compile, self.around.console)
 
     def _resume(self) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare, evaluation_batches
+from pipeline.data.loader import RankShare
 from pipeline.data.shards import Arrays
+from pipeline.evaluation.holdout import evaluate_holdout
 from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
@@ -120,16 +121,19 @@ class Trial:
         self._save(steps)
 
     def _evaluate(self, step: int) -> bool:
-        """Score one full batch of every bucket."""
+        """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
         rows = TrialRows(self.spec, self.buckets, size * self.gang.world.world_size)
-        share = RankShare(self.gang.world.rank, self.gang.world.world_size)
-        holdout = evaluation_batches(rows, batch_size=size, limit=sum(rows.sizes), share=share)
-        batches = (tensors for _, tensors in holdout)
-        with self.backend.loader(batches) as ready:
-            for batch in ready:
-                self.stop.raise_if_set("the trial run; nothing of it is kept")
-                self.backend.to_host([self.program.scores(batch)])
+        evaluate_holdout(
+            self.program.scores,
+            self.backend,
+            rows,
+            label_gains=self.spec.label_gains,
+            batch_size=size,
+            limit=sum(rows.sizes),
+            gang=self.gang,
+            stop=self.stop,
+        )
         return False
 
     def _save(self, step: int) -> None:

@@ -1,0 +1,138 @@
+"""Compiling a cycle's graphs with neuron_parallel_compile, on every node of the job, into a cache they can share."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.core.errors import DataError
+from pipeline.core.events import EventName
+from pipeline.graphs.cache_entry import EntryState
+from pipeline.graphs.cache_host import refuse_network_root
+from pipeline.graphs.cache_scan import list_local, list_storage
+from pipeline.graphs.cache_sync import Direction, sync_cache
+from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests
+from pipeline.graphs.neuron_command import TRACE_FILE
+from pipeline.graphs.neuron_compile import NeuronCompileResult, compile_graphs
+from pipeline.graphs.neuron_repair import repair_after_run
+from pipeline.graphs.node_barrier import all_nodes, wait_for_nodes
+from pipeline.io.storage import open_storage
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+
+
+def compile_on_neuron(settings: Settings, ctx: StageContext, plan: Plan) -> tuple[GraphManifest | None, bool]:
+    """(manifest to publish, whether all was there already), when every node is done; no manifest on nodes but the main.
+
+    A node is warm when the manifest of this plan is known and its cache holds every entry of it. One cold node is
+    enough for all to run the trial, which is one gang.
+    """
+    node = _Node(settings, ctx)
+    node.exchange("pull")
+    known = load_manifest(ctx.workspace, plan)
+    if node.are_all_warm(known):
+        return known, True
+    with all_nodes(
+        ctx.workspace_after_stop,
+        node.meeting,
+        ctx.world.node_rank,
+        node.num_nodes,
+        node.attempt,
+        settings.compile.time_limit_s,
+        ctx.stop,
+    ):
+        done = node.compile()
+        node.exchange("push")
+    if ctx.world.node_rank != 0:
+        return None, False
+    return node.manifest(plan, done), False
+
+
+class _Node:
+    """This machine's part."""
+
+    def __init__(self, settings: Settings, ctx: StageContext) -> None:
+        self.settings, self.ctx = settings, ctx
+        self.root = settings.compile.cache_root(ctx.workspace.root)
+        self.is_local = not self.root.startswith("s3://")
+        if self.is_local:
+            refuse_network_root(Path(self.root))
+        self.num_nodes = ctx.world.world_size  # one process a node: ranks are started by the trial run
+        self.meeting = f"cycles/{ctx.cycle}/compile/nodes"
+        self.attempt = attempt_name(os.environ)
+        self.scratch = ctx.scratch / "compile"
+        self.traced = self.scratch / "traced.json"
+
+    def exchange(self, direction: Direction) -> None:
+        """Get from, or give to, the other machines what is new (compile.sync_url)."""
+        url = self.settings.compile.sync_url
+        if self.is_local and url:
+            storage = open_storage(url, retry=self.settings.storage, stop=self.ctx.stop)
+            for line in sync_cache(Path(self.root), storage, direction=direction).lines():
+                self.ctx.console.info(line)
+
+    def are_all_warm(self, known: GraphManifest | None) -> bool:
+        """True when no node of the job has anything to compile."""
+        warm = known is not None and known.cache_entries.keys() <= self._done()
+        if self.num_nodes == 1:
+            return warm
+        storage, look = self.ctx.workspace_after_stop, f"{self.attempt}-look"
+        cold = f"{self.meeting}/{look}-cold"
+        if not warm:
+            storage.write_bytes(cold, b"")
+        wait_for_nodes(
+            storage,
+            self.meeting,
+            self.ctx.world.node_rank,
+            self.num_nodes,
+            look,
+            self.settings.compile.time_limit_s,
+            self.ctx.stop,
+        )
+        return storage.stat(cold) is None
+
+    def compile(self) -> NeuronCompileResult:
+        """Run this very command once more as the trial run, and compile what it shows."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self.traced.unlink(missing_ok=True)
+        result = compile_graphs(
+            [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle],
+            self.settings.compile,
+            cache_root=self.root,
+            scratch=self.scratch,
+            repair=repair_after_run,
+            stop=self.ctx.stop,
+            env={**os.environ, TRACE_FILE: str(self.traced)},
+            say=self.ctx.console.info,
+        )
+        if result.actions:
+            self.ctx.events.emit(EventName.CACHE_REPAIRED, actions=list(result.actions))
+        return result
+
+    def manifest(self, plan: Plan, done: NeuronCompileResult) -> GraphManifest:
+        """What the trial run traced, with the cache entries it needs. Raises DataError when it had another plan."""
+        traced = GraphManifest.model_validate_json(self.traced.read_bytes())
+        if traced.plan != plan:
+            raise DataError(
+                "the trial run traced another plan than this command's",
+                expected="the same settings and versions in both",
+                next_command="unset variables that only one of them sees, then trnpipe compile again",
+            )
+        earlier = {name: s for old in load_manifests(self.ctx.workspace) for name, s in old.cache_entries.items()}
+        seconds = {name: done.graph_seconds.get(name, earlier.get(name)) for name in done.graphs}
+        saved_s = sum(seconds[name] or 0.0 for name in done.graphs if name not in done.graph_seconds)
+        self.ctx.console.info(
+            f"compile: {done.num_graphs} cache entries, {done.num_succeeded} compiled by {done.parallel} compilers in "
+            f"{done.seconds:.0f} s, {done.num_reused} found in the cache (saving {saved_s:.0f} s of compiling)"
+        )
+        return traced.model_copy(update={"cache_entries": seconds})
+
+    def _done(self) -> set[str]:
+        entries = list_local(Path(self.root)) if self.is_local else list_storage(open_storage(self.root))
+        return {entry.name.key for entry in entries if entry.state is EntryState.DONE}
+
+
+def attempt_name(env: Mapping[str, str]) -> str:
+    """What all nodes of one try of one Batch job agree on; their own job ids end in `#<node index>`."""
+    job = env.get("AWS_BATCH_JOB_ID", "local").partition("#")[0]
+    return f"{job}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"

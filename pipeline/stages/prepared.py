@@ -1,0 +1,29 @@
+"""What the prepare stage left for the stages after it."""
+
+from dataclasses import dataclass
+
+from pipeline.core.errors import DataError
+from pipeline.stages.context import StageContext
+from pipeline.stages.result import load_result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Committed folders in the workspace."""
+
+    token_sets: tuple[str, ...]
+    """In partition order."""
+    tokenizer: str
+
+
+def load_prepared(ctx: StageContext) -> Prepared:
+    """The prepared data of this cycle. Raises DataError when there is none yet."""
+    result = load_result(ctx.workspace, ctx.cycle, "prepare")
+    if result is None:
+        raise DataError(
+            f"cycle {ctx.cycle} has no prepared data",
+            expected="the result of the prepare stage",
+            next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
+        )
+    names = sorted(name for name in result.outputs if name.startswith("token_set_"))
+    return Prepared(tuple(result.outputs[name] for name in names), result.outputs["tokenizer"])
