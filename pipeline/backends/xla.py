@@ -24,9 +24,11 @@ class XlaBackend:
     name = "xla"
     is_lazy = True
     process_group: str | None = None
+    executes = True
+    """False in a subclass that only traces."""
 
     def __init__(self) -> None:
-        if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU":
+        if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
             _keep_freed_memory()
         try:
             self._xla: Any = importlib.import_module("torch_xla")

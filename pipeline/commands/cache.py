@@ -175,10 +175,9 @@ def _manifest_lines(cache: _Cache, now_s: float) -> Iterator[str]:
     for manifest in load_manifests(workspace):
         path = workspace.local_path(manifest.place)
         age_s = now_s - path.stat().st_mtime if path is not None and path.exists() else None
-        compile_s = sum(graph.compile_s for graph in manifest.graphs)
         yield (
             f"graphs {manifest.plan_id[:12]} | {manifest.plan.get('device', 'unknown device')}"
-            f" | {len(manifest.graphs)} graphs, {format_duration(compile_s)} compiling"
+            f" | {len(manifest.graphs)} graphs, {format_duration(manifest.compile_s)} compiling"
             f" | manifest {format_bytes(sizes.get(manifest.place))}, age {format_duration(age_s)}"
         )
 

@@ -70,7 +70,7 @@ class Recorder:
     modules: dict[str, Module] = field(default_factory=dict)
     """By key, for the lint."""
     outside: list[str] = field(default_factory=list)
-    """Places after which more was compiled than the graph looked at."""
+    """Places at which more was compiled than the graph looked at."""
     _keys: dict[str, str] = field(default_factory=dict)
     _pending: str = ""
     _seconds: float = 0.0
@@ -85,11 +85,15 @@ class Recorder:
                 self.graphs[key] = _record(key, place, module, text)
                 self.texts[key], self.modules[key] = text, module
         self._pending = self._keys[text]
-        self._seconds, self._count = self.counters.compile_seconds(), self.counters.compile_count()
+        self._seconds, count = self.counters.compile_seconds(), self.counters.compile_count()
+        if count > self._count:
+            self.outside.append(f"{place}, before its graph")
+        self._count = count
 
     def after(self, place: Place) -> None:
         seconds = self.counters.compile_seconds() - self._seconds
-        compiled = self.counters.compile_count() - self._count
+        count = self.counters.compile_count()
+        compiled, self._count = count - self._count, count
         known = self.graphs[self._pending]
         self.graphs[self._pending] = known.model_copy(
             update={"compiles": known.compiles + compiled, "compile_s": round(known.compile_s + seconds, 3)}

@@ -119,18 +119,18 @@ class TrainProgram:
         loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
         with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
             grads = torch.autograd.grad(loss, self.masters)
+        parts = [*grads, loss.detach().reshape(1)]  # in the form that is reduced: anything later is a graph more
         if self._sums is None:
-            self._sums = [*grads, loss.detach()]
+            self._sums = parts
         else:
-            self._sums = [total + new for total, new in zip(self._sums, (*grads, loss.detach()), strict=True)]
+            self._sums = [total + new for total, new in zip(self._sums, parts, strict=True)]
 
     def _reduce_and_step(self, control: Tensor, world_size: int) -> None:
         if self._sums is None:
             raise RuntimeError("update() before micro_step()")
-        *grads, loss = self._sums
-        loss = loss.reshape(1)
         if world_size > 1:
-            self.backend.reduce([*grads, loss], self._host_mean)
+            self.backend.reduce(self._sums, self._host_mean)
+        *grads, loss = self._sums
         self._sums, self._micro_steps = None, 0
         grad_norm = torch.sqrt(sum((grad * grad).sum() for grad in grads))  # type: ignore[arg-type]
         ok = self.guard.judge(loss[0], grad_norm)

@@ -37,7 +37,8 @@ def test_training_meets_only_compiled_graphs(
         f"--launch.processes={processes}",
     )
     here = place("xla", flags)
-    here.run("compile")
+    compiled = here.run("compile")
+    assert "more than one graph" not in compiled.out + compiled.err
     graphs = manifest_of(here).graphs
     assert {graph.bucket for graph in graphs if graph.phase == "evaluate"} == {"12x20", "16x32"}
     trained = here.run("train")

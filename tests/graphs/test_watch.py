@@ -61,6 +61,9 @@ def test_more_compiled_than_was_looked_at_is_noted() -> None:
     counters.count += 2
     recorder.after(STEP)
     assert recorder.outside == ["step of 4 x 16x16 tokens"]
+    counters.count += 1  # between two cuts: a value was read, which ends a graph of its own
+    recorder.before(STEP, hlo)
+    assert recorder.outside[1:] == ["step of 4 x 16x16 tokens, before its graph"]
 
 
 def test_a_known_graph_passes_and_is_read_a_few_times_only() -> None:

@@ -1,0 +1,60 @@
+"""`trnpipe doctor`: the estimate, and the lint of our own graphs in every preset, without a step being run."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fault.harness import ENV
+from tests.graphs.traces import needs_xla
+
+CONFIG_CODE = 78
+
+
+def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "doctor", f"--workspace={folder}", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENV}, check=False)
+
+
+def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path) -> None:
+    fits = doctor(tmp_path, "--model.preset=base", "--train.precision=bf16")
+    assert fits.returncode == 0, fits.stderr
+    assert "nothing is prepared yet: assuming a vocabulary of 8,192 and 4 classes" in fits.stdout
+    assert fits.stdout.count("fits)") == 3  # buckets
+    assert "torch_xla" not in fits.stderr
+    large = doctor(tmp_path, "--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
+    assert large.returncode == CONFIG_CODE
+    assert "DOES NOT FIT" in large.stdout
+    unknown = doctor(tmp_path, "--estimate.instance=p4d.24xlarge")
+    assert unknown.returncode == CONFIG_CODE
+    assert "instance type p4d.24xlarge" in unknown.stderr and "trn1.32xlarge" in unknown.stderr
+
+
+@needs_xla
+@pytest.mark.stage
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("preset", ["tiny", "small", "base", pytest.param("large", marks=pytest.mark.slow)])
+def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None:
+    batch = ("--train.global-batch-size=32", "--train.micro-batch-size=32")
+    done = doctor(tmp_path, "--hlo", f"--model.preset={preset}", *batch)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "traced 7 graphs" in done.stdout  # the start; a step and an evaluation for each of three buckets
+    assert "lint: 0 errors, 0 warnings" in done.stdout
+    # The largest child so far of this process; each test process has few.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 10 * 2**30
+
+
+@needs_xla
+@pytest.mark.stage
+def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) -> None:
+    small = ("--model.num-layers=1", "--data.buckets=8x16", "--model.max-positions=16")
+    done = doctor(
+        tmp_path, "--hlo", *small, "--model.dropout=0.1", "--train.micro-batch-size=16", "--train.step-boundary=split"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "traced 5 graphs" in done.stdout  # the start, first and further micro-steps, the update, the evaluation
+    assert "warning HLO001: operator xor" in done.stdout  # random numbers
+    assert "/model/" in done.stdout, "the line of code it comes from"
