@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="settings of the preset")
     parser.add_argument("--boundary", choices=("fused", "split"), required=True)
     parser.add_argument("--batch", type=int, nargs=2, metavar=("GLOBAL", "MICRO"), required=True)
+    parser.add_argument("--buckets", help="other than those of the settings")
     parser.add_argument("--traced", action="store_true", help="compile and run nothing")
     arguments = parser.parse_args()
     answer = os.fdopen(os.dup(1), "w")
@@ -88,6 +89,8 @@ def main() -> None:
         ("--train.global-batch-size", str(arguments.batch[0])),
         ("--train.micro-batch-size", str(arguments.batch[1])),
     ]
+    if arguments.buckets:
+        flags.append(("--data.buckets", arguments.buckets))
     os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
     settings = resolve([arguments.config], {}, flags).settings
     print(meet_graphs(settings, TRACED if arguments.traced else "xla").model_dump_json(), file=answer, flush=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.format import format_bytes
@@ -21,6 +22,7 @@ from pipeline.graphs.cache_entry import DONE_NAME, NEFF_NAME, is_lock
 from pipeline.graphs.cache_entry import LOG_NAME as COMPILER_LOG
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.neuron_command import neuron_environment, tool_command, wrapper_script
+from pipeline.graphs.neuron_compilers import compilers_of
 from pipeline.graphs.neuron_errors import LOG_NAME, time_error, told, verdict_error
 from pipeline.graphs.neuron_log import NeuronLog, entry_key, graph_name, parse_log, parse_report
 from pipeline.graphs.neuron_process import ProcessTree, host_memory_bytes, process_tree
@@ -47,6 +49,26 @@ Repair = Callable[[str], Sequence[str]]
 Called while no process of ours is left, also after a stop: it must not heed the stop signal, and be done in seconds.
 """
 Say = Callable[[str], None]
+
+
+class Peers(Protocol):
+    """The other nodes, whose trial runs are one program with ours: all run the tool together, or none does."""
+
+    def check(self) -> None:
+        """Raise TransientError when another node has failed."""
+
+    def any(self, phase: str, mine: bool) -> bool:
+        """Wait for all; True when `mine` was true on one node at least."""
+
+
+class Alone:
+    """No other nodes."""
+
+    def check(self) -> None:
+        return
+
+    def any(self, phase: str, mine: bool) -> bool:
+        return mine
 
 
 @dataclass(frozen=True)
@@ -87,15 +109,17 @@ def compile_graphs(
     env: Mapping[str, str] = os.environ,
     memory_bytes: int | None = None,
     say: Say = lambda line: None,
+    peers: Peers | None = None,
 ) -> NeuronCompileResult:
     """Trace `command` and compile every graph it shows into `cache_root` (a folder or s3://...).
 
     The command starts in `cwd` (default: here) and gets all of its options. `scratch` is a local folder for logs and
-    work files. `repair` runs between tries and whenever this ends early, when no process of ours is left.
+    work files. `repair` runs between tries and whenever this ends early, when no process of ours is left. With `peers`
+    what has to be run again here is run again on all.
 
     Raises the error of the trial run's own exit code; ConfigError when the compiler refuses a graph, when even one
     compiler at a time needs more memory than there is, or when the tools are missing; TransientError when the time
-    limit is over or a crash repeats; Preempted when stopped, at most about 10 s later.
+    limit is over, a crash repeats or a peer failed; Preempted when stopped, at most about 10 s later.
     """
     job = _Job(
         command=tuple(command),
@@ -108,6 +132,7 @@ def compile_graphs(
         env=env,
         memory_bytes=memory_bytes or host_memory_bytes(),
         say=say,
+        peers=peers or Alone(),
     )
     return job.run()
 
@@ -126,6 +151,7 @@ class _Job:
     env: Mapping[str, str]
     memory_bytes: int
     say: Say
+    peers: Peers
     started: float = field(default_factory=time.monotonic)
     actions: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -140,9 +166,8 @@ class _Job:
         self.stop.raise_if_set("starting to compile")
         self._announce()
         try:
-            while (verdict := judge(attempt := self._attempt())) is not Verdict.DONE:
-                self._act(f"attempt {len(self.attempts)}: {told(verdict, attempt)}")
-                self._cure(verdict, attempt)
+            while self._is_to_run_again(attempt := self._attempt()):
+                continue
         except BaseException as error:
             try:
                 self._repair()
@@ -150,6 +175,17 @@ class _Job:
                 error.add_note(f"and the cache could not be repaired: {second}")
             raise
         return self._result(attempt)
+
+    def _is_to_run_again(self, attempt: Attempt) -> bool:
+        """False when no node misses a graph any more."""
+        verdict = judge(attempt)
+        if verdict is not Verdict.DONE:
+            self._act(f"attempt {len(self.attempts)}: {told(verdict, attempt)}")
+            self._cure(verdict, attempt)
+        again = self.peers.any(f"again-{len(self.attempts)}", verdict is not Verdict.DONE)
+        if again and verdict is Verdict.DONE:
+            self.say("all is compiled here, but not on another node: running again with it")
+        return again
 
     def _announce(self) -> None:
         before = self.env.get("NEURON_CC_FLAGS", self.config.flags.text())
@@ -171,7 +207,8 @@ class _Job:
         log_file = folder / LOG_NAME
         is_local = not self.cache_root.startswith("s3://")
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
-            exit_code = self._watch(tree, LogWatch(log_file, is_local=is_local))
+            watch = LogWatch(log_file, is_local=is_local, compilers=lambda: compilers_of(self.cache_root))
+            exit_code = self._watch(tree, watch, exit_file)
         log = read_log(folder)
         done = self._done(wanted_entries(log))
         attempt = Attempt(
@@ -185,9 +222,16 @@ class _Job:
         self.attempts.append(attempt)
         return attempt
 
-    def _watch(self, tree: ProcessTree, log: LogWatch) -> int | None:
-        """The exit code of the tool; None when it was ended, being stuck. Preempted or TransientError: stop, limit."""
+    def _watch(self, tree: ProcessTree, log: LogWatch, trial_exit: Path) -> int | None:
+        """The exit code of the tool; None when it was ended, being stuck. Preempted or TransientError: stop, limit.
+
+        A peer that fails ends a trial run, which waits for it; compiling goes on for the cache's sake.
+        """
+        checked = time.monotonic()
         while (exit_code := tree.poll()) is None:
+            if time.monotonic() - checked > OTHERS_POLL_S and not trial_exit.exists():
+                self.peers.check()
+                checked = time.monotonic()
             if self.stop.wait(POLL_S):
                 tree.end(STOP_GRACE_S)
                 self._act(f"stopped by {self.stop.reason}: ended the trial run and all compilers")

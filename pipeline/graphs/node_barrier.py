@@ -1,12 +1,14 @@
 """The nodes of one run wait for each other through small objects in the workspace.
 
-No node trains while another compiles: a compile in the middle of a collective looks like a hang to its peers. Each
-node leaves `node-<rank>.ok` or `node-<rank>.failed` (with its error as text); one listing shows who is there.
+No node trains while another compiles: a compile in the middle of a collective looks like a hang to its peers. In each
+phase a node leaves `<phase>/node-<rank>.yes` or `.no`, its answer to the question of the phase; a node that will not
+come leaves `node-<rank>.failed` with its error as text. One listing shows all.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.format import format_duration
@@ -17,84 +19,95 @@ from pipeline.io.storage import Storage
 FIRST_POLL_S, MAX_POLL_S = 0.5, 10.0
 
 
-def wait_for_nodes(
-    storage: Storage,
-    prefix: str,
-    node_rank: int,
-    num_nodes: int,
-    attempt: str,
-    timeout_s: float,
-    stop: StopSignal,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Say that this node is ready and return when all are. Alone it returns at once and writes nothing.
+@dataclass(frozen=True)
+class Nodes:
+    """All nodes of one try of one job, seen from one of them. A node alone waits for nobody and writes nothing.
 
-    `attempt` must differ for every try of every job (Batch: job id and attempt number), or markers of an earlier one
-    would be taken for this one's. Raises TransientError when a node failed or is not there after `timeout_s`, and
-    Preempted when stopped, which the others then hear of too.
+    `folder` must differ for every try of every job (Batch: job id and attempt number), or markers of an earlier one
+    would be taken for this one's. `storage` must not heed `stop`: who is stopped still tells the others.
     """
-    if num_nodes == 1:
-        return
-    folder = join_key(prefix, attempt)
-    storage.write_bytes(join_key(folder, f"node-{node_rank}.ok"), b"")
-    deadline, poll_s = clock() + timeout_s, FIRST_POLL_S
-    while missing := _missing(storage, folder, node_rank, num_nodes):
-        if clock() > deadline:
-            raise TransientError(
-                f"node {', '.join(map(str, missing))} of {num_nodes} not ready after {format_duration(timeout_s)}",
-                expected=f"a marker of each in {storage.uri(folder)}",
-                next_command="look at the log of that node; then run the job again",
-            )
-        if stop.wait(min(poll_s, max(0.0, timeout_s))):
-            try:
-                stop.raise_if_set(f"waiting for node {', '.join(map(str, missing))}")
-            except Preempted as error:
-                report_failure(storage, prefix, node_rank, attempt, error)
-                raise
-        poll_s = min(MAX_POLL_S, poll_s * 1.5)
 
+    storage: Storage
+    folder: str
+    rank: int
+    num_nodes: int
+    timeout_s: float
+    stop: StopSignal
+    clock: Callable[[], float] = time.monotonic
 
-def report_failure(storage: Storage, prefix: str, node_rank: int, attempt: str, error: BaseException) -> None:
-    """Tell the other nodes that this one will not come."""
-    text = f"{type(error).__name__}: {error}"
-    storage.write_bytes(join_key(join_key(prefix, attempt), f"node-{node_rank}.failed"), text.encode())
+    def wait(self, phase: str) -> None:
+        """Return when all nodes have come to this phase; each is to come to it once.
 
+        Raises TransientError when a node failed or is not there after `timeout_s`, and Preempted when stopped.
+        """
+        self.any(phase, False)
 
-@contextmanager
-def all_nodes(
-    storage: Storage,
-    prefix: str,
-    node_rank: int,
-    num_nodes: int,
-    attempt: str,
-    timeout_s: float,
-    stop: StopSignal,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[None]:
-    """Do the block on every node and leave it when all have; an error in one of them ends the wait of all others."""
-    try:
-        yield
-    except BaseException as error:
-        if num_nodes > 1:
-            try:
-                report_failure(storage, prefix, node_rank, attempt, error)
-            except Exception as second:
-                error.add_note(f"and the other nodes could not be told: {second}")
-        raise
-    wait_for_nodes(storage, prefix, node_rank, num_nodes, attempt, timeout_s, stop, clock=clock)
+    def any(self, phase: str, mine: bool) -> bool:
+        """Wait as `wait` does; True when `mine` was true on one node at least."""
+        if self.num_nodes == 1:
+            return mine
+        self.storage.write_bytes(self._key(f"{phase}/node-{self.rank}.{'yes' if mine else 'no'}"), b"")
+        deadline, poll_s = self.clock() + self.timeout_s, FIRST_POLL_S
+        while len(answers := self._answers(phase)) < self.num_nodes:
+            missing = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in answers)
+            if self.clock() > deadline:
+                raise TransientError(
+                    f"node {missing} of {self.num_nodes} not ready after {format_duration(self.timeout_s)}",
+                    expected=f"a marker of each in {self.storage.uri(self._key(phase))}",
+                    next_command="look at the log of that node; then run the job again",
+                )
+            if self.stop.wait(min(poll_s, self.timeout_s)):
+                self.stop.raise_if_set(f"waiting for node {missing}")
+            poll_s = min(MAX_POLL_S, poll_s * 1.5)
+        return any(answers.values())
 
+    def check(self) -> None:
+        """Raise TransientError when another node has failed."""
+        if self.num_nodes > 1:
+            self._raise_for_failed(self._names())
 
-def _missing(storage: Storage, folder: str, node_rank: int, num_nodes: int) -> list[int]:
-    """Ranks that have left no marker yet. Raises TransientError when one has failed."""
-    names = {stat.key.rpartition("/")[2] for stat in storage.list(folder)}
-    for rank in range(num_nodes):
-        if rank != node_rank and f"node-{rank}.failed" in names:
-            reason = storage.read_bytes(join_key(folder, f"node-{rank}.failed")).decode(errors="replace")
-            raise TransientError(
-                f"node {rank} failed: {reason}",
-                expected="every node to finish compiling before one trains",
-                next_command=f"look at the log of node {rank}; this node is fine",
-            )
-    return [rank for rank in range(num_nodes) if f"node-{rank}.ok" not in names]
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error in the block ends the wait of the other nodes."""
+        try:
+            yield
+        except BaseException as error:
+            if self.num_nodes > 1:
+                try:
+                    self._report(error)
+                except Exception as second:
+                    error.add_note(f"and the other nodes could not be told: {second}")
+            raise
+
+    def _report(self, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
+        self.storage.write_bytes(self._key(f"node-{self.rank}.failed"), reason.encode())
+
+    def _answers(self, phase: str) -> dict[int, bool]:
+        """What each node that is there has answered."""
+        names = self._names()
+        answers = {
+            rank: f"{phase}/node-{rank}.yes" in names
+            for rank in range(self.num_nodes)
+            if names & {f"{phase}/node-{rank}.yes", f"{phase}/node-{rank}.no"}
+        }
+        if len(answers) < self.num_nodes:  # what failed after all had come is for the next phase
+            self._raise_for_failed(names)
+        return answers
+
+    def _raise_for_failed(self, names: set[str]) -> None:
+        for rank in range(self.num_nodes):
+            if rank != self.rank and f"node-{rank}.failed" in names:
+                reason = self.storage.read_bytes(self._key(f"node-{rank}.failed")).decode(errors="replace")
+                raise TransientError(
+                    f"node {rank} failed: {reason}",
+                    expected="every node to finish compiling before one trains",
+                    next_command=f"look at the log of node {rank}; this node is fine",
+                )
+
+    def _names(self) -> set[str]:
+        cut = len(self.folder) + 1
+        return {stat.key[cut:] for stat in self.storage.list(self.folder)}
+
+    def _key(self, name: str) -> str:
+        return join_key(self.folder, name)

@@ -62,6 +62,9 @@ class TrainConfig(BaseModel):
     step_boundary: Literal["split", "fused"] = Field(
         "fused", description="One graph a step (fastest), or forward+backward and update apart (smaller graphs)"
     )
+    batches_per_execution: int = Field(
+        1, ge=1, description="Micro-steps of a step in one graph: fewer and larger graphs when accumulating"
+    )
     seed: int = Field(1, ge=0, description="Seed of initial weights, order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
     evaluate_rows: int = Field(

@@ -9,7 +9,15 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 
 # These change where, when and in what pieces the same run is computed, not what is computed.
-_NOT_IDENTITY = {"start", "micro_batch_size", "deadline", "on_deadline", "collective_timeout_s"}
+_NOT_IDENTITY = {
+    "start",
+    "micro_batch_size",
+    "step_boundary",
+    "batches_per_execution",
+    "deadline",
+    "on_deadline",
+    "collective_timeout_s",
+}
 
 
 def identity_parts(

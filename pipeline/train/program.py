@@ -97,7 +97,10 @@ class TrainProgram:
         """Forward and backward; the gradient is added to what this step has so far."""
         self._accumulate(batch)
         self._place, self._micro_steps = _place_of(batch), self._micro_steps + 1
-        if self._config.step_boundary == "split" or self._micro_steps < self._accumulation:
+        if self._micro_steps == self._accumulation:
+            if self._config.step_boundary == "split":
+                self._cut_micro_step()
+        elif self._micro_steps % self._config.batches_per_execution == 0:
             self._cut_micro_step()
 
     @torch.no_grad()
@@ -146,7 +149,8 @@ class TrainProgram:
         return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
 
     def _cut_micro_step(self) -> None:
-        self._cut("first_micro_step" if self._micro_steps == 1 else "micro_step", self._sums or [])
+        is_first = self._micro_steps <= self._config.batches_per_execution
+        self._cut("first_micro_step" if is_first else "micro_step", self._sums or [])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
         """End a graph here. `tensors`: what it computes."""

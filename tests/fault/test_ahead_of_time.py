@@ -12,11 +12,13 @@ pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 
+# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are.
 MODES = [
-    pytest.param("fused", 1, 1, id="fused"),
-    pytest.param("split", 4, 1, id="split-accumulating"),
-    pytest.param("fused", 4, 2, id="fused-accumulating-two-processes", marks=pytest.mark.slow),
-    pytest.param("split", 1, 2, id="split-two-processes", marks=pytest.mark.slow),
+    pytest.param("fused", 1, 1, 1, 2, id="fused"),
+    pytest.param("split", 4, 1, 1, 5, id="split-accumulating"),
+    pytest.param("fused", 4, 3, 1, 4, id="fused-accumulating-three-at-once"),
+    pytest.param("fused", 4, 1, 2, 5, id="fused-accumulating-two-processes", marks=pytest.mark.slow),
+    pytest.param("split", 1, 1, 2, 3, id="split-two-processes", marks=pytest.mark.slow),
 ]
 
 
@@ -25,21 +27,23 @@ def manifest_of(place: Place) -> GraphManifest:
     return manifest
 
 
-@pytest.mark.parametrize(("boundary", "accumulation", "processes"), MODES)
+@pytest.mark.parametrize(("boundary", "accumulation", "at_once", "processes", "num_steps"), MODES)
 def test_training_meets_only_compiled_graphs(
-    place: Callable[..., Place], boundary: str, accumulation: int, processes: int
+    place: Callable[..., Place], boundary: str, accumulation: int, at_once: int, processes: int, num_steps: int
 ) -> None:
     flags = (
         *TWO_SHAPES,
         "--train.loss.negatives-group=2",
         f"--train.step-boundary={boundary}",
         f"--train.micro-batch-size={24 // accumulation // processes}",
+        f"--train.batches-per-execution={at_once}",
         f"--launch.processes={processes}",
     )
     here = place("xla", flags)
     compiled = here.run("compile")
     assert "more than one graph" not in compiled.out + compiled.err
     graphs = manifest_of(here).graphs
+    assert len([graph for graph in graphs if graph.phase not in ("start", "evaluate")]) == num_steps
     assert {graph.bucket for graph in graphs if graph.phase == "evaluate"} == {"12x20", "16x32"}
     trained = here.run("train")
     assert "compiled ahead of time, manifest" in trained.out + trained.err

@@ -9,7 +9,7 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.graphs import node_barrier
-from pipeline.graphs.node_barrier import all_nodes, report_failure, wait_for_nodes
+from pipeline.graphs.node_barrier import Nodes
 from pipeline.io.storage import Storage
 
 
@@ -22,15 +22,16 @@ def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Node(threading.Thread):
     """A node in a thread; keeps what it ended with."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)
         self.work = work
         self.error: BaseException | None = None
+        self.value: object = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.work()
+            self.value = self.work()
         except BaseException as error:
             self.error = error
 
@@ -40,10 +41,17 @@ class Node(threading.Thread):
         return self.error
 
 
+def nodes(storage: Storage, rank: int, num_nodes: int, job: str = "job-1", timeout_s: float = 60.0) -> Nodes:
+    return Nodes(storage, f"b/{job}", rank, num_nodes, timeout_s, StopSignal())
+
+
 def test_alone_nothing_is_written(storage: Storage) -> None:
-    wait_for_nodes(storage, "barrier", 0, 1, "job-1", 1.0, StopSignal())
-    with all_nodes(storage, "barrier", 0, 1, "job-1", 1.0, StopSignal()):
-        pass
+    alone = nodes(storage, 0, 1)
+    alone.wait("done")
+    alone.check()
+    assert (alone.any("cold", True), alone.any("cold", False)) == (True, False)
+    with pytest.raises(ValueError, match="mine"), alone.telling():
+        raise ValueError("mine")
     assert list(storage.list("")) == []
 
 
@@ -55,60 +63,90 @@ def test_all_leave_after_the_last_has_come(storage: Storage) -> None:
         if rank == 2:
             assert last_may_come.wait(30)
             order.append("last came")
-        wait_for_nodes(storage, "b", rank, 3, "job-1", 60.0, StopSignal())
+        nodes(storage, rank, 3).wait("done")
         order.append(f"{rank} left")
 
-    nodes = [Node(lambda rank=rank: node(rank)) for rank in range(3)]  # type: ignore[misc]
-    nodes[0].join(0.2)
+    all_three = [Node(lambda rank=rank: node(rank)) for rank in range(3)]  # type: ignore[misc]
+    all_three[0].join(0.2)
     assert order == []
     last_may_come.set()
-    assert [node.ended() for node in nodes] == [None] * 3
+    assert [node.ended() for node in all_three] == [None] * 3
     assert order[0] == "last came"
     assert sorted(order[1:]) == ["0 left", "1 left", "2 left"]
 
 
+@pytest.mark.parametrize(("answers", "expected"), [((False, False), False), ((False, True), True)])
+def test_all_nodes_hear_the_same_answer(storage: Storage, answers: tuple[bool, ...], expected: bool) -> None:
+    """Phase after phase, the answers of one not disturbing the next."""
+
+    def node(rank: int) -> list[bool]:
+        me = nodes(storage, rank, 2)
+        return [me.any("look", answers[rank]), me.any("again", not answers[rank]), me.any("last", False)]
+
+    both = [Node(lambda rank=rank: node(rank)) for rank in range(2)]  # type: ignore[misc]
+    assert [node.ended() for node in both] == [None] * 2
+    assert [node.value for node in both] == [[expected, True, False]] * 2
+
+
 def test_a_failed_node_ends_the_wait_of_the_others(storage: Storage) -> None:
+    """In whatever phase they are, and whatever the failed one had come to."""
+
     def failing() -> None:
-        with all_nodes(storage, "b", 1, 3, "job-1", 60.0, StopSignal()):
+        me = nodes(storage, 1, 3)
+        with me.telling():
+            me.any("look", True)
             raise ConfigError("graph 7 was refused", expected="another one")
 
-    healthy = [
-        Node(lambda rank=rank: wait_for_nodes(storage, "b", rank, 3, "job-1", 60.0, StopSignal()))  # type: ignore[misc]
-        for rank in (0, 2)
-    ]
+    def healthy(rank: int) -> None:
+        me = nodes(storage, rank, 3)
+        me.any("look", True)
+        me.wait("done")
+
+    healthy_ones = [Node(lambda rank=rank: healthy(rank)) for rank in (0, 2)]  # type: ignore[misc]
     assert isinstance(Node(failing).ended(), ConfigError)
-    for node in healthy:
+    for node in healthy_ones:
         error = node.ended()
         assert isinstance(error, TransientError)
         assert "node 1 failed" in str(error) and "graph 7 was refused" in str(error)
 
 
-def test_a_failure_before_the_wait_is_seen_too(storage: Storage) -> None:
-    report_failure(storage, "b", 0, "job-1", RuntimeError("gone"))
+def test_a_failure_before_the_first_wait_is_seen_too(storage: Storage) -> None:
+    with pytest.raises(RuntimeError), nodes(storage, 0, 2).telling():
+        raise RuntimeError("gone")
     with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
-        wait_for_nodes(storage, "b", 1, 2, "job-1", 60.0, StopSignal())
+        nodes(storage, 1, 2).wait("done")
+    with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
+        nodes(storage, 1, 2).check()
+    nodes(storage, 1, 2, job="job-2").check()
 
 
 def test_markers_of_another_attempt_do_not_count(storage: Storage) -> None:
-    report_failure(storage, "b", 0, "job-1", RuntimeError("gone"))
-    storage.write_bytes("b/job-2/node-0.ok", b"")
+    with pytest.raises(RuntimeError), nodes(storage, 0, 2).telling():
+        raise RuntimeError("gone")
+    storage.write_bytes("b/job-2/done/node-0.no", b"")
     with pytest.raises(TransientError, match="node 0 of 2 not ready"):
-        wait_for_nodes(storage, "b", 1, 2, "job-3", 0.05, StopSignal())
-    wait_for_nodes(storage, "b", 1, 2, "job-2", 60.0, StopSignal())
+        nodes(storage, 1, 2, job="job-3", timeout_s=0.05).wait("done")
+    nodes(storage, 1, 2, job="job-2").wait("done")
 
 
 def test_a_node_that_does_not_come_is_named(storage: Storage) -> None:
     clock = itertools.count(0.0, 10.0)
-    storage.write_bytes("b/job-1/node-2.ok", b"")
+    storage.write_bytes("b/job-1/done/node-2.no", b"")
+    me = Nodes(storage, "b/job-1", 0, 4, 25.0, StopSignal(), clock=lambda: next(clock))
     with pytest.raises(TransientError, match=r"node 1, 3 of 4 not ready after 25s"):
-        wait_for_nodes(storage, "b", 0, 4, "job-1", 25.0, StopSignal(), clock=lambda: next(clock))
+        me.wait("done")
 
 
 def test_who_is_stopped_tells_the_others(storage: Storage) -> None:
-    stop = StopSignal()
-    stopped = Node(lambda: wait_for_nodes(storage, "b", 0, 3, "job-1", 60.0, stop))
-    other = Node(lambda: wait_for_nodes(storage, "b", 1, 3, "job-1", 60.0, StopSignal()))
-    stop.set("SIGTERM")
+    me = nodes(storage, 0, 3)
+
+    def waiting() -> None:
+        with me.telling():
+            me.wait("done")
+
+    stopped = Node(waiting)
+    other = Node(lambda: nodes(storage, 1, 3).wait("done"))
+    me.stop.set("SIGTERM")
     assert isinstance(stopped.ended(), Preempted)
     error = other.ended()
     assert isinstance(error, TransientError) and "node 0 failed" in str(error) and "SIGTERM" in str(error)
@@ -119,9 +157,7 @@ def test_the_error_of_the_block_wins_over_one_of_telling_it() -> None:
         def write_bytes(self, key: str, data: bytes) -> None:
             raise TransientError("storage is gone")
 
-    with (
-        pytest.raises(ValueError, match="mine") as caught,
-        all_nodes(Broken(), "b", 0, 2, "job-1", 1.0, StopSignal()),  # type: ignore[arg-type]
-    ):
+    me = Nodes(Broken(), "b", 0, 2, 1.0, StopSignal())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mine") as caught, me.telling():
         raise ValueError("mine")
     assert any("storage is gone" in note for note in caught.value.__notes__)
