@@ -8,6 +8,7 @@ from pydantic.main import IncEx
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.config import DataConfig
+from pipeline.embedding.config import EmbedConfig
 from pipeline.graphs.config import CompileConfig, EstimateConfig
 from pipeline.io.retry import RetryPolicy
 from pipeline.model.config import ModelConfig
@@ -53,6 +54,7 @@ class Settings(BaseModel):
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    embed: EmbedConfig = EmbedConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
     launch: LaunchConfig = LaunchConfig()

@@ -47,7 +47,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs")
+TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

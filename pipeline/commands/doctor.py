@@ -60,6 +60,7 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     Trial(
         train=settings.train,
         model=settings.model,
+        embed=settings.embed,
         spec=shapes.spec,
         buckets=shapes.buckets,
         share=batch_share(settings.train, World()),

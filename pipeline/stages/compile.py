@@ -21,7 +21,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.compile_neuron import compile_on_neuron
 from pipeline.stages.context import StageContext
-from pipeline.stages.result import Figure, StageResult, store_result
+from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.stages.shapes import Shapes, prepared_shapes
 from pipeline.train.share import batch_share
 from pipeline.train.trial import Trial
@@ -78,6 +78,7 @@ def _try_out(settings: Settings, ctx: StageContext, shapes: Shapes, backend: Bac
         Trial(
             train=settings.train,
             model=settings.model,
+            embed=settings.embed,
             spec=shapes.spec,
             buckets=shapes.buckets,
             share=batch_share(settings.train, ctx.world),
@@ -106,7 +107,10 @@ def _tell(ctx: StageContext, manifest: GraphManifest, recorder: Recorder) -> Non
 
 def _already(ctx: StageContext, known: GraphManifest, started: datetime) -> StageResult:
     ctx.console.info(f"compile: done already, {len(known.graphs)} graphs, manifest {known.plan_id}")
-    return _result(ctx, known, started).model_copy(update={"status": "already_done"})
+    result = _result(ctx, known, started)
+    if ctx.world.is_main and load_result(ctx.workspace, ctx.cycle, NAME) is None:  # an earlier cycle's graphs
+        store_result(ctx.workspace, result)
+    return result.model_copy(update={"status": "already_done"})
 
 
 def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:

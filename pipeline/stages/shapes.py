@@ -28,7 +28,9 @@ class Shapes:
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
-        graphs = GraphSettings(settings.train, settings.model, settings.compile, settings.log.every_steps)
+        graphs = GraphSettings(
+            settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps
+        )
         return graph_plan(graphs, self.spec, self.buckets, batch_share(settings.train, world), device)
 
 

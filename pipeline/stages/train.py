@@ -77,6 +77,7 @@ def _config(settings: Settings) -> RunConfig:
         model=settings.model,
         checkpoint=settings.checkpoint,
         compile=settings.compile,
+        embed=settings.embed,
         backend=settings.backend,
         log_every=settings.log.every_steps,
         tensorboard=settings.log.tensorboard,

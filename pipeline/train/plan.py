@@ -6,6 +6,7 @@ from importlib import metadata
 
 from pipeline.core.buckets import Bucket
 from pipeline.data.loader import RankShare
+from pipeline.embedding.config import EmbedConfig
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import PlanValue
 from pipeline.model.config import InputSpec, ModelConfig
@@ -35,6 +36,7 @@ class GraphSettings:
 
     train: TrainConfig
     model: ModelConfig
+    embed: EmbedConfig
     compile: CompileConfig
     log_every: int
 
@@ -53,6 +55,7 @@ def graph_plan(
     plan |= {f"train.guard.{name}": value for name, value in guard.items()}
     shape = model.model_dump(mode="json", exclude={"preset", "init_from", *model.encoder.model_dump()})
     plan |= {f"model.{name}": value for name, value in {**shape, **model.encoder.model_dump()}.items()}
+    plan |= {f"embed.{name}": value for name, value in settings.embed.model_dump(mode="json").items()}
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
         "data.vocab_size": spec.vocab_size,

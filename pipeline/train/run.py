@@ -20,6 +20,7 @@ from pipeline.data.sampler import TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import open_rows
+from pipeline.embedding.config import EmbedConfig
 from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.watch import GraphWatch, NoWatch
@@ -79,6 +80,7 @@ class RunConfig:
     log_every: int
     tensorboard: bool = False
     compile: CompileConfig = field(default_factory=CompileConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class TrainRun:
             return NoWatch()
         config, device = self.config, self.backend.device_name()
         plan = graph_plan(
-            GraphSettings(config.train, config.model, config.compile, config.log_every),
+            GraphSettings(config.train, config.model, config.embed, config.compile, config.log_every),
             self.inputs.spec,
             self.valid.buckets,
             self.share,

@@ -7,6 +7,7 @@ here looks at one.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Int64s
@@ -14,6 +15,8 @@ from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RankShare
 from pipeline.data.shards import Arrays
+from pipeline.embedding.config import EmbedConfig
+from pipeline.embedding.program import EmbedProgram
 from pipeline.evaluation.holdout import evaluate_holdout
 from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec, ModelConfig
@@ -73,6 +76,7 @@ class Trial:
 
     train: TrainConfig
     model: ModelConfig
+    embed: EmbedConfig
     spec: InputSpec
     buckets: tuple[Bucket, ...]
     share: RankShare
@@ -119,6 +123,8 @@ class Trial:
             self.stop.raise_if_set("the trial run; nothing of it is kept")
         self._evaluate(steps)
         self._save(steps)
+        del loop, self.program  # one model at a time on the device
+        self._embed()
 
     def _evaluate(self, step: int) -> bool:
         """Score one full batch of every bucket; the figures mean nothing."""
@@ -135,6 +141,16 @@ class Trial:
             stop=self.stop,
         )
         return False
+
+    def _embed(self) -> None:
+        """Two batches of product texts of every length."""
+        encoder = build_model(self.model, self.spec, self.train.seed).encoder
+        program = EmbedProgram(encoder, self.backend, self.embed, self.watch)
+        for length in sorted({bucket.product_tokens for bucket in self.buckets}):
+            for _ in range(2):
+                self.stop.raise_if_set("the trial run; nothing of it is kept")
+                tokens = torch.from_numpy(_tokens(self.embed.batch_size, length, self.spec))
+                self.backend.to_host([program.vectors(tokens.to(self.backend.device))])
 
     def _save(self, step: int) -> None:
         self.program.snapshot()

@@ -41,7 +41,8 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
     batch = ("--train.global-batch-size=32", "--train.micro-batch-size=32")
     done = doctor(tmp_path, "--hlo", f"--model.preset={preset}", *batch)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "traced 7 graphs" in done.stdout  # the start; a step and an evaluation for each of three buckets
+    # The start; a step and an evaluation for each of three buckets; product texts of three lengths to embed.
+    assert "traced 10 graphs" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout
     # The largest child so far of this process; each test process has few.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 10 * 2**30
@@ -55,6 +56,7 @@ def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) ->
         tmp_path, "--hlo", *small, "--model.dropout=0.1", "--train.micro-batch-size=16", "--train.step-boundary=split"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "traced 5 graphs" in done.stdout  # the start, first and further micro-steps, the update, the evaluation
+    # The start, first and further micro-steps, the update, the evaluation, texts to embed.
+    assert "traced 6 graphs" in done.stdout
     assert "warning HLO001: operator xor" in done.stdout  # random numbers
     assert "/model/" in done.stdout, "the line of code it comes from"

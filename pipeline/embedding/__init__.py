@@ -1,0 +1,1 @@
+"""Texts to vectors, with the encoder of a checkpoint."""
