@@ -17,7 +17,6 @@ from pipeline.stages.estimate import estimate_lines, estimates
 from pipeline.stages.shapes import Shapes, expected_shapes, prepared_shapes
 from pipeline.telemetry.console import Console
 from pipeline.train.share import batch_share
-from pipeline.train.trial import Trial
 
 Say = Callable[[str], object]
 
@@ -57,20 +56,8 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}  # before torch_xla is imported
     backend = open_backend(TRACED)
     recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
-    Trial(
-        train=settings.train,
-        model=settings.model,
-        embed=settings.embed,
-        spec=shapes.spec,
-        buckets=shapes.buckets,
-        share=batch_share(settings.train, World()),
-        backend=backend,
-        gang=Gang(World(), timeout_s=settings.train.collective_timeout_s),
-        stop=stop,
-        console=Console(quiet=True),
-        watch=recorder,
-        figure_rows=settings.log.every_steps,
-    ).run()
+    gang = Gang(World(), timeout_s=settings.train.collective_timeout_s)
+    shapes.trial(settings, backend, gang, recorder, stop, Console(quiet=True)).run()
     largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
     say(
         f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "

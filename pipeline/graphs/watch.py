@@ -15,6 +15,7 @@ from pipeline.graphs.hlo import Module, describe, difference, first_source, op_c
 from pipeline.graphs.manifest import GraphManifest, GraphRecord, Plan, graph_key
 
 COMPILE = "trnpipe compile, with the same settings"
+ENDS_STEP = ("step", "update")  # phases
 _LOOKS = 3  # at each place, before the compile counter alone is trusted
 
 
@@ -111,6 +112,8 @@ class Guard:
     on_unknown: Literal["error", "warn"]
     warn: Callable[[str], None]
     unknown: int = 0
+    steps: int = 0
+    """Finished in this process."""
     _looks: Counter[Place] = field(default_factory=Counter)
     _looked: bool = False
     _count: int = 0
@@ -122,9 +125,11 @@ class Guard:
         self._looks[place] += 1
         module = parse(hlo())
         if self.manifest.find(graph_key(stable_key(module), self.manifest.plan)) is None:
-            self._refuse(f"the graph of {place} was not compiled ahead of time", self._explain(place, module))
+            seen = f"after {self.steps} steps, the graph of {place} was not compiled ahead of time"
+            self._refuse(seen, self._explain(place, module))
 
     def after(self, place: Place) -> None:
+        self.steps += place.phase in ENDS_STEP
         count = self.counters.compile_count()
         if not self._looked and count > self._count:
             self._looks[place] -= 1  # either told apart by aliasing alone, or new: the next one is looked at

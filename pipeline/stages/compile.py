@@ -23,8 +23,6 @@ from pipeline.stages.compile_neuron import compile_on_neuron
 from pipeline.stages.context import StageContext
 from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.stages.shapes import Shapes, prepared_shapes
-from pipeline.train.share import batch_share
-from pipeline.train.trial import Trial
 
 NAME = "compile"
 
@@ -75,20 +73,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
 def _try_out(settings: Settings, ctx: StageContext, shapes: Shapes, backend: Backend, recorder: Recorder) -> None:
     timeout_s = settings.train.collective_timeout_s
     with closing(Gang(ctx.world, timeout_s=timeout_s, device_backend=backend.process_group)) as gang:
-        Trial(
-            train=settings.train,
-            model=settings.model,
-            embed=settings.embed,
-            spec=shapes.spec,
-            buckets=shapes.buckets,
-            share=batch_share(settings.train, ctx.world),
-            backend=backend,
-            gang=gang,
-            stop=ctx.stop,
-            console=ctx.console,
-            watch=recorder,
-            figure_rows=settings.log.every_steps,
-        ).run()
+        shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console).run()
 
 
 def _tell(ctx: StageContext, manifest: GraphManifest, recorder: Recorder) -> None:

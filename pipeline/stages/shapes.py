@@ -2,18 +2,24 @@
 
 from dataclasses import dataclass
 
+from pipeline.backends import Backend
 from pipeline.core.buckets import Bucket
+from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_store import read_token_sets
 from pipeline.graphs.manifest import Plan
+from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec
+from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.prepared import load_prepared
+from pipeline.telemetry.console import Console
 from pipeline.train.inputs import spec_of
 from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.share import batch_share
+from pipeline.train.trial import Trial
 
 ASSUMED_CLASSES = 4
 """As in ESCI and in the built-in catalogue, where data.labels does not tell."""
@@ -32,6 +38,25 @@ class Shapes:
             settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps
         )
         return graph_plan(graphs, self.spec, self.buckets, batch_share(settings.train, world), device)
+
+    def trial(
+        self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console
+    ) -> Trial:
+        """The trial run of these settings, ready to run."""
+        return Trial(
+            train=settings.train,
+            model=settings.model,
+            embed=settings.embed,
+            spec=self.spec,
+            buckets=self.buckets,
+            share=batch_share(settings.train, gang.world),
+            backend=backend,
+            gang=gang,
+            stop=stop,
+            console=console,
+            watch=watch,
+            figure_rows=settings.log.every_steps,
+        )
 
 
 def prepared_shapes(ctx: StageContext) -> Shapes:
