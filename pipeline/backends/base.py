@@ -52,6 +52,9 @@ class Backend(Protocol):
     def compile_seconds(self) -> float:
         """Seconds spent compiling so far by this process (0 on eager devices)."""
 
+    def host_operators(self) -> dict[str, int]:
+        """Operators of traced programs that had to run on the host so far, `aten::<name>` to count."""
+
     def device_name(self) -> str:
         """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
 

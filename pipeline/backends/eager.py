@@ -28,6 +28,9 @@ class Eager:
     def execute_seconds(self) -> float:
         return 0.0
 
+    def host_operators(self) -> dict[str, int]:
+        return {}
+
     def device_name(self) -> str:
         return self.name
 

@@ -113,6 +113,10 @@ class XlaBackend:
         data = self._metrics.metric_data("CompileTime")
         return 0.0 if data is None else float(data[1]) / 1e9
 
+    def host_operators(self) -> dict[str, int]:
+        names = [name for name in self._metrics.counter_names() if name.startswith("aten::")]
+        return {name: int(self._metrics.counter_value(name)) for name in names}
+
     def device_name(self) -> str:
         return f"xla:{self.device_type}"
 

@@ -32,6 +32,7 @@ class XlaTracer(XlaBackend):
         for tensor in computed:
             shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
             self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
+        self.seed(0)  # the state of the random numbers is computed, too
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pipeline.backends import TRACED, open_backend
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.lint import lint_all
+from pipeline.graphs.lint import lint_all, lint_counters
 from pipeline.graphs.watch import Recorder
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
@@ -63,7 +63,7 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
         f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "
         f"with {largest.num_instructions:,} operations in {largest.hlo_bytes / 1e6:.1f} MB of text"
     )
-    findings = lint_all(recorder.modules.values())
+    findings = (*lint_all(recorder.modules.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         say(str(finding))
     count = Counter(finding.severity for finding in findings)

@@ -10,7 +10,7 @@ from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.core.pjrt import pjrt_device
 from pipeline.graphs.hlo_store import store_texts
-from pipeline.graphs.lint import lint_all
+from pipeline.graphs.lint import lint_all, lint_counters
 from pipeline.graphs.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.graphs.neuron_command import TRACE_FILE, drives_tool
 from pipeline.graphs.watch import Recorder
@@ -62,7 +62,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
-    _tell(ctx, manifest, recorder)
+    _tell(ctx, backend, manifest, recorder)
     if driven:
         atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
@@ -76,7 +76,7 @@ def _try_out(settings: Settings, ctx: StageContext, shapes: Shapes, backend: Bac
         shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console).run()
 
 
-def _tell(ctx: StageContext, manifest: GraphManifest, recorder: Recorder) -> None:
+def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder: Recorder) -> None:
     """One line a graph, and what the lint found."""
     for graph in manifest.graphs:
         shape = f"{graph.batch_size} x {graph.bucket}" if graph.bucket else "-"
@@ -86,7 +86,7 @@ def _tell(ctx: StageContext, manifest: GraphManifest, recorder: Recorder) -> Non
         )
     for place in recorder.outside:
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    for finding in lint_all(recorder.modules.values()):
+    for finding in (*lint_all(recorder.modules.values()), *lint_counters(backend.host_operators())):
         ctx.console.warn(str(finding))
 
 

@@ -58,5 +58,4 @@ def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     # The start, first and further micro-steps, the update, the evaluation, texts to embed.
     assert "traced 6 graphs" in done.stdout
-    assert "warning HLO001: operator xor" in done.stdout  # random numbers
-    assert "/model/" in done.stdout, "the line of code it comes from"
+    assert "lint: 0 errors, 0 warnings" in done.stdout
