@@ -26,6 +26,8 @@ BENCHES: dict[str, Bench] = {
     "loader": Bench("loader", "loader at least 20 x faster than training consumes"),
     "checkpoint_stall": Bench("checkpoint_stall", "under 1 % of the time held up by checkpoints"),
     "resume": Bench("resume", "process start to first new step, split"),
+    "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
+    "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
 }
 
 

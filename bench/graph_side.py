@@ -21,8 +21,6 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.shapes import expected_shapes
 from pipeline.telemetry.console import Console
-from pipeline.train.share import batch_share
-from pipeline.train.trial import Trial
 
 
 class Graphs(BaseModel):
@@ -49,19 +47,8 @@ def meet_graphs(settings: Settings, backend_name: str) -> Graphs:
     backend, shapes, world = open_backend(backend_name), expected_shapes(settings), World()
     recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
     started = time.monotonic()
-    Trial(
-        train=settings.train,
-        model=settings.model,
-        spec=shapes.spec,
-        buckets=shapes.buckets,
-        share=batch_share(settings.train, world),
-        backend=backend,
-        gang=Gang(world, timeout_s=settings.train.collective_timeout_s),
-        stop=StopSignal(),
-        console=Console(quiet=True),
-        watch=recorder,
-        figure_rows=settings.log.every_steps,
-    ).run()
+    gang = Gang(world, timeout_s=settings.train.collective_timeout_s)
+    shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
     largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
     return Graphs(
         graphs=len(recorder.graphs),
@@ -80,6 +67,7 @@ def main() -> None:
     parser.add_argument("--boundary", choices=("fused", "split"), required=True)
     parser.add_argument("--batch", type=int, nargs=2, metavar=("GLOBAL", "MICRO"), required=True)
     parser.add_argument("--buckets", help="other than those of the settings")
+    parser.add_argument("--precision", help="other than that of the settings")
     parser.add_argument("--traced", action="store_true", help="compile and run nothing")
     arguments = parser.parse_args()
     answer = os.fdopen(os.dup(1), "w")
@@ -91,6 +79,8 @@ def main() -> None:
     ]
     if arguments.buckets:
         flags.append(("--data.buckets", arguments.buckets))
+    if arguments.precision:
+        flags.append(("--train.precision", arguments.precision))
     os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
     settings = resolve([arguments.config], {}, flags).settings
     print(meet_graphs(settings, TRACED if arguments.traced else "xla").model_dump_json(), file=answer, flush=True)

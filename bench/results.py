@@ -57,7 +57,7 @@ class Result(_Record):
     figures: tuple[Figure, ...]
     target: Target | None
     passed: bool | None
-    also: tuple[str, ...] = Field((), description="Figures the table shows beside the judged one")
+    also: tuple[str, ...] = Field((), description="Figures the table shows: beside the judged one, or instead of all")
     settings: dict[str, str | int | float]
     versions: dict[str, str]
     machine: Machine

@@ -27,8 +27,9 @@ def _claim(result: Result) -> str:
 
 
 def _measured(result: Result) -> str:
-    """The judged figure and those to be shown beside it; without a target every figure of the bench."""
-    figures = [result.figure(name) for name in result.also] if result.target else result.figures
+    """The judged figure and those to be shown beside it; without either every figure of the bench."""
+    chosen = [result.figure(name) for name in result.also]
+    figures = chosen if result.target or chosen else result.figures
     lines = [f"{figure.text}: {figure_text(figure)}" for figure in figures]
     if result.target:
         lines.insert(0, f"**{figure_text(result.figure(result.target.figure))}**")

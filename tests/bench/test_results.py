@@ -91,6 +91,13 @@ def test_figures_beside_the_judged_one_are_shown_and_must_exist() -> None:
         result(changes={"also": ("speed",)})
 
 
+def test_without_a_target_the_chosen_figures_are_shown() -> None:
+    figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("wait", 2.0, "s", "how slow"))
+    row = table_of([result(target=None, changes={"figures": figures, "also": ("wait",)})]).splitlines()[2]
+    assert "how slow: 2 s" in row
+    assert "how fast" not in row
+
+
 def test_results_of_two_machines_are_told_apart() -> None:
     other = this_machine().model_copy(update={"cores": 96})
     table = table_of([result("here"), result("there", changes={"machine": other})])
