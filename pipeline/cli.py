@@ -128,7 +128,9 @@ def _command(words: list[str]) -> int:
         return run_tool(name, resolved.settings, [*action, *sorted(arguments.switches)])
     if name in PARALLEL:
         settings = resolved.settings
-        use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        if told:
+            print(f"trnpipe {name}: warning: {told}", file=sys.stderr)
         if needs_ranks(name, settings):
             return _launch_ranks(words, settings)
     return run_stage(name, resolved.settings, words)

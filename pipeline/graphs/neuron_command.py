@@ -21,14 +21,22 @@ def drives_tool(config: CompileConfig, backend: str, env: Mapping[str, str]) -> 
     return config.tool == "neuron" or (backend in ("auto", "xla") and pjrt_device(env) == "NEURON")
 
 
-def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: MutableMapping[str, str]) -> None:
+def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: MutableMapping[str, str]) -> str:
     """On Neuron: compile with the flags, and look into the cache, that the compile stage used.
 
-    To be called before torch_xla is imported. A trial run keeps what its tool has set.
+    To be called before torch_xla is imported. A trial run keeps what its tool has set. The result tells of other flags
+    that were set by hand, and now are not; '' when there were none.
     """
-    if TRACE_FILE not in env and backend in ("auto", "xla") and pjrt_device(env) == "NEURON":
-        env["NEURON_CC_FLAGS"] = config.flags.text()
-        env["NEURON_COMPILE_CACHE_URL"] = config.cache_root(workspace)
+    if TRACE_FILE in env or backend not in ("auto", "xla") or pjrt_device(env) != "NEURON":
+        return ""
+    before, now = env.get("NEURON_CC_FLAGS", ""), config.flags.text()
+    env["NEURON_CC_FLAGS"] = now
+    env["NEURON_COMPILE_CACHE_URL"] = config.cache_root(workspace)
+    return (
+        f"NEURON_CC_FLAGS was {before!r}; the settings make it {now!r}"
+        if before.split() not in ([], now.split())
+        else ""
+    )
 
 
 def tool_command(script: str, *, parallel: int, workdir: Path) -> list[str]:

@@ -12,8 +12,8 @@ from pipeline.io.storage import open_storage
 def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[str]:
     """Put the cache in `root` in order when no compiler of ours runs any more; [] when there was nothing to do.
 
-    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay: they may be
-    another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
+    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
+    they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
     """
     if root.startswith("s3://"):
         report = repair_storage(open_storage(root, stop=StopSignal()))

@@ -5,6 +5,7 @@ phase a node leaves `<phase>/node-<rank>.yes` or `.no`, its answer to the questi
 come leaves `node-<rank>.failed` with its error as text. One listing shows all.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,21 +43,22 @@ class Nodes:
         """
         self.any(phase, False)
 
-    def any(self, phase: str, mine: bool) -> bool:
-        """Wait as `wait` does; True when `mine` was true on one node at least."""
+    def any(self, phase: str, mine: bool, *, timeout_s: float = math.inf) -> bool:
+        """Wait as `wait` does, here perhaps less long; True when `mine` was true on one node at least."""
         if self.num_nodes == 1:
             return mine
         self.storage.write_bytes(self._key(f"{phase}/node-{self.rank}.{'yes' if mine else 'no'}"), b"")
-        deadline, poll_s = self.clock() + self.timeout_s, FIRST_POLL_S
+        limit_s = min(timeout_s, self.timeout_s)
+        deadline, poll_s = self.clock() + limit_s, FIRST_POLL_S
         while len(answers := self._answers(phase)) < self.num_nodes:
             missing = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in answers)
             if self.clock() > deadline:
                 raise TransientError(
-                    f"node {missing} of {self.num_nodes} not ready after {format_duration(self.timeout_s)}",
+                    f"node {missing} of {self.num_nodes} not ready after {format_duration(limit_s)}",
                     expected=f"a marker of each in {self.storage.uri(self._key(phase))}",
                     next_command="look at the log of that node; then run the job again",
                 )
-            if self.stop.wait(min(poll_s, self.timeout_s)):
+            if self.stop.wait(min(poll_s, limit_s)):
                 self.stop.raise_if_set(f"waiting for node {missing}")
             poll_s = min(MAX_POLL_S, poll_s * 1.5)
         return any(answers.values())

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.graphs.cache_entry import EntryState
 from pipeline.graphs.cache_host import refuse_network_root
@@ -15,10 +15,14 @@ from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_ma
 from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.graphs.neuron_compile import NeuronCompileResult, compile_graphs
 from pipeline.graphs.neuron_repair import repair_after_run
-from pipeline.graphs.node_barrier import all_nodes, wait_for_nodes
+from pipeline.graphs.node_barrier import Nodes
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
+from pipeline.telemetry.console import Console
+
+ALL_THERE_S = 1800.0
+"""From the first node of a job to the last one: an image to load, a cache to pull; a node that died comes never."""
 
 
 def compile_on_neuron(settings: Settings, ctx: StageContext, plan: Plan) -> tuple[GraphManifest | None, bool]:
@@ -28,21 +32,15 @@ def compile_on_neuron(settings: Settings, ctx: StageContext, plan: Plan) -> tupl
     enough for all to run the trial, which is one gang.
     """
     node = _Node(settings, ctx)
-    node.exchange("pull")
-    known = load_manifest(ctx.workspace, plan)
-    if node.are_all_warm(known):
-        return known, True
-    with all_nodes(
-        ctx.workspace_after_stop,
-        node.meeting,
-        ctx.world.node_rank,
-        node.num_nodes,
-        node.attempt,
-        settings.compile.time_limit_s,
-        ctx.stop,
-    ):
+    with node.nodes.telling():
+        node.check_disk()
+        node.exchange("pull")
+        known = load_manifest(ctx.workspace, plan)
+        if not node.nodes.any("cold", not node.is_warm(known), timeout_s=ALL_THERE_S):
+            return known, True
         done = node.compile()
         node.exchange("push")
+        node.nodes.wait("compiled")
     if ctx.world.node_rank != 0:
         return None, False
     return node.manifest(plan, done), False
@@ -55,59 +53,68 @@ class _Node:
         self.settings, self.ctx = settings, ctx
         self.root = settings.compile.cache_root(ctx.workspace.root)
         self.is_local = not self.root.startswith("s3://")
-        if self.is_local:
-            refuse_network_root(Path(self.root))
-        self.num_nodes = ctx.world.world_size  # one process a node: ranks are started by the trial run
-        self.meeting = f"cycles/{ctx.cycle}/compile/nodes"
-        self.attempt = attempt_name(os.environ)
+        self.nodes = Nodes(
+            ctx.workspace_after_stop,
+            f"cycles/{ctx.cycle}/compile/nodes/{attempt_name(os.environ)}",
+            ctx.world.node_rank,
+            ctx.world.world_size,  # one process a node: ranks are started by the trial run
+            settings.compile.time_limit_s,
+            ctx.stop,
+        )
         self.scratch = ctx.scratch / "compile"
         self.traced = self.scratch / "traced.json"
+        self.say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
+
+    def check_disk(self) -> None:
+        if self.is_local:
+            refuse_network_root(Path(self.root))
 
     def exchange(self, direction: Direction) -> None:
         """Get from, or give to, the other machines what is new (compile.sync_url)."""
-        url = self.settings.compile.sync_url
+        url, versions = self.settings.compile.sync_url, self.settings.compile.keep_versions
         if self.is_local and url:
             storage = open_storage(url, retry=self.settings.storage, stop=self.ctx.stop)
-            for line in sync_cache(Path(self.root), storage, direction=direction).lines():
-                self.ctx.console.info(line)
+            report = sync_cache(Path(self.root), storage, direction=direction, compiler_versions=versions or None)
+            for line in report.lines():
+                self.say(line)
 
-    def are_all_warm(self, known: GraphManifest | None) -> bool:
-        """True when no node of the job has anything to compile."""
-        warm = known is not None and known.cache_entries.keys() <= self._done()
-        if self.num_nodes == 1:
-            return warm
-        storage, look = self.ctx.workspace_after_stop, f"{self.attempt}-look"
-        cold = f"{self.meeting}/{look}-cold"
-        if not warm:
-            storage.write_bytes(cold, b"")
-        wait_for_nodes(
-            storage,
-            self.meeting,
-            self.ctx.world.node_rank,
-            self.num_nodes,
-            look,
-            self.settings.compile.time_limit_s,
-            self.ctx.stop,
-        )
-        return storage.stat(cold) is None
+    def is_warm(self, known: GraphManifest | None) -> bool:
+        """True when there is nothing to compile here. A manifest without entries is not one of Neuron's tool."""
+        return known is not None and bool(known.cache_entries) and known.cache_entries.keys() <= self._done()
 
     def compile(self) -> NeuronCompileResult:
         """Run this very command once more as the trial run, and compile what it shows."""
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.traced.unlink(missing_ok=True)
-        result = compile_graphs(
-            [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle],
-            self.settings.compile,
-            cache_root=self.root,
-            scratch=self.scratch,
-            repair=repair_after_run,
-            stop=self.ctx.stop,
-            env={**os.environ, TRACE_FILE: str(self.traced)},
-            say=self.ctx.console.info,
-        )
-        if result.actions:
-            self.ctx.events.emit(EventName.CACHE_REPAIRED, actions=list(result.actions))
-        return result
+        try:
+            return compile_graphs(
+                [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle],
+                self.settings.compile,
+                cache_root=self.root,
+                scratch=self.scratch,
+                repair=self._repair,
+                stop=self.ctx.stop,
+                env={**os.environ, TRACE_FILE: str(self.traced)},
+                say=self.say,
+                peers=self.nodes,
+            )
+        except TrnpipeError as error:
+            if not self.ctx.stop.is_set():  # no time for it then
+                self._give_what_is_done(error)
+            raise
+
+    def _repair(self, root: str) -> list[str]:
+        lines = repair_after_run(root)
+        if lines:
+            self.ctx.events.emit(EventName.CACHE_REPAIRED, actions=lines)
+        return lines
+
+    def _give_what_is_done(self, error: TrnpipeError) -> None:
+        """A graph that failed must not cost the others again on the next machine."""
+        try:
+            self.exchange("push")
+        except TrnpipeError as second:
+            error.add_note(f"and what is compiled could not be shared: {second}")
 
     def manifest(self, plan: Plan, done: NeuronCompileResult) -> GraphManifest:
         """What the trial run traced, with the cache entries it needs. Raises DataError when it had another plan."""
@@ -121,7 +128,7 @@ class _Node:
         earlier = {name: s for old in load_manifests(self.ctx.workspace) for name, s in old.cache_entries.items()}
         seconds = {name: done.graph_seconds.get(name, earlier.get(name)) for name in done.graphs}
         saved_s = sum(seconds[name] or 0.0 for name in done.graphs if name not in done.graph_seconds)
-        self.ctx.console.info(
+        self.say(
             f"compile: {done.num_graphs} cache entries, {done.num_succeeded} compiled by {done.parallel} compilers in "
             f"{done.seconds:.0f} s, {done.num_reused} found in the cache (saving {saved_s:.0f} s of compiling)"
         )

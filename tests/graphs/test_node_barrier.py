@@ -135,6 +135,8 @@ def test_a_node_that_does_not_come_is_named(storage: Storage) -> None:
     me = Nodes(storage, "b/job-1", 0, 4, 25.0, StopSignal(), clock=lambda: next(clock))
     with pytest.raises(TransientError, match=r"node 1, 3 of 4 not ready after 25s"):
         me.wait("done")
+    with pytest.raises(TransientError, match=r"not ready after 15s"):
+        me.any("cold", True, timeout_s=15.0)
 
 
 def test_who_is_stopped_tells_the_others(storage: Storage) -> None:

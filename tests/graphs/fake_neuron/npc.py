@@ -76,13 +76,26 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_trial(command: list[str], trial_log: Path) -> bool:
-    """The program with graph extraction on; its output is passed on and kept."""
+    """The program with graph extraction on; its output is passed on and kept.
+
+    A program that is not on Neuron shows no graph: FAKE_NEURON_GRAPHS=N shows N in its place once it has ended well.
+    FAKE_NEURON_LOSE=<file> is gone when it starts.
+    """
     say(f"Running cmd: {command}")
+    if lost := os.environ.get("FAKE_NEURON_LOSE"):
+        Path(lost).unlink()
+    shown = os.environ.get("FAKE_NEURON_GRAPHS")
+    more = [["fake_train", "--graphs", shown]] if shown else []
+    return all(run_and_keep(words, trial_log) for words in [command, *more])
+
+
+def run_and_keep(command: list[str], trial_log: Path) -> bool:
+    """True when the command ended well."""
     env = {**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1", "PATH": f"/usr/sbin:/sbin:{os.environ['PATH']}"}
     try:
         with (
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as process,
-            trial_log.open("wb") as out,
+            trial_log.open("ab") as out,
         ):
             assert process.stdout is not None
             while block := os.read(process.stdout.fileno(), 4096):
