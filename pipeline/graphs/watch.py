@@ -15,6 +15,7 @@ from pipeline.graphs.hlo import Module, describe, difference, first_source, op_c
 from pipeline.graphs.manifest import GraphManifest, GraphRecord, Plan, graph_key
 
 COMPILE = "trnpipe compile, with the same settings"
+DEBUG = "XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1"  # off by default: slower, and it may change Neuron cache keys
 ENDS_STEP = ("step", "update")  # phases
 _LOOKS = 3  # at each place, before the compile counter alone is trusted
 
@@ -151,7 +152,7 @@ class Guard:
         new = next((change.op for change in changes if change.change > 0), "")
         source = first_source(module, new) if new else ""
         known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
-        origin = f", from {source}" if source else ""
+        origin = f", from {source}" if source else f" ({DEBUG} tells the line of code)"
         return f"{known}, the nearest graph that was; this one has {describe(changes)}{origin}"
 
 

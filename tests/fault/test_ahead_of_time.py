@@ -1,6 +1,7 @@
 """Graphs compiled ahead of time: after `compile`, training meets nothing new, and refuses what was not compiled."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -81,7 +82,10 @@ def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Cal
     refused = here.run("train", code=78)
     assert "the graph of step of 24 x 16x24 tokens was not compiled ahead of time" in refused.err
     assert f" {name}" in refused.err
+    assert "XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1 tells the line of code" in refused.err
     assert not here.events("train_steps")
+    here.env = {"XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1"}
+    assert re.search(r", from \S+\.py:\d+", here.run("train", code=78).err)
 
 
 def test_keys_are_the_same_in_another_place_and_in_another_run(place: Callable[..., Place]) -> None:
