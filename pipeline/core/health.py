@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from statistics import median
 
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
 
@@ -44,6 +45,19 @@ class NodeReport:
     @property
     def verdict(self) -> Verdict:
         return max((result.verdict for result in self.results), default=Verdict.PASS)
+
+
+def slow_ranks(round_s: Mapping[int, float], ratio: float) -> dict[int, float]:
+    """Ranks that need more than `ratio` times the median of their peers for the same work, with that multiple.
+
+    Give it each rank's fastest round: noise makes a round slower, never faster. Two ranks are each other's only peer.
+    """
+    slow = {}
+    for rank, mine in round_s.items():
+        peers = [other for peer, other in round_s.items() if peer != rank]
+        if peers and mine > ratio * median(peers):
+            slow[rank] = mine / median(peers)
+    return slow
 
 
 def gang_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:

@@ -1,0 +1,119 @@
+"""Is this core right, whole and as fast as its peers: operations against float64, a memory sweep, a short burn."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from pipeline.backends import Backend
+from pipeline.core.format import format_bytes
+from pipeline.core.health import CheckResult, Verdict
+from pipeline.core.stop import StopSignal
+from pipeline.health.operations import OPERATIONS, Operation, reference, worst_error
+
+Clock = Callable[[], float]
+
+BURN_WIDTH, BURN_DEPTH = 1024, 8
+CHUNK_BYTES = 64 * 2**20
+PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, zeros
+
+_ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
+
+
+def check_operations(backend: Backend, *, seed: int, repeats: int, stop: StopSignal) -> CheckResult:
+    """Every operation on random inputs: right within its tolerance, and the same bits each time."""
+    worst: dict[str, float] = {}
+    for number, operation in enumerate(OPERATIONS):
+        stop.raise_if_set("checking tensor operations")
+        inputs = operation.inputs(torch.Generator().manual_seed(seed + number))
+        expected = reference(operation, inputs)
+        runs = [_on_device(backend, operation, inputs) for _ in range(repeats)]
+        error = max(worst_error(found, right) for found, right in zip(runs[0], expected, strict=True))
+        worst[operation.name] = error
+        if not error <= operation.tolerance:
+            what = "a value that is not finite" if error == float("inf") else f"relative error {error:.2g}"
+            return _wrong(f"{operation.name}: {what}", f"at most {operation.tolerance:g} against float64", worst)
+        for again in runs[1:]:
+            if any(not torch.equal(one, other) for one, other in zip(runs[0], again, strict=True)):
+                return _wrong(f"{operation.name}: two runs on equal inputs differ", "equal bits", worst)
+    return CheckResult("operations", Verdict.PASS, figures=_figures(worst))
+
+
+def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> CheckResult:
+    """Write patterns to device memory, all of it at once, and read them back."""
+    figures = {"swept_bytes": sweep_bytes}
+    count = max(1, sweep_bytes // CHUNK_BYTES)
+    for pattern in PATTERNS:
+        chunks = []
+        for index in range(count):
+            stop.raise_if_set("sweeping device memory")
+            # Each chunk is its own: a chunk that aliases another is seen, too.
+            chunks.append(torch.full((CHUNK_BYTES // 4,), pattern ^ index, dtype=torch.int32).to(backend.device))
+        backend.synchronise()
+        for index, chunk in enumerate(chunks):
+            stop.raise_if_set("sweeping device memory")
+            (found,) = backend.to_host([chunk])
+            wrong = int((found != (pattern ^ index)).sum())
+            if wrong:
+                return CheckResult(
+                    "memory",
+                    Verdict.RETRY,
+                    seen=f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed",
+                    expected=f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}",
+                    next_command=_ELSEWHERE,
+                    figures=figures,
+                )
+        del chunks, chunk
+    return CheckResult("memory", Verdict.PASS, figures=figures)
+
+
+def check_burn(backend: Backend, *, seconds: float, stop: StopSignal, clock: Clock = time.monotonic) -> CheckResult:
+    """Matrix products for a while. Figures: rounds, fastest and median; slow against whom is the gang's to say."""
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator) / BURN_WIDTH**0.5).to(backend.device)
+    values = torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator).to(backend.device)
+    times: list[float] = []
+    _round(backend, values, weight)  # compiles
+    end = clock() + seconds
+    while clock() < end or len(times) < 3:
+        stop.raise_if_set("burning in a core")
+        started = clock()
+        _round(backend, values, weight)
+        times.append(clock() - started)
+    flops = 2.0 * BURN_WIDTH**3 * BURN_DEPTH
+    figures = {
+        "rounds": len(times),
+        "fastest_round_s": min(times),
+        "median_round_s": median(times),
+        "tflops": flops / min(times) / 1e12,
+    }
+    return CheckResult("burn", Verdict.PASS, figures=figures)
+
+
+def _round(backend: Backend, values: Tensor, weight: Tensor) -> None:
+    with torch.no_grad():
+        for _ in range(BURN_DEPTH):
+            values = values @ weight
+        total = values.sum().reshape(1)
+    backend.step_boundary([total])
+    backend.to_host([total])
+
+
+def _on_device(backend: Backend, operation: Operation, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    placed = [
+        (value.to(operation.dtype) if value.is_floating_point() else value).to(backend.device) for value in inputs
+    ]
+    with torch.autograd.set_multithreading_enabled(False):
+        found = [tensor.detach() for tensor in operation.compute(*placed)]
+    backend.step_boundary(found)
+    return backend.to_host(found)
+
+
+def _wrong(seen: str, expected: str, worst: dict[str, float]) -> CheckResult:
+    return CheckResult("operations", Verdict.RETRY, seen, expected, _ELSEWHERE, _figures(worst))
+
+
+def _figures(worst: dict[str, float]) -> dict[str, float | int | str]:
+    return {f"{name.replace(' ', '_')}_error": float(f"{value:.3g}") for name, value in worst.items()}

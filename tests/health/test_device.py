@@ -1,0 +1,113 @@
+"""The checks of one core: sound backends pass, and each seeded fault gets its verdict."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.errors import Preempted
+from pipeline.core.health import Verdict, slow_ranks
+from pipeline.core.stop import StopSignal
+from pipeline.health.device import check_burn, check_memory, check_operations
+from pipeline.health.operations import OPERATIONS, Operation, reference, worst_error
+
+MIB = 2**20
+
+
+class Faulty(CpuBackend):
+    """A core that hands over something else than it computed, from the `after`th transfer on."""
+
+    def __init__(self, spoil: Callable[[Tensor], Tensor], after: int = 0) -> None:
+        super().__init__()
+        self._spoil, self._left = spoil, after
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self._left -= 1
+        host = super().to_host(tensors)
+        return [self._spoil(tensor) for tensor in host] if self._left < 0 else host
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """One bit of one number, high enough to matter in any dtype."""
+    bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    bits[3] ^= 1 << (8 * tensor.element_size() - 3)
+    return tensor
+
+
+def not_a_number(tensor: Tensor) -> Tensor:
+    tensor.reshape(-1)[0] = float("nan")
+    return tensor
+
+
+def nudged(tensor: Tensor) -> Tensor:
+    """Within every tolerance, but not the same bits."""
+    return tensor * (1 + 1e-6)
+
+
+def test_a_sound_core_passes_with_its_errors_as_figures() -> None:
+    result = check_operations(CpuBackend(), seed=3, repeats=2, stop=StopSignal())
+    assert result.verdict is Verdict.PASS
+    assert len(result.figures) == len(OPERATIONS)
+    assert 0 < float(result.figures["matmul_bf16_error"]) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "after", "told"),
+    [
+        pytest.param(flipped, 0, "matmul fp32: relative error", id="a corrupted matmul"),
+        pytest.param(flipped, 2, "matmul bf16: relative error", id="a corrupted bf16 matmul"),
+        pytest.param(not_a_number, 0, "matmul fp32: a value that is not finite", id="NaN"),
+        pytest.param(nudged, 1, "matmul fp32: two runs on equal inputs differ", id="not deterministic"),
+    ],
+)
+def test_a_wrong_core_is_sent_back(spoil: Callable[[Tensor], Tensor], after: int, told: str) -> None:
+    result = check_operations(Faulty(spoil, after), seed=3, repeats=2, stop=StopSignal())
+    assert result.verdict is Verdict.RETRY
+    assert result.seen.startswith(told)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_the_tolerance_of_each_operation_finds_a_wrong_element(operation: Operation) -> None:
+    inputs = operation.inputs(torch.Generator().manual_seed(5))
+    for right in reference(operation, inputs):
+        wrong = right.clone().reshape(-1)
+        wrong[0] += float(right.abs().max()) * max(0.1, 2 * operation.tolerance)
+        assert worst_error(wrong.reshape(right.shape), right) > operation.tolerance
+
+
+def test_memory_that_changes_is_found() -> None:
+    assert check_memory(CpuBackend(), sweep_bytes=128 * MIB, stop=StopSignal()).verdict is Verdict.PASS
+    result = check_memory(Faulty(flipped, after=1), sweep_bytes=128 * MIB, stop=StopSignal())
+    assert result.verdict is Verdict.RETRY
+    assert result.seen.startswith("1 words of chunk 1 of 2")
+
+
+def test_the_burn_gives_the_figures_that_peers_are_compared_by() -> None:
+    ticks = iter(float(tick) for tick in range(1000))
+    result = check_burn(CpuBackend(), seconds=4.0, stop=StopSignal(), clock=lambda: next(ticks))
+    assert result.figures["fastest_round_s"] == 1.0
+    assert int(result.figures["rounds"]) >= 3
+
+
+def test_a_core_slower_than_its_peers_is_named() -> None:
+    assert slow_ranks({0: 1.0, 1: 1.1, 2: 2.4, 3: 0.9}, ratio=1.5) == {2: 2.4}
+    assert slow_ranks({0: 1.0, 1: 1.4}, ratio=1.5) == {}
+    assert slow_ranks({0: 3.0, 1: 1.0}, ratio=1.5) == {0: 3.0}
+    assert slow_ranks({0: 3.0}, ratio=1.5) == {}
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda stop: check_operations(CpuBackend(), seed=1, repeats=1, stop=stop),
+        lambda stop: check_memory(CpuBackend(), sweep_bytes=64 * MIB, stop=stop),
+        lambda stop: check_burn(CpuBackend(), seconds=1.0, stop=stop),
+    ],
+)
+def test_a_stop_ends_it(check: Callable[[StopSignal], object]) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted):
+        check(stop)
