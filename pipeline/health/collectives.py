@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ NAME = "collectives"
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of what each rank gives: latency, the middle, and a gradient bucket's order of size."""
 _POLL_S = 0.05
+_STORE_LIMIT_S = 60.0
 
 
 class Store(Protocol):
@@ -55,6 +56,12 @@ class Ranks:
 
     def missing(self, place: str) -> list[int]:
         return [rank for rank in range(self.world_size) if not self.store.check([_key(place, rank)])]
+
+
+def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
+    """The store of torchrun's agent, as one more client of it (port 0: any, for an agent)."""
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(address, port, is_master=is_agent, wait_for_workers=False, timeout=timedelta(seconds=_STORE_LIMIT_S))
 
 
 def contents(source: int, target: int, turn: int, count: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.core.stop import StopSignal
-from pipeline.health.collectives import COLLECTIVES, Collective, Ranks, check_collectives
+from pipeline.health.collectives import COLLECTIVES, Collective, Ranks, agent_store, check_collectives
 
 LIMIT_S = 4.0
 
@@ -46,9 +46,9 @@ FAULTS: dict[str, Collective] = {"swapped": swapped, "stale": stale, "dies": die
 
 def main() -> None:
     rank, world, port, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = agent_store("127.0.0.1", port)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
-    dist.init_process_group("gloo", store=dist.PrefixStore("gang", store), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     ranks = Ranks(rank, world, store, torch.device("cpu"), LIMIT_S, StopSignal())
     chosen = dict(COLLECTIVES)
     if rank == 1 and fault == "absent":

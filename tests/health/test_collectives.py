@@ -4,15 +4,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipeline.core.health import Verdict
-from pipeline.health.collectives import bus_factor, contents
+from pipeline.health.collectives import agent_store, bus_factor, contents
 
 WORLD = 3
 RANK = "tests.health.rank"
@@ -22,7 +20,7 @@ RANK = "tests.health.rank"
 def gang() -> Iterator[Callable[[str], dict[int, Any]]]:
     """gang(fault) -> verdict of each rank that came to one."""
     started: list[subprocess.Popen[str]] = []
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = agent_store("127.0.0.1", 0, is_agent=True)
 
     def run(fault: str) -> dict[int, Any]:
         for rank in range(WORLD):
