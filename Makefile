@@ -17,7 +17,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compile prepare test test-fast lint bench lock clean
+.PHONY: help setup train compile health prepare test test-fast lint bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ train: $(STAMP)  ## prepare data, train, evaluate, leave a verified checkpoint; 
 compile: $(STAMP)  ## prepare data, then meet and compile every graph of the cycle ahead of time
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe compile $(FLAGS)
+
+health: $(STAMP)  ## check this machine: host, tensor operations, memory, collectives between ranks
+	$(BIN)/trnpipe health $(FLAGS)
 
 prepare: $(STAMP)  ## only prepare the data
 	$(BIN)/trnpipe prepare $(FLAGS)

@@ -36,6 +36,7 @@ class Tool:
 
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
 STAGES: dict[str, str] = {
+    "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
     "prepare": "read new input, tokenise it once, commit token shards",
     "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
     "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",

@@ -10,6 +10,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.config import DataConfig
 from pipeline.embedding.config import EmbedConfig
 from pipeline.graphs.config import CompileConfig, EstimateConfig
+from pipeline.health.config import HealthConfig
 from pipeline.io.retry import RetryPolicy
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
@@ -57,6 +58,7 @@ class Settings(BaseModel):
     embed: EmbedConfig = EmbedConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
+    health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
@@ -70,6 +72,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "launch": True,
     "compile": True,
     "estimate": True,
+    "health": True,
     "storage": True,
     "log": True,
     "data": {"num_workers": True},

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("core",),
     ("io", "backends", "telemetry", "runtime_signals", "settings_fields"),
-    ("data", "model", "parallel", "checkpoint", "graphs"),
+    ("data", "model", "parallel", "checkpoint", "graphs", "health"),
     ("evaluation",),
     ("train", "embedding"),
     ("settings",),
@@ -40,6 +40,10 @@ ONLY_IN = {
         "pipeline/data/loader.py",  # turns memory-mapped rows into tensors; nothing else of data/ knows torch
         "pipeline/embedding/",
         "pipeline/evaluation/",
+        "pipeline/health/collectives.py",
+        "pipeline/health/device.py",
+        "pipeline/health/operations.py",
+        "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
         "pipeline/stages/",
@@ -47,7 +51,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding")
+TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding", "health")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

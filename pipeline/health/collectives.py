@@ -64,6 +64,17 @@ def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
     return store(address, port, is_master=is_agent, wait_for_workers=False, timeout=timedelta(seconds=_STORE_LIMIT_S))
 
 
+def join(ranks: Ranks, kind: str) -> CheckResult | None:
+    """Bring up the process group of torchrun's environment; the verdict when a rank does not come or it fails."""
+    if missing := ranks.arrive("start"):
+        return _absent(missing, "start", ranks, {})
+    try:
+        dist.init_process_group(kind, timeout=timedelta(seconds=ranks.limit_s))
+    except RuntimeError as error:
+        return _broken("start", str(error).splitlines()[0], ranks, {})
+    return None
+
+
 def contents(source: int, target: int, turn: int, count: int) -> Tensor:
     """What rank `source` has for rank `target`, fp32 [count]: whole numbers below 2^12, so that sums are exact.
 

@@ -58,7 +58,7 @@ def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> Che
             wrong = int((found != (pattern ^ index)).sum())
             if wrong:
                 return CheckResult(
-                    "memory",
+                    "device memory",
                     Verdict.RETRY,
                     seen=f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed",
                     expected=f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}",
@@ -66,7 +66,7 @@ def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> Che
                     figures=figures,
                 )
         del chunks, chunk
-    return CheckResult("memory", Verdict.PASS, figures=figures)
+    return CheckResult("device memory", Verdict.PASS, figures=figures)
 
 
 def check_burn(backend: Backend, *, seconds: float, stop: StopSignal, clock: Clock = time.monotonic) -> CheckResult:

@@ -14,6 +14,7 @@ from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.neuron_command import TRACE_FILE
+from pipeline.health.report import FOLDER_VARIABLE
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World, world_from_env
 from pipeline.settings import Settings, settings_hash
@@ -77,8 +78,8 @@ def open_context(
     cycle = cycle_name(settings)
     scratch = scratch_folder(settings, workspace, env)
     world = world_from_env(env)
-    # The trial run of a compile belongs to a stage that keeps the log itself.
-    logs = world.is_main and TRACE_FILE not in env
+    # Processes that a stage starts for itself, a trial run or ranks under test, leave the log to it.
+    logs = world.is_main and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
     events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if logs else NoEvents()
     try:
         yield StageContext(

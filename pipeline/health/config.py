@@ -1,0 +1,60 @@
+"""Settings of the health checks."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from pipeline.core.footprint import INSTANCES
+
+Profile = Literal["quick", "full"]
+
+
+class HealthConfig(BaseModel):
+    """What a machine must have before work is given to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile: Profile = Field("quick", description="quick: before every stage, under a minute; full: everything")
+    min_free_cache_gib: float = Field(
+        10.0, ge=0, le=1e6, description="Free disk (GiB) where compiled graphs are kept; 0: any will do"
+    )
+    min_free_checkpoint_gib: float = Field(
+        10.0, ge=0, le=1e6, description="Free disk (GiB) where checkpoints are written; 0: any will do"
+    )
+    min_open_files: int = Field(
+        65_535, ge=64, le=2**30, description="Files a process may have open; ranks and collectives take thousands"
+    )
+    min_shm_gib: float = Field(
+        1.0, ge=0, le=1e5, description="Size (GiB) of /dev/shm, through which loader workers hand over batches"
+    )
+    max_clock_skew_s: float = Field(30.0, gt=0, le=86_400, description="Seconds the clocks of two nodes may be apart")
+    check_limit_s: float = Field(
+        60.0, gt=0, le=3600, description="Seconds a check may take that has no limit of its own"
+    )
+    burn_s: float = Field(
+        3.0, gt=0, le=600, description="Seconds of matrix products on each core, to compare cores; full: ten times that"
+    )
+    slow_ratio: float = Field(
+        1.5, gt=1, le=100, description="A core this many times slower than the median of its peers is unfit"
+    )
+    sweep_mib: int = Field(256, ge=64, description="Device memory (MiB) that is written and read back on each core")
+    full_sweep_mib: int = Field(8192, ge=64, description="The same in the full profile")
+    collective_limit_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds after which a rank that does not come to a collective is named"
+    )
+    min_bus_gb_s: float = Field(
+        0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the largest all-reduce must reach; 0: do not compare"
+    )
+    nodes_wait_s: float = Field(
+        600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"
+    )
+    expected_instance: str = Field(
+        "", description="Instance type this must run on, such as trn1.32xlarge; empty: do not compare"
+    )
+
+    @field_validator("expected_instance")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name and name not in INSTANCES:
+            raise ValueError(f"expected one of {', '.join(INSTANCES)}, or nothing")
+        return name

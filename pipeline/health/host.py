@@ -1,0 +1,330 @@
+"""Is this host fit: instance, memory, limits, ports, disks, the way to the workspace."""
+
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.core.errors import ConfigError, TrnpipeError
+from pipeline.core.footprint import GIB
+from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.health import CheckResult, Verdict
+from pipeline.health.check import Check, CheckContext
+from pipeline.health.config import HealthConfig
+from pipeline.health.identity import Identity
+from pipeline.health.machine import SHM, Disk, Host
+from pipeline.io.storage import PROBE_KEY_PREFIX, Storage
+from pipeline.parallel.rendezvous import MASTER_PORT
+
+ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (neuron.md 4.1)
+# vCPUs and GiB of memory by instance type (neuron.md 6.6; the vCPUs of trn2.3xlarge are not confirmed, so not here).
+MACHINES: Mapping[str, tuple[int, int]] = {
+    "trn1.2xlarge": (8, 32),
+    "trn1.32xlarge": (128, 512),
+    "trn1n.32xlarge": (128, 512),
+    "trn2.3xlarge": (0, 128),
+    "trn2.48xlarge": (192, 2048),
+}
+MEMORY_SHARE = 0.9  # of the nominal memory: firmware and kernel keep some; 124 of 128 GiB were seen on trn2.3xlarge
+MIN_AVAILABLE_SHARE = 0.2  # on a machine that has just been given to us somebody else's process holds the rest
+SLOW_WORKSPACE_S = 5.0
+PROBE_BYTES = 4096
+
+THIS_HOST = Host()
+
+Purpose = Literal["cache", "checkpoints"]
+Figures = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A local folder that needs room; it may not exist yet."""
+
+    name: str
+    folder: Path
+    purpose: Purpose
+
+
+@dataclass(frozen=True)
+class Port:
+    """A TCP port of the run. `needed`: this node will listen on it."""
+
+    number: int
+    purpose: str
+    needed: bool
+
+
+@dataclass(frozen=True)
+class HostChecks:
+    """What is asked of this host. `on_neuron`: a Trainium machine; what only that one needs is a warning elsewhere.
+
+    `after_stop`: the workspace as a storage that does not heed the stop signal, to clean up with.
+    """
+
+    config: HealthConfig
+    identity: Identity
+    workspace: Storage
+    after_stop: Storage
+    places: Sequence[Place]
+    ports: Sequence[Port]
+    on_neuron: bool
+    host: Host = THIS_HOST
+
+    def checks(self) -> tuple[Check, ...]:
+        """All of them, for both profiles; each takes milliseconds but the last."""
+        return (
+            Check("instance", self.instance, cost_s=0.0),
+            Check("memory", self.memory, cost_s=0.0),
+            Check("open files", self.open_files, cost_s=0.0),
+            Check("locked memory", self.locked_memory, cost_s=0.0),
+            Check("shared memory", self.shared_memory, cost_s=0.0),
+            Check("ports", self.free_ports, cost_s=0.1),
+            Check("disk", self.disks, cost_s=0.1),
+            Check("workspace", self.write_read_delete, cost_s=0.5),
+        )
+
+    def instance(self, ctx: CheckContext) -> CheckResult:
+        """The type that was asked for, with all its cores and memory."""
+        name, expected, found = "instance", self.config.expected_instance, self.identity.instance_type
+        cpus, memory = self.host.num_cpus(), self.host.memory()
+        figures: Figures = {"type": found or "unknown", "cpus": cpus, "memory_gib": round(memory.total_bytes / GIB, 1)}
+        if expected and not found:
+            hint = "this is no EC2 machine, or its metadata cannot be read"
+            return CheckResult(name, Verdict.WARN, f"instance type not known: {hint}", expected, figures=figures)
+        if expected and found != expected:
+            return CheckResult(
+                name,
+                Verdict.FIX,
+                f"instance type {found}",
+                expected,
+                "send the job to the queue of that type, or set --health.expected-instance",
+                figures,
+            )
+        min_cpus, gib = MACHINES.get(found, (0, 0))
+        if cpus < min_cpus or memory.total_bytes < MEMORY_SHARE * gib * GIB:
+            return CheckResult(
+                name,
+                Verdict.RETRY,
+                f"a {found} with {cpus} CPUs and {format_bytes(memory.total_bytes)} of memory",
+                f"{min_cpus or 'any number of'} CPUs and {gib} GiB, less what the kernel keeps",
+                "terminate that instance: a part of it has failed",
+                figures,
+            )
+        return CheckResult(name, Verdict.PASS, figures=figures)
+
+    def memory(self, ctx: CheckContext) -> CheckResult:
+        """Nobody else is using it up."""
+        found = self.host.memory()
+        figures = {"usable_bytes": found.usable_bytes, "available_bytes": found.available_bytes}
+        if found.available_bytes >= MIN_AVAILABLE_SHARE * found.total_bytes:
+            seen = f"{format_bytes(found.available_bytes)} available, {format_bytes(found.usable_bytes)} usable"
+            return CheckResult("memory", Verdict.PASS, seen, figures=figures)
+        return CheckResult(
+            "memory",
+            Verdict.RETRY if self.on_neuron else Verdict.WARN,
+            f"{format_bytes(found.available_bytes)} of {format_bytes(found.total_bytes)} available",
+            f"{MIN_AVAILABLE_SHARE:.0%} before any work has begun",
+            "end what an earlier job has left there (ps aux --sort=-rss)",
+            figures,
+        )
+
+    def open_files(self, ctx: CheckContext) -> CheckResult:
+        limit, least = self.host.open_files(), self.config.min_open_files
+        figures = {"limit_files": _figure(limit)}
+        if limit >= least:
+            return CheckResult("open files", Verdict.PASS, figures=figures)
+        return CheckResult(
+            "open files",
+            self._needed_on_neuron,
+            f"ulimit -n is {limit:.0f}",
+            f"at least {least}",
+            "ulimit nofile in the job definition, or ulimit -n before the command",
+            figures,
+        )
+
+    def locked_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        """Neuron and EFA pin the memory they send from; nothing else of ours does."""
+        limit = self.host.locked_memory()
+        if self.on_neuron:
+            figures = {"limit_bytes": _figure(limit)}
+            if math.isinf(limit):
+                yield CheckResult("locked memory", Verdict.PASS, figures=figures)
+            else:
+                yield CheckResult(
+                    "locked memory",
+                    Verdict.FIX,
+                    f"ulimit -l is {format_bytes(limit)}",
+                    "unlimited",
+                    "ulimit memlock -1 in the job definition (docker: --ulimit memlock=-1)",
+                    figures,
+                )
+
+    def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        ctx.doing = f"asking for the size of {SHM}"
+        found, least = self.host.shared_memory(), self.config.min_shm_gib * GIB
+        if found is None:
+            return
+        figures = {"total_bytes": found.total_bytes, "free_bytes": found.free_bytes}
+        if found.total_bytes < least:
+            yield CheckResult(
+                "shared memory",
+                self._needed_on_neuron,
+                f"{SHM} has {format_bytes(found.total_bytes)}",
+                f"at least {format_bytes(least)}",
+                "sharedMemorySize in the job definition (docker: --shm-size)",
+                figures,
+            )
+        elif found.free_bytes < least:
+            yield CheckResult(
+                "shared memory",
+                Verdict.RETRY if self.on_neuron else Verdict.WARN,
+                f"{format_bytes(found.free_bytes)} of {format_bytes(found.total_bytes)} free in {SHM}",
+                f"at least {format_bytes(least)}",
+                "remove what dead processes have left there",
+                figures,
+            )
+        else:
+            seen = f"{format_bytes(found.free_bytes)} of {format_bytes(found.total_bytes)} free"
+            yield CheckResult("shared memory", Verdict.PASS, seen, figures=figures)
+
+    def free_ports(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        """A second job on the same default port hangs at its start without an error (neuron.md 4.4)."""
+        numbers = [port.number for port in self.ports if port.needed]
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError(
+                f"port {numbers[0]} is to serve two purposes",
+                expected=f"a port for the Neuron runtime other than {MASTER_PORT}",
+                next_command="unset NEURON_RT_ROOT_COMM_ID",
+            )
+        for port in self.ports:
+            ctx.doing = f"listening on port {port.number}"
+            holder = self.host.port_holder(port.number)
+            name, figures = f"port {port.number}", {"port": port.number}
+            if holder is None:
+                yield CheckResult(name, Verdict.PASS, f"free for {port.purpose}", figures=figures)
+            else:
+                yield CheckResult(
+                    name,
+                    Verdict.RETRY if port.needed else Verdict.WARN,
+                    f"port {port.number} ({port.purpose}) is held by {holder}",
+                    "a free port: one job on a machine",
+                    f"ss -tlnp | grep {port.number} on that machine; end what an earlier job has left",
+                    figures,
+                )
+
+    def disks(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        """Each file system has room for all that goes there: the needs of two purposes on one add up."""
+        minimum_gib = {"cache": self.config.min_free_cache_gib, "checkpoints": self.config.min_free_checkpoint_gib}
+        groups: dict[int, tuple[Disk, list[Place]]] = {}
+        for place in self.places:
+            ctx.doing = f"asking for the free space of {place.folder}"
+            disk = self.host.disk(place.folder)
+            groups.setdefault(disk.device, (disk, []))[1].append(place)
+        for disk, places in groups.values():
+            needed = sum(minimum_gib[purpose] for purpose in {place.purpose for place in places}) * GIB
+            yield _disk_result(disk, places, needed)
+
+    def write_read_delete(self, ctx: CheckContext) -> CheckResult:
+        """A small object goes to the workspace and comes back. What denies it says so as an error."""
+        key, data = f"{PROBE_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
+        uri = self.workspace.uri(key)
+        start = self.host.clock()
+        try:
+            ctx.doing = f"writing {uri}"
+            self.workspace.write_bytes(key, data)
+            written = self.host.clock()
+            ctx.doing = f"reading {uri}"
+            back = self.workspace.read_bytes(key)
+            read = self.host.clock()
+            ctx.doing = f"deleting {uri}"
+            self.workspace.delete([key])
+            deleted = self.host.clock()
+        except BaseException:
+            with suppress(TrnpipeError):  # the first error says more
+                self.after_stop.delete([key])
+            raise
+        figures = {"write_s": written - start, "read_s": read - written, "delete_s": deleted - read}
+        slowest = max(figures.values())
+        if back != data:
+            return CheckResult(
+                "workspace",
+                Verdict.RETRY,
+                f"{uri} came back with other bytes than were written",
+                "the same bytes",
+                "do not use that machine: its memory, network or disk changes data",
+                figures,
+            )
+        if slowest > SLOW_WORKSPACE_S:
+            return CheckResult(
+                "workspace",
+                Verdict.WARN,
+                f"{format_duration(slowest)} for {PROBE_BYTES} bytes in {self.workspace.root}",
+                f"under {format_duration(SLOW_WORKSPACE_S)} for each request",
+                "look at the network of that machine, and for throttling of the bucket",
+                figures,
+            )
+        seen = f"{1000 * slowest:.1f} ms for the slowest of write, read and delete"
+        return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
+
+    @property
+    def _needed_on_neuron(self) -> Verdict:
+        return Verdict.FIX if self.on_neuron else Verdict.WARN
+
+
+def usual_places(scratch: Path, cache_root: str, workspace: Storage) -> tuple[Place, ...]:
+    """Where a cycle writes on this machine. Checkpoints are staged in scratch before they go to a remote workspace."""
+    places = [Place("scratch", scratch, "checkpoints")]
+    if "://" not in cache_root:
+        places.append(Place("compile cache", Path(cache_root), "cache"))
+    if (root := workspace.local_path("")) is not None:
+        places.append(Place("workspace", root, "checkpoints"))
+    return tuple(places)
+
+
+def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool) -> tuple[Port, ...]:
+    """Ports of a run: only the main node listens on them; on others one in use is a sign of an earlier job.
+
+    Raises ConfigError when NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a machine alone.
+    """
+    main, ports = node_rank == 0, []
+    if num_nodes > 1:
+        ports.append(Port(MASTER_PORT, "torchrun", main))
+    if on_neuron:
+        given = env.get("NEURON_RT_ROOT_COMM_ID", "")
+        number = given.rpartition(":")[2] if given else str(ROOT_COMM_PORT)
+        if not (number.isdecimal() and 0 < int(number) < 65_536):
+            raise ConfigError(
+                f"NEURON_RT_ROOT_COMM_ID is {given!r}",
+                expected="<address of the main node>:<port>",
+                next_command="unset it: it is derived from MASTER_ADDR",
+            )
+        ports.append(Port(int(number), "Neuron runtime", main))
+    return tuple(ports)
+
+
+def _disk_result(disk: Disk, places: Iterable[Place], needed: float) -> CheckResult:
+    names = " + ".join(place.name for place in places)
+    figures = {"free_bytes": disk.free_bytes, "total_bytes": disk.total_bytes}
+    seen = f"{names}: {format_bytes(disk.free_bytes)} of {format_bytes(disk.total_bytes)} free"
+    if disk.free_bytes >= needed:
+        return CheckResult("disk", Verdict.PASS, seen, figures=figures)
+    folders = ", ".join(str(place.folder) for place in places)
+    too_small = disk.total_bytes < needed
+    return CheckResult(
+        "disk",
+        Verdict.FIX if too_small else Verdict.RETRY,  # an empty one of this size would not do either
+        f"{seen} at {folders}",
+        f"at least {format_bytes(needed)}",
+        "a larger volume in the launch template, or lower --health.min-free-cache-gib and"
+        " --health.min-free-checkpoint-gib"
+        if too_small
+        else f"du -xh --max-depth=2 {folders.partition(',')[0]} on that machine",
+        figures,
+    )
+
+
+def _figure(limit: float) -> float | str:
+    return "unlimited" if math.isinf(limit) else limit

@@ -1,0 +1,74 @@
+"""What a Neuron machine should have, by instance type. Figures: neuron.md 6.6 and core/footprint."""
+
+from dataclasses import dataclass
+
+from pipeline.core import footprint
+from pipeline.core.health import CheckResult, Verdict
+from pipeline.health.tool import ToolRun
+
+
+@dataclass(frozen=True)
+class NeuronInstance:
+    """None is not known. Cores are physical; `core_configs`: how many of them may make a logical one (LNC)."""
+
+    name: str
+    num_devices: int | None = None
+    device_cores: int | None = None
+    device_memory_bytes: int | None = None
+    core_configs: tuple[int, ...] = (1,)
+    num_efa: int | None = None
+
+
+def neuron_instance(instance_type: str) -> NeuronInstance | None:
+    """None for a machine without Neuron devices; for a Neuron type that is not in the table nothing is known."""
+    if instance_type in _TABLE:
+        return _TABLE[instance_type]
+    return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
+
+
+def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> CheckResult:
+    """The result of a check whose tool gave nothing to judge."""
+    if instance is None:
+        return CheckResult(name, Verdict.PASS, seen=f"not a Neuron machine ({run.told()})", seconds=run.seconds)
+    if run.missing:
+        # The image brings the tools, so every machine that runs it lacks them.
+        return CheckResult(
+            name,
+            Verdict.FIX,
+            seen=f"{run.command[0]} is not installed on this {instance.name}",
+            expected="aws-neuronx-tools in the image",
+            next_command="run the neuron image, or install aws-neuronx-tools in yours",
+            seconds=run.seconds,
+        )
+    return CheckResult(
+        name,
+        Verdict.RETRY,
+        seen=run.told(),
+        expected="an answer: a tool that hangs or breaks off has a sick driver or device below it",
+        next_command="this job elsewhere; on this machine: sudo modprobe -r neuron; sudo modprobe neuron",
+        seconds=run.seconds,
+    )
+
+
+def _instance(name: str, num_devices: int, lnc: int, num_efa: int | None) -> NeuronInstance:
+    machine = footprint.INSTANCES[name]
+    return NeuronInstance(
+        name,
+        num_devices,
+        machine.num_cores // num_devices * lnc,
+        machine.num_cores // num_devices * machine.core_memory_bytes,
+        (1,) if lnc == 1 else (1, lnc),
+        num_efa,
+    )
+
+
+_TABLE = {
+    instance.name: instance
+    for instance in (
+        _instance("trn1.2xlarge", 1, 1, 0),
+        _instance("trn1.32xlarge", 16, 1, 8),
+        _instance("trn1n.32xlarge", 16, 1, 16),
+        _instance("trn2.3xlarge", 1, 2, None),
+        _instance("trn2.48xlarge", 16, 2, 16),
+    )
+}

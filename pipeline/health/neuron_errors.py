@@ -1,0 +1,250 @@
+"""What an error of the Neuron runtime, driver or network means: one table, and the error to raise for a text.
+
+From the tables 6.4 (status codes) and 6.5 (log patterns) of neuron.md. RETRY: the same work may pass elsewhere or
+later; FIX: it would fail on every machine; WARN: goes on. Where the facts leave both open, RETRY: a few short attempts
+cost less than a night lost to one sick machine.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
+from pipeline.core.health import Verdict
+
+PASS, WARN, RETRY, FIX = Verdict
+
+
+class Evidence(IntEnum):
+    """How much a row says about the cause. In one log a single fault shows as many messages."""
+
+    ECHO = 0
+    """Often only follows another error, or comes from a peer."""
+    LIKELY = 1
+    PROOF = 2
+    """Broken hardware, named: the cause whatever else is there."""
+
+
+@dataclass(frozen=True)
+class NeuronError:
+    """A row. `code`: NRT status. `pattern`: a regular expression for one line. `many_nodes`: verdict in a gang."""
+
+    name: str
+    verdict: Verdict
+    action: str
+    code: int | None = None
+    pattern: str = ""
+    evidence: Evidence = Evidence.LIKELY
+    many_nodes: Verdict | None = None
+
+
+_REPLACE = "replace the machine: terminate it, or stop and start it"
+_SOFTWARE = "no machine helps: report it with the runtime's log (NEURON_RT_LOG_LEVEL=INFO)"
+_RELOAD = "stop neuron-top and neuron-monitor, then sudo modprobe -r neuron; sudo modprobe neuron"
+_PEERS = "look for the first error on the other nodes, then run the job again"
+_EFA = "multi-node needs EFA: launch template (InterfaceType efa) and efa-installer in the image"
+_VERSIONS = "compile again with the neuronx-cc of this SDK: compiler, runtime and driver must belong together"
+_MEMORY = "fewer parallel compiles (compile.parallel) or loader workers, or a machine with more memory"
+ECHO, LIKELY, PROOF = Evidence
+
+STATUS_ROWS = (
+    NeuronError("NRT_SUCCESS", PASS, "nothing", 0, evidence=ECHO),
+    NeuronError("NRT_FAILURE", RETRY, "end other processes on the cores; is the driver loaded?", 1, evidence=ECHO),
+    NeuronError("NRT_INVALID", FIX, f"a bad graph or inputs; {_SOFTWARE}", 2),
+    NeuronError("NRT_INVALID_HANDLE", FIX, _SOFTWARE, 3, evidence=ECHO),
+    NeuronError("NRT_RESOURCE", FIX, "out of memory or queues: a smaller micro-batch, fewer loaded graphs", 4),
+    NeuronError("NRT_TIMEOUT", RETRY, f"a hang; dmesg here, then {_PEERS}; or raise NEURON_RT_EXEC_TIMEOUT", 5),
+    NeuronError("NRT_HW_ERROR", RETRY, _REPLACE, 6, evidence=PROOF),
+    NeuronError("NRT_QUEUE_FULL", RETRY, "run the job again", 7),
+    NeuronError("NRT_LOAD_NOT_ENOUGH_NC", RETRY, "neuron-ls: busy cores? Else fewer ranks than cores", 9),
+    NeuronError("NRT_UNSUPPORTED_NEFF_VERSION", FIX, _VERSIONS, 10),
+    NeuronError("NRT_FAIL_HOST_MEM_ALLOC", FIX, _MEMORY, 11),
+    NeuronError("NRT_UNINITIALIZED", FIX, _SOFTWARE, 13, evidence=ECHO),
+    NeuronError("NRT_CLOSED", FIX, _SOFTWARE, 14, evidence=ECHO),
+    NeuronError("NRT_QUEUE_EMPTY", FIX, _SOFTWARE, 15, evidence=ECHO),
+    NeuronError("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY, f"{_RELOAD}; if it repeats, {_REPLACE}", 101),
+    NeuronError("NRT_EXEC_BAD_INPUT", FIX, _SOFTWARE, 1002),
+    NeuronError(
+        "NRT_EXEC_COMPLETED_WITH_NUM_ERR", FIX, f"NaN: model or data; if every model gives it, {_RELOAD}", 1003
+    ),
+    NeuronError(
+        "NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "dmesg: a memory error? If it repeats elsewhere, the graph", 1004
+    ),
+    NeuronError("NRT_EXEC_NC_BUSY", RETRY, "end the other process on the core", 1005),
+    NeuronError("NRT_EXEC_OOB", FIX, "an index beyond a table: token ids against the vocabulary, positions", 1006),
+    NeuronError("NRT_COLL_PENDING", RETRY, "run the job again", 1100),
+    NeuronError("NRT_EXEC_HW_ERR_COLLECTIVES", RETRY, _PEERS, 1200),
+    NeuronError("NRT_EXEC_HW_ERR_HBM_UE", RETRY, _REPLACE, 1201, evidence=PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_NC_UE", RETRY, _REPLACE, 1202, evidence=PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_DMA_ABORT", RETRY, _REPLACE, 1203, evidence=PROOF),
+    NeuronError("NRT_EXEC_SW_NQ_OVERFLOW", FIX, "disable DGE notifications", 1204),
+    NeuronError("NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", RETRY, f"{_RELOAD}; or reboot", 1205, evidence=PROOF),
+    NeuronError(
+        "NRT_NETWORK_PROXY_FAILURE", RETRY, "run the job again; if it repeats, check EFA (fi_info -p efa)", 1206
+    ),
+)
+_UNCORRECTABLE = r"Uncorrectable (?:HBM )?memory error"
+_RELOADABLE = r"reload the neuron driver|reboot your EC2 instance"
+LOG_ROWS = (
+    # Any type that is not known: an error the kernel calls one of hardware is believed.
+    NeuronError(
+        "hardware error", RETRY, _REPLACE, pattern=r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w", evidence=PROOF
+    ),
+    NeuronError("hang on collectives", RETRY, _PEERS, pattern=r"NEURON_HW_ERR=HANG_ON_COLLECTIVES\b"),
+    NeuronError(
+        "uncorrectable memory error",
+        RETRY,
+        _REPLACE,
+        pattern=rf"{_UNCORRECTABLE}(?![^\n]{{0,300}}(?:{_RELOADABLE}))",
+        evidence=PROOF,
+    ),
+    NeuronError(
+        "repairable memory error",
+        RETRY,
+        f"{_RELOAD}; or reboot",
+        pattern=rf"{_UNCORRECTABLE}[^\n]{{0,300}}(?:{_RELOADABLE})",
+        evidence=PROOF,
+    ),
+    NeuronError("DMA abort", RETRY, _REPLACE, pattern=r"DMA [TR]X engine \d+ is in an abort state", evidence=PROOF),
+    NeuronError(
+        "suspected hang in collectives",
+        RETRY,
+        _PEERS,
+        pattern=r"missing collectives status|suspected hang in collectives",
+    ),
+    NeuronError(
+        "hang on compute",
+        RETRY,
+        f"raise NEURON_RT_EXEC_TIMEOUT once; if it repeats, {_REPLACE}",
+        pattern=r"execution timeout \(\d+ ?ms\)|waiting for execution completion notification|\binference timeout",
+    ),
+    NeuronError(
+        "cores not available",
+        RETRY,
+        f"end the processes that hold them and wait 10 s; else {_RELOAD}",
+        pattern=r"NeuronCore\(s\) not available",
+    ),
+    NeuronError(
+        "engines still running",
+        RETRY,
+        _RELOAD,
+        pattern=r"engines are running\. Please restart device|Timestamp program stop timeout"
+        r"|Failed to initialize devices, error:\s*5\b",
+    ),
+    NeuronError(
+        "device missing",
+        RETRY,
+        "neuron-ls: are all devices there? Are they mapped into the container? Else replace the machine",
+        pattern=r"Could not open the nd\d+",
+    ),
+    NeuronError(
+        "waits for a peer",
+        WARN,
+        "look at the other nodes: one compiles, or is dead",
+        pattern=r"Timeout waiting for (?:RX|incoming connection)|Connect to \S+ failed - retrying",
+        evidence=ECHO,
+    ),
+    NeuronError(
+        "peer died",
+        RETRY,
+        _PEERS,
+        pattern=r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe",
+        evidence=ECHO,
+    ),
+    NeuronError("no EFA", WARN, _EFA, pattern=r"OFI plugin initNet\(\) failed", many_nodes=FIX),
+    NeuronError("no EFA for many nodes", FIX, _EFA, pattern=r"Unable to run multi-instance workload"),
+    NeuronError(
+        "no libnccom", FIX, "install aws-neuronx-collectives in the image", pattern=r"Error opening libnccom\.so"
+    ),
+    NeuronError("too many open files", FIX, "nofile ulimit of at least 65535", pattern=r"Too many open files"),
+    NeuronError(
+        "version skew",
+        FIX,
+        _VERSIONS,
+        pattern=r"NEFF version mismatch|incompatible model|Unsupported hardware operator code",
+    ),
+    NeuronError("EFA deregistration", PASS, "nothing", pattern=r"\befa\b[^\n]{0,80}DEREG_MR[^\n]{0,60}err -22\b"),
+    NeuronError(
+        "host out of memory",
+        FIX,
+        _MEMORY,
+        pattern=r"Out of memory: Killed process|neuronx-cc was forcibly killed|\[F137\]"
+        r"|neuronx-cc\b[^\n]{0,200}(?:(?<![\w.])-9(?!\.?\w)|SIGKILL|(?:status|code)\D{0,12}70\b)",
+    ),
+    NeuronError(
+        "killed with SIGTERM",
+        RETRY,
+        "dmesg: was it the host's memory?",
+        pattern=r"Received 15 death signal",
+        evidence=ECHO,
+    ),
+)
+ROWS = (*STATUS_ROWS, *LOG_ROWS)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A row, the verdict where the job has as many nodes as told, and the first line that shows it."""
+
+    row: NeuronError
+    verdict: Verdict
+    line: str
+
+    @property
+    def error(self) -> type[TrnpipeError] | None:
+        """The class to raise; None where the work may go on."""
+        if self.verdict is FIX:
+            return NumericError if self.row.name == "NRT_EXEC_COMPLETED_WITH_NUM_ERR" else ConfigError
+        return TransientError if self.verdict is RETRY else None
+
+
+def classify(text: str, *, num_nodes: int = 1) -> tuple[Match, ...]:
+    """Every row that `text` shows, each once, in order of appearance."""
+    codes = _first_places(_CODE, text)
+    names = _first_places(_NAME, text)
+    found = []
+    for row in ROWS:
+        shown = re.search(row.pattern, text) if row.pattern else None
+        places = [shown.start()] if shown else []
+        places += [where[key] for where, key in ((names, row.name), (codes, str(row.code))) if key in where]
+        if places:
+            verdict = row.verdict if num_nodes == 1 or row.many_nodes is None else row.many_nodes
+            found.append((min(places), Match(row, verdict, _line_at(text, min(places)))))
+    return tuple(match for _, match in sorted(found, key=lambda item: item[0]))
+
+
+def decisive(matches: Iterable[Match]) -> Match | None:
+    """What to act on: proof of broken hardware before anything else, echoes last, then the gravest, then the first."""
+    return max(matches, key=lambda match: (match.row.evidence, match.verdict), default=None)
+
+
+def device_error(text: str, *, num_nodes: int = 1) -> TrnpipeError | None:
+    """The error to raise for what a program on Neuron devices printed; None where the table knows none in it."""
+    raising = [match for match in classify(text, num_nodes=num_nodes) if match.error]
+    match = decisive(raising)
+    if match is None or match.error is None:
+        return None
+    return match.error(f"{match.row.name}: {match.line}", expected="no device error", next_command=match.row.action)
+
+
+# `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.
+_CODE = re.compile(
+    r"\b(?:nrt\w*|inference completed)\b[^\n]{0,80}?\b(?:status|code|err|error)(?:[ _]code)?\s*[=:]?\s*\(?(\d{1,4})\b",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"\b(NRT_[A-Z_]+)\b")
+
+
+def _first_places(pattern: re.Pattern[str], text: str) -> dict[str, int]:
+    places: dict[str, int] = {}
+    for match in pattern.finditer(text):
+        places.setdefault(match[1], match.start())
+    return places
+
+
+def _line_at(text: str, place: int) -> str:
+    start = text.rfind("\n", 0, place) + 1
+    end = text.find("\n", place)
+    line = text[start : len(text) if end < 0 else end].strip()
+    return line if len(line) <= 300 else text[place : place + 300].partition("\n")[0].strip()

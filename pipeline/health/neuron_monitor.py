@@ -1,0 +1,154 @@
+"""What neuron-monitor tells: hardware, and error counters beside those of sysfs (neuron.md 6.2)."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pydantic import BaseModel
+
+from pipeline.core.health import CheckResult, Verdict
+from pipeline.core.stop import StopSignal
+from pipeline.health.instances import NeuronInstance
+from pipeline.health.neuron_ecc import ECC, DeviceCounts, judge_ecc, merge, read_sysfs
+from pipeline.health.neuron_ls import SYSFS
+from pipeline.health.tool import ToolRun, json_in, run_tool
+
+HARDWARE = "neuron-hardware"
+_CONFIG = {
+    "period": "1s",
+    "neuron_runtimes": [],
+    "system_metrics": [{"type": "neuron_hw_counters", "period": "1s"}],
+}
+
+
+class _Ecc(BaseModel):
+    neuron_device_index: int
+    mem_ecc_corrected: int | None = None
+    mem_ecc_uncorrected: int | None = None
+    sram_ecc_corrected: int | None = None  # not in older versions
+    sram_ecc_uncorrected: int | None = None
+
+
+class _Counters(BaseModel):
+    neuron_devices: list[_Ecc] | None = None
+    error: str | None = None
+
+
+class _System(BaseModel):
+    neuron_hw_counters: _Counters | None = None
+
+
+class HardwareInfo(BaseModel):
+    neuron_device_count: int | None = None
+    neuroncore_per_device_count: int | None = None
+    neuron_device_type: str | None = None  # this and the next are not in older versions
+    neuroncore_version: str | None = None
+    error: str | None = None
+
+
+class InstanceInfo(BaseModel):
+    instance_type: str | None = None
+    instance_id: str | None = None
+
+
+class Snapshot(BaseModel):
+    """One line. Groups that were not asked for, or are not known to this version, are None."""
+
+    system_data: _System | None = None
+    neuron_hardware_info: HardwareInfo | None = None
+    instance_info: InstanceInfo | None = None
+
+    def counts(self) -> tuple[DeviceCounts, ...]:
+        counters = self.system_data and self.system_data.neuron_hw_counters
+        return tuple(
+            DeviceCounts(
+                device.neuron_device_index,
+                mem_uncorrected=device.mem_ecc_uncorrected or 0,
+                sram_uncorrected=device.sram_ecc_uncorrected or 0,
+                mem_corrected=device.mem_ecc_corrected or 0,
+                sram_corrected=device.sram_ecc_corrected or 0,
+            )
+            for device in (counters and counters.neuron_devices) or ()
+        )
+
+
+def parse_neuron_monitor(text: str) -> Snapshot | None:
+    """The last line that is whole and tells of this machine; None where there is none."""
+    for line in reversed(text.splitlines()):
+        try:
+            snapshot = Snapshot.model_validate(json_in(line))
+        except ValueError:
+            continue
+        if snapshot.neuron_hardware_info or snapshot.system_data:
+            return snapshot
+    return None
+
+
+def judge_hardware(snapshot: Snapshot, instance: NeuronInstance) -> CheckResult:
+    """The machine that answers is the one expected."""
+    info, place = snapshot.neuron_hardware_info or HardwareInfo(), snapshot.instance_info or InstanceInfo()
+    count = info.neuron_device_count
+    figures: dict[str, int | str] = {name: value for name, value in info.model_dump().items() if value}
+    figures |= {name: value for name, value in place.model_dump().items() if value}
+    if instance.num_devices and place.instance_type and place.instance_type != instance.name:
+        fix = "correct the instance type in settings"
+        return CheckResult(HARDWARE, Verdict.FIX, f"this is a {place.instance_type}", instance.name, fix, figures)
+    if info.error or not count:
+        seen = f"neuron-monitor: {info.error or 'tells no device count'}"
+        return CheckResult(HARDWARE, Verdict.WARN, seen, "its hardware info", "neuron-ls", figures)
+    if instance.num_devices and count < instance.num_devices:
+        do = "this job elsewhere; on this machine: neuron-ls, dmesg | grep -i neuron"
+        return CheckResult(
+            HARDWARE, Verdict.RETRY, f"{count} devices", f"{instance.num_devices} as on {instance.name}", do, figures
+        )
+    return CheckResult(HARDWARE, Verdict.PASS, f"{count} devices", figures=figures)
+
+
+def check_neuron_monitor(
+    instance: NeuronInstance | None,
+    *,
+    stop: StopSignal,
+    timeout_s: float = 15.0,
+    env: Mapping[str, str] | None = None,
+    sysfs: Path = SYSFS,
+) -> tuple[CheckResult, ...]:
+    """Error counters from both sources, and the hardware.
+
+    A tool that gives nothing is a WARN: neuron-ls says whether the machine can work, and sysfs has the grave counters.
+    """
+    run = _run(timeout_s, stop, env)
+    snapshot = parse_neuron_monitor(run.stdout)
+    counts = merge(read_sysfs(sysfs), snapshot.counts() if snapshot else ())
+    if instance is None and not counts:
+        seen = f"not a Neuron machine ({run.told()})"
+        return (CheckResult(ECC, Verdict.PASS, seen, seconds=run.seconds),)
+    nothing = CheckResult(
+        ECC,
+        Verdict.WARN,
+        f"no error counters: none below {sysfs}; {run.told()}",
+        "counters of each device",
+        "neuron-ls",
+    )
+    silent = CheckResult(
+        HARDWARE, Verdict.WARN, run.told(), "one line of JSON a second", "neuron-monitor", seconds=run.seconds
+    )
+    expected = instance or NeuronInstance("this machine")
+    return judge_ecc(counts) if counts else nothing, judge_hardware(snapshot, expected) if snapshot else silent
+
+
+def _run(timeout_s: float, stop: StopSignal, env: Mapping[str, str] | None) -> ToolRun:
+    """It runs for ever: one whole line is enough."""
+    try:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            config = Path(folder) / "neuron-monitor.json"
+            config.write_text(json.dumps(_CONFIG))
+            return run_tool(
+                ["neuron-monitor", "-c", str(config)],
+                timeout_s=timeout_s,
+                stop=stop,
+                env=env,
+                enough=lambda text: parse_neuron_monitor(text) is not None,
+            )
+    except OSError as error:  # no space for its settings
+        return ToolRun(("neuron-monitor",), failure=f"no place for its settings: {error}")

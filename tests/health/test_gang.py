@@ -1,0 +1,278 @@
+"""Nodes read each other's reports: versions, clocks, and who does not come."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.core.errors import ConfigError, Preempted, TransientError
+from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
+from pipeline.core.stop import StopSignal
+from pipeline.graphs import node_barrier
+from pipeline.graphs.node_barrier import Nodes
+from pipeline.health.check import CheckContext
+from pipeline.health.config import HealthConfig
+from pipeline.health.gang import certain_skew_s, clock_faults, meet, version_faults
+from pipeline.health.versions import VERSIONS, find_versions, versions_check
+from pipeline.io.local import LocalStorage
+
+FOLDER = "cycles/c1/health/nodes/job-1"
+SAME = {"torch": "2.9.1", "compiler": "2.24", "driver": "2.27"}
+Outcome = tuple[NodeReport, ...] | BaseException
+
+
+@pytest.fixture(autouse=True)
+def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_barrier, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(node_barrier, "MAX_POLL_S", 0.02)
+
+
+def report(rank: int, versions: Mapping[str, str] = SAME, *more: CheckResult) -> NodeReport:
+    return NodeReport(rank, f"i-{rank}", (CheckResult(VERSIONS, Verdict.PASS, figures=dict(versions)), *more))
+
+
+def nodes(folder: Path, rank: int, num_nodes: int, *, stop: StopSignal | None = None, timeout_s: float = 30.0) -> Nodes:
+    storage = LocalStorage(folder, stop=StopSignal())
+    return Nodes(storage, FOLDER, rank, num_nodes, timeout_s, stop or StopSignal())
+
+
+def gather(*work: Callable[[], tuple[NodeReport, ...]]) -> list[Outcome]:
+    """What each node comes to, all at once."""
+    outcomes: dict[int, Outcome] = {}
+
+    def one(index: int) -> None:
+        try:
+            outcomes[index] = work[index]()
+        except BaseException as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [outcomes[index] for index in range(len(work))]
+
+
+def judged(
+    me: Nodes, mine: NodeReport, config: HealthConfig | None = None, wall: Callable[[], float] = lambda: 5.0
+) -> tuple[NodeReport, ...]:
+    """As the stage does it."""
+    with me.telling():
+        reports = meet(me, mine, config or HealthConfig(), wall)
+        if error := gang_error(reports):
+            raise error
+        return reports
+
+
+def test_alone_nothing_is_written(tmp_path: Path) -> None:
+    assert judged(nodes(tmp_path, 0, 1), report(0)) == (report(0),)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_read_all(tmp_path: Path) -> None:
+    fine = [report(rank, SAME, CheckResult(f"check {rank}", Verdict.WARN, "odd")) for rank in range(3)]
+    outcomes = gather(*(lambda r=r: judged(nodes(tmp_path, r, 3), fine[r]) for r in range(3)))
+    assert outcomes == [tuple(fine)] * 3
+
+
+@pytest.mark.parametrize(("verdict", "kind"), [(Verdict.RETRY, TransientError), (Verdict.FIX, ConfigError)])
+def test_one_sick_node_is_told_by_all_alike(tmp_path: Path, verdict: Verdict, kind: type[Exception]) -> None:
+    sick = report(1, SAME, CheckResult("disk", verdict, "1 GiB free"))
+    outcomes = gather(
+        lambda: judged(nodes(tmp_path, 0, 3), report(0)),
+        lambda: judged(nodes(tmp_path, 1, 3), sick),
+        lambda: judged(nodes(tmp_path, 2, 3), report(2)),
+    )
+    assert {type(one) for one in outcomes} == {kind}
+    assert {str(one).splitlines()[0] for one in outcomes} == {"node 1 (i-1), check disk: 1 GiB free"}
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "kind", "seen"),
+    [
+        ("torch", "2.9.0", ConfigError, "torch 2.9.0"),
+        ("compiler", None, ConfigError, "compiler none"),
+        ("driver", "2.26", TransientError, "driver 2.26"),
+    ],
+)
+def test_versions_that_differ(tmp_path: Path, part: str, other: str | None, kind: type[Exception], seen: str) -> None:
+    """Between two nodes the main node's are right."""
+    odd = {name: version for name, version in {**SAME, part: other}.items() if version is not None}
+    outcomes = gather(
+        lambda: judged(nodes(tmp_path, 0, 2), report(0)), lambda: judged(nodes(tmp_path, 1, 2), report(1, odd))
+    )
+    assert {type(one) for one in outcomes} == {kind}
+    assert {str(one).splitlines()[0] for one in outcomes} == {f"node 1 (i-1), check versions: {seen}"}
+    assert f"expected: {part} {SAME[part]} (1 of 2 nodes)" in str(outcomes[0])
+
+
+def test_the_odd_ones_out_are_named() -> None:
+    """Even when it is the main node; a node whose versions are not known is none of them."""
+    odd = {**SAME, "torch": "2.8", "driver": "2.26"}
+    unknown = NodeReport(4, "i-4", (CheckResult(VERSIONS, Verdict.RETRY, "hangs"),))
+    faults = version_faults([report(2), report(1), report(0, odd), unknown])
+    assert [*faults] == [0]
+    assert (faults[0].verdict, faults[0].seen) == (Verdict.FIX, "driver 2.26; torch 2.8")
+    assert faults[0].expected == "driver 2.27 (2 of 3 nodes); torch 2.9.1 (2 of 3 nodes)"
+    assert version_faults([]) == version_faults([unknown]) == {}
+
+
+def test_a_clock_that_is_wrong(tmp_path: Path) -> None:
+    outcomes = gather(
+        lambda: judged(nodes(tmp_path, 0, 3), report(0), wall=lambda: 1000.0),
+        lambda: judged(nodes(tmp_path, 1, 3), report(1), wall=lambda: 940.0),
+        lambda: judged(nodes(tmp_path, 2, 3), report(2), wall=lambda: 1010.0),
+    )
+    assert {type(one) for one in outcomes} == {TransientError}
+    (line,) = {str(one).splitlines()[0] for one in outcomes}
+    assert line == "node 1 (i-1), check clock: its clock is at least 1m00s behind that of node 0"
+
+
+def test_clocks_within_the_limit(tmp_path: Path) -> None:
+    config = HealthConfig(max_clock_skew_s=61)
+    outcomes = gather(
+        lambda: judged(nodes(tmp_path, 0, 2), report(0), config, lambda: 1000.0),
+        lambda: judged(nodes(tmp_path, 1, 2), report(1), config, lambda: 940.0),
+    )
+    assert outcomes == [(report(0), report(1))] * 2
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1000), min_size=3, max_size=3), min_size=2, max_size=4),
+    st.lists(st.floats(-100, 100), min_size=3, max_size=3),
+)
+def test_no_right_clock_is_accused(waits: Sequence[Sequence[float]], offsets: Sequence[float]) -> None:
+    """However long nodes take between rounds, the certain skew is no more than the true one, and of its sign."""
+    now, stamps = 0.0, []
+    for round_waits in waits:  # nobody begins a round before all have written in the one before
+        times = [now + wait for wait in round_waits]
+        now = max(times)
+        stamps.append({rank: time + offsets[rank] for rank, time in enumerate(times)})
+    for one in range(3):
+        for other in range(3):
+            true, certain = offsets[other] - offsets[one], certain_skew_s(stamps, one, other)
+            assert (0 <= certain <= true + 1e-6) or (0 >= certain >= true - 1e-6)
+    spread = max(offsets) - min(offsets)
+    assert clock_faults(stamps, spread + 1e-6) == {}
+
+
+def test_the_shortest_round_decides() -> None:
+    """Nodes that come minutes apart still see half a minute, as they leave the barrier together."""
+    stamps = [{0: 0.0, 1: 340.0}, {0: 330.0, 1: 371.0}, {0: 332.0, 1: 372.0}]
+    assert certain_skew_s(stamps, 0, 1) == pytest.approx(39.0)
+    assert certain_skew_s(stamps, 1, 0) == pytest.approx(-39.0)
+    faults = clock_faults(stamps, 30.0)
+    assert [*faults] == [1] and "39s ahead of that of node 0" in faults[1].seen
+    assert faults[1].verdict is Verdict.RETRY
+
+
+def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    config = HealthConfig(nodes_wait_s=0.2)
+    outcomes = gather(
+        lambda: judged(nodes(tmp_path, 0, 4), report(0), config),
+        lambda: judged(nodes(tmp_path, 2, 4), report(2), config),
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, TransientError)
+        assert outcome.seen.startswith("node 1 (host not known), check report: no report: ")
+        assert "node 1, 3 of 4 not ready after 0.2s" in outcome.seen
+
+
+def test_a_configuration_fault_is_told_though_a_node_is_missing(tmp_path: Path) -> None:
+    config = HealthConfig(nodes_wait_s=0.1)
+    broken = report(0, SAME, CheckResult("open files", Verdict.FIX, "ulimit -n is 1024"))
+    with pytest.raises(ConfigError, match=r"node 0 .*ulimit -n is 1024 \(and 1 more failed checks\)"):
+        judged(nodes(tmp_path, 0, 2), broken, config)
+
+
+def test_who_has_waited_in_vain_tells_the_others(tmp_path: Path) -> None:
+    outcomes = gather(
+        lambda: meet(nodes(tmp_path, 0, 3), report(0), HealthConfig(nodes_wait_s=0.2)),
+        lambda: meet(nodes(tmp_path, 1, 3), report(1), HealthConfig(nodes_wait_s=20)),
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, tuple)
+        assert [(one.node_rank, one.verdict) for one in outcome] == [
+            (0, Verdict.PASS),
+            (1, Verdict.PASS),
+            (2, Verdict.RETRY),
+        ]
+        assert "node 2 of 3 not ready after 0.2s" in outcome[2].results[0].seen
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_node_that_fails_on_the_way_is_named(tmp_path: Path, reported: bool) -> None:
+    """Before its report, or after it."""
+
+    def failing() -> tuple[NodeReport, ...]:
+        def wall() -> float:
+            if reported and (tmp_path / FOLDER / "reports" / "node-1.json").exists():
+                raise RuntimeError("gone")
+            return 5.0
+
+        me = nodes(tmp_path, 1, 2)
+        with me.telling():
+            if not reported:
+                raise RuntimeError("gone")
+            return meet(me, report(1), HealthConfig(), wall)
+
+    failed, healthy = gather(failing, lambda: judged(nodes(tmp_path, 0, 2), report(0)))
+    assert isinstance(failed, RuntimeError)
+    assert isinstance(healthy, TransientError)
+    host = "i-1" if reported else "host not known"
+    assert healthy.seen == f"node 1 ({host}), check report: no report, it failed: RuntimeError: gone"
+
+
+def test_a_node_that_is_only_late_is_not_blamed_for_one_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), nodes(tmp_path, 1, 3).telling():
+        raise RuntimeError("gone")
+    reports = meet(nodes(tmp_path, 0, 3), report(0), HealthConfig())
+    assert [(one.node_rank, one.verdict) for one in reports] == [(0, Verdict.PASS), (1, Verdict.RETRY)]
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="SIGTERM"):
+        judged(nodes(tmp_path, 0, 2, stop=stop), report(0))
+    with pytest.raises(TransientError, match=r"node 0 \(i-0\).*it failed: stopped by SIGTERM"):
+        judged(nodes(tmp_path, 1, 2), report(1))
+
+
+def test_a_report_of_another_version_is_a_fault_of_the_image(tmp_path: Path) -> None:
+    me = nodes(tmp_path, 1, 2)
+    for name in ("reports/node-0.json", "clock-0/node-0.json", "clock-1/node-0.json"):
+        me.storage.write_bytes(f"{FOLDER}/{name}", b"5.0")
+    for phase in ("reports", "clock-0", "clock-1"):
+        me.storage.write_bytes(f"{FOLDER}/{phase}/node-0.no", b"")
+    with pytest.raises(ConfigError, match=r"node 0 .*something else than a report"):
+        judged(me, report(1))
+
+
+def test_versions_as_far_as_they_are_found(tmp_path: Path) -> None:
+    libraries, driver = tmp_path / "lib", tmp_path / "version"
+    assert find_versions(version_of=lambda name: None, driver_file=driver, libraries=libraries) == {}
+    libraries.mkdir()
+    (libraries / "libnrt.so.2.31.24.0").touch()
+    (libraries / "libnrt.so.1").symlink_to("libnrt.so.2.31.24.0")
+    (libraries / "libnrt.so").symlink_to("libnrt.so.1")
+    (libraries / "libnccom.so.2.31.24").touch()
+    (libraries / "libnccom-net.so.0").touch()
+    driver.write_text("2.27.4.0\n")
+    found = find_versions(
+        version_of={"torch": "2.9.1", "neuronx-cc": "2.24"}.get, driver_file=driver, libraries=libraries
+    )
+    assert found == {
+        "torch": "2.9.1",
+        "compiler": "2.24",
+        "runtime": "2.31.24.0",
+        "collectives": "2.31.24",
+        "driver": "2.27.4.0",
+    }
+    result = versions_check({"code": "abc"}, find=lambda: found).run(CheckContext(StopSignal(), 1.0))
+    assert isinstance(result, CheckResult) and result.figures == {**found, "code": "abc"}
+    assert "torch" in find_versions()

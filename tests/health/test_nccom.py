@@ -1,0 +1,182 @@
+"""nccom-test: how it is called, what it prints, and what is believed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.health import CheckResult, Verdict
+from pipeline.core.stop import StopSignal
+from pipeline.health.instances import neuron_instance
+from pipeline.health.nccom import (
+    NccomTest,
+    check_nccom,
+    command,
+    environment,
+    judge_nccom,
+    parse_report,
+    parse_table,
+)
+from pipeline.health.tool import ToolRun
+from tests.health import fake_tools
+from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_report
+
+PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
+TEST = NccomTest(32)
+GOOD = nccom_report(19.92, 50.46, 63.97)
+USAGE = "usage: nccom-test [-h] ...\nnccom-test: error: unrecognized arguments: --report-to-json-file /tmp/a.json\n"
+
+
+def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "") -> ToolRun:
+    return ToolRun(("nccom-test",), exit_code, stdout, stderr, timed_out=exit_code is None, failure=failure)
+
+
+@pytest.mark.unit
+def test_command() -> None:
+    words = command(TEST, report=Path("/tmp/r.json"))
+    assert words[:4] == ["nccom-test", "all_reduce", "-r", "32"]
+    # A bare --check takes the next word for its value, unless that is a flag.
+    assert words[words.index("--check") + 1].startswith("--")
+    assert command(TEST)[-2:] == ["--check", "--non-interactive"]
+    assert words[-3:] == ["--report-to-json-file", "/tmp/r.json", "--non-interactive"]
+    assert "--hosts" not in words and environment(TEST, {"A": "b"}) == {"A": "b"}
+
+
+@pytest.mark.unit
+def test_command_for_many_hosts() -> None:
+    test = NccomTest(64, hosts=("10.1.4.145", "10.1.4.138"))
+    words = command(test)
+    assert words[words.index("-N") + 1] == "2"
+    place = words.index("--hosts")
+    assert words[place + 1 : place + 3] == list(test.hosts) and words[place + 3].startswith("-")
+    assert environment(test, {}) == {"NEURON_RT_ROOT_COMM_ID": "10.1.4.145:45654"}
+
+
+@pytest.mark.unit
+def test_sizes() -> None:
+    assert TEST.sizes == (2**20, 2**23, 2**26)
+    assert NccomTest(2, min_bytes=8, max_bytes=100, step_factor=2).sizes == (8, 16, 32, 64)
+    assert NccomTest(2, step_factor=1).sizes == (2**20,)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("text", [NCCOM_TABLE_OLD, NCCOM_TABLE_NEW])
+def test_tables_of_older_and_newer_tools(text: str) -> None:
+    rows = parse_table(text)
+    assert [(row.size_bytes, row.busbw_gib_s) for row in rows] == [(2**20, 19.92), (2**23, 50.46), (2**26, 63.97)]
+    assert rows[0].time_us == pytest.approx(95, abs=1)
+    assert parse_table(NCCOM_FAILED) == () and parse_table("") == ()
+
+
+@pytest.mark.unit
+def test_report() -> None:
+    rows = parse_report(GOOD)
+    assert rows and [row.busbw_gib_s for row in rows] == [19.92, 50.46, 63.97]
+    assert all(parse_report(GOOD[:end]) is None for end in range(len(GOOD)))
+    assert parse_report("[]") is None and parse_report('{"results": null}') is None
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("run", "report", "verdict", "seen"),
+    [
+        (ran(NCCOM_TABLE_OLD), None, PASS, "bus bandwidth 63.97"),
+        (ran(NCCOM_TABLE_NEW), GOOD, PASS, "bus bandwidth 63.97"),
+        (ran(NCCOM_TABLE_NEW, stderr="0 errors found\n"), GOOD, PASS, ""),
+        (ran(NCCOM_TABLE_NEW, exit_code=1), GOOD, WARN, "all sizes are right, but exit code 1"),
+        (ran(NCCOM_FAILED, exit_code=0), None, RETRY, "1048576    Failure running neuron-bench"),
+        (ran(NCCOM_TABLE_NEW + "2 errors found - test failed\n"), GOOD, RETRY, "2 errors found - test failed"),
+        (ran(NCCOM_NO_DRIVER, exit_code=0), None, RETRY, "Neuron DKMS Driver is not running!"),
+        (ran("", exit_code=0), None, RETRY, "no result for 3 sizes"),
+        (ran("".join(NCCOM_TABLE_OLD.splitlines(True)[:3])), None, RETRY, "no result for 1 sizes, first 67108864"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4), RETRY, "no result for 1 sizes"),
+        (ran(NCCOM_TABLE_NEW), GOOD[:-30], RETRY, "its JSON report is broken off"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 0.0), RETRY, "a bandwidth that is no positive number"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, float("nan")), RETRY, "a bandwidth that is no positive"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 41.0), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
+        (
+            ran("", exit_code=None, failure="did not end within 60 s"),
+            None,
+            RETRY,
+            "nccom-test: did not end within 60 s",
+        ),
+        (ran("", exit_code=2, stderr=USAGE), None, FIX, "nccom-test: exit code 2"),
+        (ran(NCCOM_FAILED + "Error opening libnccom.so\n"), None, FIX, "no libnccom: Error opening"),
+        (ran(NCCOM_FAILED + "Error opening libnccom.so\nNRT_HW_ERROR\n"), None, RETRY, "1048576    Failure"),
+    ],
+)
+def test_verdicts(run: ToolRun, report: str | None, verdict: Verdict, seen: str) -> None:
+    result = judge_nccom(run, report, TEST, min_busbw_gib_s=45.0)
+    assert (result.verdict, result.seen.startswith(seen)) == (verdict, True), result
+    if verdict is PASS:
+        assert result.figures["busbw_gib_s"] == 63.97 and result.figures["num_sizes"] == 3
+    else:
+        assert result.expected and result.next_command
+
+
+@pytest.mark.unit
+def test_without_an_expectation_any_bandwidth_will_do() -> None:
+    assert judge_nccom(ran(NCCOM_TABLE_NEW), nccom_report(0.1, 0.1, 0.1), TEST).verdict is PASS
+
+
+@pytest.mark.unit
+def test_output_cut_at_any_byte() -> None:
+    for text in (NCCOM_TABLE_OLD, NCCOM_TABLE_NEW):
+        whole = text.index("Avg")
+        for end in range(len(text)):
+            assert judge_nccom(ran(text[:end]), None, TEST).verdict is (RETRY if end < whole else PASS), text[:end]
+    for end in range(len(NCCOM_FAILED)):
+        assert judge_nccom(ran(NCCOM_FAILED[:end]), None, TEST).verdict is RETRY
+
+
+def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) -> CheckResult:
+    return check_nccom(
+        neuron_instance(name),
+        TEST,
+        env={**os.environ, **fake_tools.environment(folder)},
+        stop=StopSignal(),
+        timeout_s=timeout_s,
+        min_busbw_gib_s=45.0,
+    )
+
+
+def fake(folder: Path, *, report: str, table: str = NCCOM_TABLE_NEW, before: str = "") -> None:
+    (folder / "table").write_text(table)
+    (folder / "report").write_text(report)
+    find = f'for w in "$@"; do [ "$last" = --report-to-json-file ] && cp {folder}/report "$w"; last=$w; done'
+    fake_tools.fake_tool(folder, "nccom-test", f"{before}\n{find}\ncat {folder}/table")
+
+
+@pytest.mark.unit
+def test_running_it(tmp_path: Path) -> None:
+    fake(tmp_path, report=GOOD)
+    assert check(tmp_path).verdict is PASS
+    fake(tmp_path, report=nccom_report(19.9, 50.4, 12.0))  # the report is believed, not only the table
+    assert check(tmp_path).verdict is RETRY
+    fake(tmp_path, report=GOOD[:50])
+    assert check(tmp_path).seen == "its JSON report is broken off"
+
+
+@pytest.mark.unit
+def test_an_older_tool_without_a_report(tmp_path: Path) -> None:
+    refuse = (
+        'case "$*" in *--report-to*) echo "error: unrecognized arguments: --report-to-json-file x" >&2; exit 2; esac'
+    )
+    fake(tmp_path, report=GOOD, table=NCCOM_TABLE_OLD, before=refuse)
+    assert check(tmp_path).verdict is PASS
+
+
+@pytest.mark.fault
+def test_none_and_one_that_hangs(tmp_path: Path) -> None:
+    assert check(tmp_path).verdict is FIX
+    assert check(tmp_path, "").verdict is PASS
+    fake_tools.fake_tool(tmp_path, "nccom-test", f"printf '{NCCOM_TABLE_OLD[:200]}'; exec sleep 60")
+    result = check(tmp_path, timeout_s=0.3)
+    assert result.verdict is RETRY and "did not end within 0.3 s" in result.seen
+
+
+@pytest.mark.unit
+def test_no_place_for_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, report=GOOD)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    assert check(tmp_path).verdict is RETRY

@@ -1,0 +1,208 @@
+"""Every row of the tables 6.4 and 6.5 of neuron.md has its class."""
+
+import pytest
+
+from pipeline.core.errors import ConfigError, NumericError, TransientError
+from pipeline.core.health import Verdict
+from pipeline.health.neuron_errors import LOG_ROWS, ROWS, STATUS_ROWS, classify, decisive, device_error
+
+PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
+pytestmark = pytest.mark.unit
+
+STATUS = {
+    0: ("NRT_SUCCESS", PASS),
+    1: ("NRT_FAILURE", RETRY),
+    2: ("NRT_INVALID", FIX),
+    3: ("NRT_INVALID_HANDLE", FIX),
+    4: ("NRT_RESOURCE", FIX),
+    5: ("NRT_TIMEOUT", RETRY),
+    6: ("NRT_HW_ERROR", RETRY),
+    7: ("NRT_QUEUE_FULL", RETRY),
+    9: ("NRT_LOAD_NOT_ENOUGH_NC", RETRY),
+    10: ("NRT_UNSUPPORTED_NEFF_VERSION", FIX),
+    11: ("NRT_FAIL_HOST_MEM_ALLOC", FIX),
+    13: ("NRT_UNINITIALIZED", FIX),
+    14: ("NRT_CLOSED", FIX),
+    15: ("NRT_QUEUE_EMPTY", FIX),
+    101: ("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY),
+    1002: ("NRT_EXEC_BAD_INPUT", FIX),
+    1003: ("NRT_EXEC_COMPLETED_WITH_NUM_ERR", FIX),
+    1004: ("NRT_EXEC_COMPLETED_WITH_ERR", RETRY),
+    1005: ("NRT_EXEC_NC_BUSY", RETRY),
+    1006: ("NRT_EXEC_OOB", FIX),
+    1100: ("NRT_COLL_PENDING", RETRY),
+    1200: ("NRT_EXEC_HW_ERR_COLLECTIVES", RETRY),
+    1201: ("NRT_EXEC_HW_ERR_HBM_UE", RETRY),
+    1202: ("NRT_EXEC_HW_ERR_NC_UE", RETRY),
+    1203: ("NRT_EXEC_HW_ERR_DMA_ABORT", RETRY),
+    1204: ("NRT_EXEC_SW_NQ_OVERFLOW", FIX),
+    1205: ("NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", RETRY),
+    1206: ("NRT_NETWORK_PROXY_FAILURE", RETRY),
+}
+HW = "[ 912.1] NEURON_HW_ERR={} instance-id=i-05 hostname=ip-10-0-0-1 nd-id=0 nc-id=0 serial-num=19f action=TERMINATE"
+RELOAD = "Please reload the neuron driver or reboot your EC2 instance to prevent future impact."
+LINES = [
+    (HW.format("SRAM_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
+    (HW.format("NC_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
+    (HW.format("HBM_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
+    (HW.format("DMA_ERROR"), "hardware error", RETRY),
+    (HW.format("A_KIND_OF_NEXT_YEAR"), "hardware error", RETRY),
+    (HW.format("HANG_ON_COLLECTIVES"), "hang on collectives", RETRY),
+    (
+        "(FATAL-RT-UNDEFINED-STATE) [ND 0][NC 0] Uncorrectable memory error is detected, metadata: 0x16. Please"
+        " terminate or stop/start this instance",
+        "uncorrectable memory error",
+        RETRY,
+    ),
+    (
+        "(FATAL-RT-UNDEFINED-STATE) Uncorrectable HBM memory error is detected. Please terminate this instance",
+        "uncorrectable memory error",
+        RETRY,
+    ),
+    (f"Uncorrectable HBM memory error is detected. {RELOAD}", "repairable memory error", RETRY),
+    ("[MLA 0][NC 0] DMA TX engine 0 is in an abort state", "DMA abort", RETRY),
+    ("[MLA 0][NC 1] DMA RX engine 13 is in an abort state", "DMA abort", RETRY),
+    (
+        "(FATAL-RT-UNDEFINED-STATE) missing collectives status on Neuron Device 0 NC 0, model 0 - suspected hang in"
+        " collectives operation 0 out of 100",
+        "suspected hang in collectives",
+        RETRY,
+    ),
+    (
+        "(FATAL-RT-UNDEFINED-STATE) execution timeout (30000 ms) on Neuron Device 0 NC 0, model a.neff, waiting for"
+        " execution completion notification",
+        "hang on compute",
+        RETRY,
+    ),
+    ("inference timeout (600000 ms)", "hang on compute", RETRY),
+    ("NeuronCore(s) not available - Requested:32 Available:0", "cores not available", RETRY),
+    ("One or more engines are running. Please restart device", "engines still running", RETRY),
+    ("Timestamp program stop timeout (1000 ms)", "engines still running", RETRY),
+    ("Failed to initialize devices, error:5", "engines still running", RETRY),
+    ("Could not open the nd12", "device missing", RETRY),
+    ("Timeout waiting for RX (waited 120 sec) - retrying", "waits for a peer", WARN),
+    ("Timeout waiting for incoming connection (waited 120 sec) - retrying", "waits for a peer", WARN),
+    ("Connect to localhost:33666 failed - retrying", "waits for a peer", WARN),
+    ("RX, connection closed by remote peer", "peer died", RETRY),
+    ("Call to recv failed : Broken pipe", "peer died", RETRY),
+    ("OFI plugin initNet() failed is EFA enabled?", "no EFA", WARN),
+    (
+        "Unable to run multi-instance workload.  Ofi plugin is not installed or EFA is not enabled",
+        "no EFA for many nodes",
+        FIX,
+    ),
+    ("NCCL init error: Error opening libnccom.so, cannot use collective operations!", "no libnccom", FIX),
+    ("OSError: [Errno 24] Too many open files", "too many open files", FIX),
+    ("NEFF version mismatch", "version skew", FIX),
+    ("incompatible model", "version skew", FIX),
+    ("Unsupported hardware operator code 201", "version skew", FIX),
+    (
+        "efa 0000:a0:1a.0 rdmap160s26: Failed to process command DEREG_MR (opcode 8) comp_status 7 err -22",
+        "EFA deregistration",
+        PASS,
+    ),
+    ("Out of memory: Killed process 4711 (neuronx-cc)", "host out of memory", FIX),
+    ("neuronx-cc failed with status -9", "host out of memory", FIX),
+    ("neuronx-cc terminated with exit status 70", "host out of memory", FIX),
+    ("Received 15 death signal, shutting down workers", "killed with SIGTERM", RETRY),
+]
+
+
+def test_the_table_has_each_code_once() -> None:
+    assert {row.code: (row.name, row.verdict) for row in STATUS_ROWS} == STATUS
+    assert len(STATUS_ROWS) == len(STATUS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.action for row in ROWS)
+
+
+@pytest.mark.parametrize("code", STATUS)
+@pytest.mark.parametrize(
+    "message",
+    [
+        "2026-May-02 06:02:18.0992 13660:14125 ERROR  TDRV:exec  execution ended with {name}",
+        "return code {name} ({code})",
+        'adaptor.cc:446: nrt_execute: status={code}, error message="..."',
+        "nrt_init failed with error code {code}",
+        "NMGR:dlr_infer   Inference completed with err: {code}",
+    ],
+)
+def test_status_codes(code: int, message: str) -> None:
+    name, verdict = STATUS[code]
+    matches = classify("a line before\n" + message.format(name=name, code=code) + "\na line after")
+    assert [(match.row.name, match.verdict) for match in matches] == [(name, verdict)]
+    assert matches[0].line == message.format(name=name, code=code)
+
+
+@pytest.mark.parametrize(("line", "name", "verdict"), LINES)
+def test_log_lines(line: str, name: str, verdict: Verdict) -> None:
+    matches = classify(f"step 12 loss 0.31\n{line}\nTraceback")
+    assert [(match.row.name, match.verdict, match.line) for match in matches] == [(name, verdict, line)]
+
+
+def test_every_row_of_the_log_table_is_shown_by_a_line() -> None:
+    assert {row.name for row in LOG_ROWS} == {name for _, name, _ in LINES}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "step 5 loss 0.4 NEURON_RT_EXEC_TIMEOUT=600",
+        "stage execution failed with exit code 1",
+        "status=4",
+        "the trial run ended with exit code 70",
+        "neuronx-cc --optlevel=1 took 70 s",
+        "Compiler status PASS",
+        "http status 101",
+    ],
+)
+def test_harmless_text(text: str) -> None:
+    assert classify(text) == ()
+    assert device_error(text) is None
+
+
+def test_verdicts_make_the_class_to_raise() -> None:
+    assert isinstance(device_error("NRT_TIMEOUT"), TransientError)
+    assert isinstance(device_error("NRT_RESOURCE"), ConfigError)
+    assert isinstance(device_error("NRT_EXEC_COMPLETED_WITH_NUM_ERR"), NumericError)
+    assert device_error("NRT_SUCCESS") is None
+    assert device_error("Connect to 10.0.0.2:62182 failed - retrying") is None
+    error = device_error("before\nnrt_execute: status=1006, x\nafter")
+    assert error and error.seen == "NRT_EXEC_OOB: nrt_execute: status=1006, x" and "token ids" in error.next_command
+
+
+def test_no_efa_is_grave_only_for_many_nodes() -> None:
+    line = "OFI plugin initNet() failed is EFA enabled?"
+    assert device_error(line) is None
+    assert isinstance(device_error(line, num_nodes=2), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        # Broken hardware is the cause, whatever the software says of it.
+        (
+            "NRT_INVALID\nUncorrectable memory error is detected\nNRT_EXEC_COMPLETED_WITH_ERR",
+            "uncorrectable memory error",
+        ),
+        # What only follows does not decide.
+        ("NRT_TIMEOUT\nNRT_CLOSED\nNRT_UNINITIALIZED", "NRT_TIMEOUT"),
+        ("RX, connection closed by remote peer\nNRT_RESOURCE", "NRT_RESOURCE"),
+        ("NeuronCore(s) not available - Requested:2 Available:0\nNRT_LOAD_NOT_ENOUGH_NC", "cores not available"),
+        ("Too many open files\nNRT_TIMEOUT", "too many open files"),
+    ],
+)
+def test_the_decisive_one_of_many(text: str, name: str) -> None:
+    match = decisive(classify(text))
+    assert match and match.row.name == name
+
+
+def test_nothing_decides_nothing() -> None:
+    assert decisive(()) is None
+
+
+def test_a_long_log_is_read_in_time_and_lines_are_cut() -> None:
+    noise = ("neuronx-cc nrt nrt nrt Uncorrectable (efa) " * 2000 + "\n") * 10
+    (match,) = classify(noise + "x" * 10_000 + " NRT_TIMEOUT " + "y" * 10_000)
+    assert match.row.name == "NRT_TIMEOUT"
+    assert match.line.startswith("NRT_TIMEOUT") and len(match.line) <= 300

@@ -1,0 +1,93 @@
+"""Reports as JSON and for people."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.core.errors import DataError
+from pipeline.core.health import CheckResult, NodeReport, Verdict
+from pipeline.core.stop import StopSignal
+from pipeline.health.report import from_json, report_key, show, store_report, to_json
+from pipeline.io.storage import open_storage
+
+REPORT = NodeReport(
+    1,
+    "i-0abc",
+    (
+        CheckResult("memory", Verdict.PASS, figures={"gib": 31.25, "type": "trn1"}, seconds=0.25),
+        CheckResult("disk: scratch", Verdict.RETRY, "1 GiB [bold]free[/bold]", "10 GiB", "du -x /", seconds=2.0),
+    ),
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+results = st.builds(
+    CheckResult,
+    st.text(),
+    st.sampled_from(Verdict),
+    st.text(),
+    st.text(),
+    st.text(),
+    st.dictionaries(st.text(), st.floats(allow_nan=False) | st.integers(-(2**63), 2**63) | st.text()),
+    st.floats(0, 1e6),
+)
+
+
+@given(st.builds(NodeReport, st.integers(0, 1000), st.text(), st.lists(results, max_size=3).map(tuple)))
+def test_json_gives_back_the_report(report: NodeReport) -> None:
+    back = from_json(to_json(report))
+    assert back == report
+    figures = [[type(value) for value in one.figures.values()] for one in report.results]
+    assert [[type(value) for value in one.figures.values()] for one in back.results] == figures
+
+
+def test_json_is_for_other_readers_too() -> None:
+    fields = json.loads(to_json(REPORT))
+    assert (fields["verdict"], fields["results"][0]["verdict"], fields["schema_version"]) == ("retry", "pass", 1)
+    odd = NodeReport(0, "h", (CheckResult("x", Verdict.PASS, figures={"rate": math.nan}),))
+    assert math.isnan(float(from_json(to_json(odd)).results[0].figures["rate"]))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", to_json(REPORT).replace("retry", "doomed"), "\x00"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="the report of node 7"):
+        from_json(text, "the report of node 7")
+
+
+def test_reports_lie_below_the_cycle(tmp_path: Path) -> None:
+    workspace = open_storage(str(tmp_path), stop=StopSignal())
+    key = store_report(workspace, "c1", REPORT)
+    assert key == "cycles/c1/health/1-i-0abc.json"
+    assert from_json(workspace.read_bytes(key)) == REPORT
+    assert report_key("c1", NodeReport(0, "a/b _ü", ())) == "cycles/c1/health/0-a-b---.json"
+
+
+def test_plain_lines() -> None:
+    out = io.StringIO()
+    show(REPORT, out)
+    assert out.getvalue().splitlines() == [
+        "node 1 (i-0abc): retry",
+        "  pass   memory         gib 31.25, type trn1 (0.2s)",
+        "  retry  disk: scratch  1 GiB [bold]free[/bold] (2s)",
+        "         expected: 10 GiB",
+        "         next: du -x /",
+    ]
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    show(REPORT, out)
+    text = out.getvalue()
+    assert "verdict" in text and "node 1 (i-0abc): retry" in text and "next: du -x /" in text
+    assert "1 GiB [bold]free[/bold]" in text
