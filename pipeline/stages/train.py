@@ -78,6 +78,7 @@ def _config(settings: Settings) -> RunConfig:
         checkpoint=settings.checkpoint,
         compile=settings.compile,
         embed=settings.embed,
+        health=settings.health,
         backend=settings.backend,
         log_every=settings.log.every_steps,
         tensorboard=settings.log.tensorboard,

@@ -24,6 +24,8 @@ from pipeline.embedding.config import EmbedConfig
 from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.watch import GraphWatch, NoWatch
+from pipeline.health.after_error import informed
+from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
@@ -81,6 +83,7 @@ class RunConfig:
     tensorboard: bool = False
     compile: CompileConfig = field(default_factory=CompileConfig)
     embed: EmbedConfig = field(default_factory=EmbedConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,14 @@ class TrainRun:
         gang = Gang(world, timeout_s=train.collective_timeout_s, device_backend=self.backend.process_group)
         with closing(gang):
             self.gang = gang
-            return self._run()
+            try:
+                return self._run()
+            except RuntimeError as error:
+                config, nodes = self.config.health, world.world_size // world.local_world_size
+                better = informed(error, self.backend, config, num_nodes=nodes, stop=self.around.stop)
+                if better is error:
+                    raise
+                raise better from error
 
     def _run(self) -> Outcome:
         around = self.around

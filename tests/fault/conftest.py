@@ -1,7 +1,9 @@
 """Places to run the tiny case in, and one S3 server per test process."""
 
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
@@ -26,6 +28,14 @@ def bare_place(tmp_path: Path) -> Iterator[Callable[..., Place]]:
     """bare_place(backend, flags) -> an empty workspace."""
     (tmp_path / "bare").mkdir()
     yield from closing_places(empty_place, tmp_path / "bare")
+
+
+@pytest.fixture
+def rendezvous_port() -> Iterator[None]:
+    """Nodes of a job meet at one fixed port: one such test at a time on this machine."""
+    with (Path(gettempdir()) / "trnpipe-tests-rendezvous.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -258,6 +258,7 @@ def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[
     return nodes
 
 
+@pytest.mark.usefixtures("rendezvous_port")
 def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
     machine: Callable[..., Machine], s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +280,7 @@ def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
     assert len(main.place.events("graph_compiled")) == 1
 
 
+@pytest.mark.usefixtures("rendezvous_port")
 def test_a_node_that_fails_ends_the_other(machine: Callable[..., Machine]) -> None:
     """Before its trial run, for which the other's waits."""
     main, other = two_nodes(machine, "bad", env={})

@@ -115,6 +115,7 @@ def test_sigterm_ends_it_and_leaves_nobody(here: Place) -> None:
     assert_nobody_left(here)
 
 
+@pytest.mark.usefixtures("rendezvous_port")
 def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> None:
     def start(node: int, *flags: str, attempt: int) -> Run:
         here.env = {
