@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -63,7 +64,13 @@ class XlaBackend:
         """
         module: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
         source = _Remembering(batches)
-        loader = module.MpDeviceLoader(source, self.device, loader_prefetch_size=4, device_prefetch_size=2)
+        loader = module.MpDeviceLoader(
+            source,
+            self.device,
+            loader_prefetch_size=4,
+            device_prefetch_size=2,
+            batches_per_execution=sys.maxsize,  # graphs end where the program says, not at every batch
+        )
         iterator = iter(loader)
 
         def consume() -> Iterator[Batch]:

@@ -31,7 +31,7 @@ def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[],
         return ["--standalone", *ranks]
     rank, nodes = node_from_env(env)
     master = own() if rank == 0 else env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS")
-    if not master:
+    if master is None:
         raise ConfigError(
             f"node {rank} of {nodes} does not know the main node",
             expected="its address in AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
