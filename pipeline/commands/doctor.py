@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pipeline.backends import TRACED, open_backend
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError
+from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.lint import lint_all, lint_counters
 from pipeline.graphs.watch import Recorder
@@ -14,7 +14,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.context import open_context
 from pipeline.stages.estimate import estimate_lines, estimates
-from pipeline.stages.shapes import Shapes, expected_shapes, prepared_shapes
+from pipeline.stages.shapes import Shapes, shapes_of
 from pipeline.telemetry.console import Console
 from pipeline.train.share import batch_share
 
@@ -26,7 +26,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, *switches: str) -> int:
 
     Raises ConfigError, Preempted.
     """
-    shapes = _shapes(settings, stop, say)
+    with open_context(settings, stop) as ctx:
+        shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
     found = estimates(settings, shapes, batch_share(settings.train, world))
     for line in estimate_lines(found):
@@ -35,20 +36,6 @@ def run(settings: Settings, stop: StopSignal, say: Say, *switches: str) -> int:
     if "--hlo" in switches:
         errors += _lint(settings, shapes, stop, say)
     return ConfigError.exit_code if errors else EXIT_OK
-
-
-def _shapes(settings: Settings, stop: StopSignal, say: Say) -> Shapes:
-    """Those of the prepared data; before there is any, those that the settings will give it."""
-    with open_context(settings, stop) as ctx:
-        try:
-            return prepared_shapes(ctx)
-        except DataError:
-            shapes = expected_shapes(settings)
-            say(
-                f"nothing is prepared yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
-                f"{shapes.spec.num_classes} classes"
-            )
-            return shapes
 
 
 def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int:

@@ -22,7 +22,7 @@ from pipeline.settings import Settings
 from pipeline.stages.compile_neuron import compile_on_neuron
 from pipeline.stages.context import StageContext
 from pipeline.stages.result import Figure, StageResult, load_result, store_result
-from pipeline.stages.shapes import Shapes, prepared_shapes
+from pipeline.stages.shapes import Shapes, shapes_of
 
 NAME = "compile"
 
@@ -30,7 +30,7 @@ NAME = "compile"
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Compile what this cycle will need, or say that it is done already. Raises every error of the family."""
     started = datetime.now(UTC)
-    shapes = prepared_shapes(ctx)
+    shapes = shapes_of(settings, ctx, ctx.console.warn)
     if drives_tool(settings.compile, settings.backend, os.environ):
         return _drive(settings, ctx, shapes, started)
     return _trace(settings, ctx, shapes, started)

@@ -44,36 +44,47 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed=int(started.timestamp()))
         return _result(ctx, [report_rank(checks, Path(folder), ctx.stop)], started)
     reports = _check_gang(settings, ctx)
-    for report in reports:
-        show(report, sys.stdout)
-    if (error := gang_error(reports)) is not None:
-        raise error
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
 def _check_gang(settings: Settings, ctx: StageContext) -> tuple[NodeReport, ...]:
-    """Reports of all nodes; each node has stored its own."""
-    nodes = Nodes(
+    """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
+    config = settings.health
+    hosts = Nodes(
         ctx.workspace_after_stop,
-        f"cycles/{ctx.cycle}/health/nodes/{attempt_name(os.environ)}",
+        f"cycles/{ctx.cycle}/health/nodes/{attempt_name(os.environ)}/hosts",
         ctx.world.node_rank,
         ctx.world.world_size,  # one process a node: ranks are started below
-        settings.health.nodes_wait_s,
+        config.nodes_wait_s,
         ctx.stop,
     )
-    with nodes.telling():
+    with hosts.telling():
         mine = _check_host(settings, ctx)
         _keep(ctx, mine)  # before anything that may wait for others
-        reports = meet(nodes, mine, settings.health)
-        if gang_error(reports) is None:
-            found = _check_ranks(settings, ctx)
-            mine = _own(reports, mine)
-            mine = replace(mine, results=(*mine.results, *found))
-            reports = meet(replace(nodes, folder=f"{nodes.folder}-ranks"), mine, settings.health)
-            reports = with_slow_ranks(reports, settings.health.slow_ratio)
-    _keep(ctx, _own(reports, mine))
+        mine = _judge(ctx, mine, meet(hosts, mine, config), is_last=False)
+    ranks = replace(hosts, folder=hosts.folder.removesuffix("hosts") + "ranks")
+    with ranks.telling():
+        mine = replace(mine, results=(*mine.results, *_check_ranks(settings, ctx)))
+        reports = with_slow_ranks(meet(ranks, mine, config), config.slow_ratio)
+        _judge(ctx, mine, reports, is_last=True)
     return reports
+
+
+def _judge(ctx: StageContext, mine: NodeReport, reports: tuple[NodeReport, ...], *, is_last: bool) -> NodeReport:
+    """Store this node's report with what the comparison added, and return it. Shows all when there is no more to come.
+
+    Raises gang_error.
+    """
+    own = next((report for report in reports if report.node_rank == mine.node_rank), mine)
+    _keep(ctx, own)
+    error = gang_error(reports)
+    if is_last or error is not None:
+        for report in reports:
+            show(report, sys.stdout)
+    if error is not None:
+        raise error
+    return own
 
 
 def _keep(ctx: StageContext, report: NodeReport) -> None:
@@ -85,11 +96,6 @@ def _keep(ctx: StageContext, report: NodeReport) -> None:
         if (error := gang_error([report])) is not None:
             raise error from None
         raise
-
-
-def _own(reports: Iterable[NodeReport], mine: NodeReport) -> NodeReport:
-    """This node's report with what the comparison has added."""
-    return next((report for report in reports if report.node_rank == mine.node_rank), mine)
 
 
 def _check_host(settings: Settings, ctx: StageContext) -> NodeReport:

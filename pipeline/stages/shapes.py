@@ -1,5 +1,6 @@
 """What decides the shapes of a cycle's graphs beside the training settings: vocabulary, classes, features, buckets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.backends import Backend
@@ -15,6 +16,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.prepared import load_prepared
+from pipeline.stages.result import load_result
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import spec_of
 from pipeline.train.plan import GraphSettings, graph_plan
@@ -59,8 +61,18 @@ class Shapes:
         )
 
 
-def prepared_shapes(ctx: StageContext) -> Shapes:
-    """Those of this cycle's prepared data. Raises DataError when there is none."""
+def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:
+    """Those of this cycle's prepared data; before there is any, those that the settings will give it. Raises DataError.
+
+    `say` is told what was assumed. Graphs of other shapes than the data's are refused by the guard of training.
+    """
+    if load_result(ctx.workspace, ctx.cycle, "prepare") is None:
+        shapes = expected_shapes(settings)
+        say(
+            f"nothing is prepared yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
+            f"{shapes.spec.num_classes} classes"
+        )
+        return shapes
     info = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)[0].info
     return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
 

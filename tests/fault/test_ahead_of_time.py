@@ -54,6 +54,18 @@ def test_training_meets_only_compiled_graphs(
     assert "done already" in again.out + again.err
 
 
+def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
+    here = bare_place("xla", ONE_SHAPE)
+    compiled = here.run("compile")
+    assert "nothing is prepared yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
+    here.run("prepare")
+    assert "compiled ahead of time, manifest" in here.run("train").out
+    other = here.run("prepare", "--data.tokenizer.vocab-size=300", cycle="c2")
+    assert other.process.returncode == 0
+    refused = here.run("train", "--data.tokenizer.vocab-size=300", cycle="c2", code=78)
+    assert "data.vocab_size: compiled 400, now 300" in refused.err
+
+
 def test_another_batch_size_is_refused_before_the_first_step(place: Callable[..., Place]) -> None:
     here = place("xla", ONE_SHAPE)
     here.run("compile")

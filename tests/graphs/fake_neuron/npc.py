@@ -79,11 +79,11 @@ def run_trial(command: list[str], trial_log: Path) -> bool:
     """The program with graph extraction on; its output is passed on and kept.
 
     A program that is not on Neuron shows no graph: FAKE_NEURON_GRAPHS=N shows N in its place once it has ended well.
-    FAKE_NEURON_LOSE=<file> is gone when it starts.
+    FAKE_NEURON_SPOIL=<file> holds rubbish when it starts.
     """
     say(f"Running cmd: {command}")
-    if lost := os.environ.get("FAKE_NEURON_LOSE"):
-        Path(lost).unlink()
+    if spoilt := os.environ.get("FAKE_NEURON_SPOIL"):
+        Path(spoilt).write_text("rubbish")
     shown = os.environ.get("FAKE_NEURON_GRAPHS")
     more = [["fake_train", "--graphs", shown]] if shown else []
     return all(run_and_keep(words, trial_log) for words in [command, *more])
