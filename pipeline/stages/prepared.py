@@ -16,14 +16,22 @@ class Prepared:
     tokenizer: str
 
 
-def load_prepared(ctx: StageContext) -> Prepared:
-    """The prepared data of this cycle. Raises DataError when there is none yet."""
+def find_prepared(ctx: StageContext) -> Prepared | None:
+    """The prepared data of this cycle, None when there is none yet."""
     result = load_result(ctx.workspace, ctx.cycle, "prepare")
     if result is None:
+        return None
+    names = sorted(name for name in result.outputs if name.startswith("token_set_"))
+    return Prepared(tuple(result.outputs[name] for name in names), result.outputs["tokenizer"])
+
+
+def load_prepared(ctx: StageContext) -> Prepared:
+    """The prepared data of this cycle. Raises DataError when there is none yet."""
+    prepared = find_prepared(ctx)
+    if prepared is None:
         raise DataError(
             f"cycle {ctx.cycle} has no prepared data",
             expected="the result of the prepare stage",
             next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
         )
-    names = sorted(name for name in result.outputs if name.startswith("token_set_"))
-    return Prepared(tuple(result.outputs[name] for name in names), result.outputs["tokenizer"])
+    return prepared

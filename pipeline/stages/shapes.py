@@ -15,8 +15,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
-from pipeline.stages.prepared import load_prepared
-from pipeline.stages.result import load_result
+from pipeline.stages.prepared import find_prepared
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import spec_of
 from pipeline.train.plan import GraphSettings, graph_plan
@@ -66,14 +65,15 @@ def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object
 
     `say` is told what was assumed. Graphs of other shapes than the data's are refused by the guard of training.
     """
-    if load_result(ctx.workspace, ctx.cycle, "prepare") is None:
+    prepared = find_prepared(ctx)
+    if prepared is None:
         shapes = expected_shapes(settings)
         say(
             f"nothing is prepared yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
             f"{shapes.spec.num_classes} classes"
         )
         return shapes
-    info = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)[0].info
+    info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
     return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
 
 
