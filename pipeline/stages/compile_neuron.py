@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.core.errors import DataError, TrnpipeError
@@ -15,10 +14,10 @@ from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_ma
 from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.graphs.neuron_compile import NeuronCompileResult, compile_graphs
 from pipeline.graphs.neuron_repair import repair_after_run
-from pipeline.graphs.node_barrier import Nodes
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
+from pipeline.stages.nodes import nodes_of
 from pipeline.telemetry.console import Console
 
 ALL_THERE_S = 1800.0
@@ -53,14 +52,7 @@ class _Node:
         self.settings, self.ctx = settings, ctx
         self.root = settings.compile.cache_root(ctx.workspace.root)
         self.is_local = not self.root.startswith("s3://")
-        self.nodes = Nodes(
-            ctx.workspace_after_stop,
-            f"cycles/{ctx.cycle}/compile/nodes/{attempt_name(os.environ)}",
-            ctx.world.node_rank,
-            ctx.world.world_size,  # one process a node: ranks are started by the trial run
-            settings.compile.time_limit_s,
-            ctx.stop,
-        )
+        self.nodes = nodes_of(ctx, "compile/nodes", settings.compile.time_limit_s)
         self.scratch = ctx.scratch / "compile"
         self.traced = self.scratch / "traced.json"
         self.say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
@@ -137,9 +129,3 @@ class _Node:
     def _done(self) -> set[str]:
         entries = list_local(Path(self.root)) if self.is_local else list_storage(open_storage(self.root))
         return {entry.name.key for entry in entries if entry.state is EntryState.DONE}
-
-
-def attempt_name(env: Mapping[str, str]) -> str:
-    """What all nodes of one try of one Batch job agree on; their own job ids end in `#<node index>`."""
-    job = env.get("AWS_BATCH_JOB_ID", "local").partition("#")[0]
-    return f"{job}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"

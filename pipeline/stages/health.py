@@ -18,7 +18,6 @@ from pipeline.core.errors import TrnpipeError
 from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.node_barrier import Nodes
 from pipeline.health.check import run_checks
 from pipeline.health.gang import meet
 from pipeline.health.host import HostChecks, usual_places, usual_ports
@@ -30,8 +29,8 @@ from pipeline.health.tools import tool_checks
 from pipeline.health.versions import versions_check
 from pipeline.parallel.launch import launch
 from pipeline.settings import Settings
-from pipeline.stages.compile_neuron import attempt_name
 from pipeline.stages.context import StageContext
+from pipeline.stages.nodes import nodes_of
 from pipeline.stages.result import Figure, StageResult, store_result
 
 NAME = "health"
@@ -51,14 +50,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _check_gang(settings: Settings, ctx: StageContext) -> tuple[NodeReport, ...]:
     """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
     config = settings.health
-    hosts = Nodes(
-        ctx.workspace_after_stop,
-        f"cycles/{ctx.cycle}/health/nodes/{attempt_name(os.environ)}/hosts",
-        ctx.world.node_rank,
-        ctx.world.world_size,  # one process a node: ranks are started below
-        config.nodes_wait_s,
-        ctx.stop,
-    )
+    hosts = nodes_of(ctx, "health/nodes", config.nodes_wait_s)
+    hosts = replace(hosts, folder=f"{hosts.folder}/hosts")
     with hosts.telling():
         mine = _check_host(settings, ctx)
         _keep(ctx, mine)  # before anything that may wait for others
