@@ -14,10 +14,5 @@ def store_texts(workspace: Storage, texts: Mapping[str, str]) -> None:
         workspace.write_if_absent(_place(key), gzip.compress(text.encode(), mtime=0))
 
 
-def load_text(workspace: Storage, key: str) -> str:
-    """The HLO text of a graph of a manifest. Raises KeyNotFound."""
-    return gzip.decompress(workspace.read_bytes(_place(key))).decode()
-
-
 def _place(key: str) -> str:
     return f"{FOLDER}/{key}.txt.gz"
