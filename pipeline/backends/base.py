@@ -40,6 +40,9 @@ class Backend(Protocol):
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies in host memory, with one synchronisation for all."""
 
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
+
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
 

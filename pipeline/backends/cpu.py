@@ -1,6 +1,6 @@
 """Eager PyTorch on the CPU."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import psutil
@@ -29,6 +29,10 @@ class CpuBackend(Eager):
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        copies = self.to_host(tensors)
+        return lambda: copies
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         return torch.autocast("cpu", dtype=dtype)

@@ -1,7 +1,8 @@
 """NVIDIA GPUs through eager PyTorch and NCCL."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class CudaBackend(Eager):
             )
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
+        self._copying: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self._moved(batches)
@@ -50,11 +52,24 @@ class CudaBackend(Eager):
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.fetch(tensors)()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """On a stream of its own, beside what is computed next."""
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return copies
+        self._copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copying):
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor.detach(), non_blocking=True)
+                tensor.record_stream(self._copying)
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+
+        def wait() -> list[Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         return torch.autocast("cuda", dtype=dtype)

@@ -1,11 +1,12 @@
-"""Batches made ahead by one thread; an error in it surfaces at the consumer's next batch."""
+"""Items, such as batches, made ahead by one thread; an error in it surfaces at the consumer's next item."""
 
 import queue
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from pipeline.backends.base import Batch
+Item = TypeVar("Item")
 
 
 class _Done:
@@ -14,12 +15,12 @@ class _Done:
 
 
 @contextmanager
-def prefetched(batches: Iterable[Batch], depth: int) -> Iterator[Iterator[Batch]]:
-    """Iterate `batches` up to `depth` ahead. Leaving the context ends the thread."""
-    ready: queue.Queue[Batch | _Done] = queue.Queue(maxsize=depth)
+def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
+    """Iterate `items` up to `depth` ahead. Leaving the context ends the thread."""
+    ready: queue.Queue[Item | _Done] = queue.Queue(maxsize=depth)
     left = threading.Event()
 
-    def put(item: Batch | _Done) -> bool:
+    def put(item: Item | _Done) -> bool:
         while not left.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -30,14 +31,14 @@ def prefetched(batches: Iterable[Batch], depth: int) -> Iterator[Iterator[Batch]
 
     def work() -> None:
         try:
-            for batch in batches:
-                if not put(batch):
+            for item in items:
+                if not put(item):
                     return
             put(_Done(None))
-        except BaseException as error:  # raised again at the consumer's next batch
+        except BaseException as error:  # raised again at the consumer's next item
             put(_Done(error))
 
-    def consume() -> Iterator[Batch]:
+    def consume() -> Iterator[Item]:
         while True:
             item = ready.get()
             if isinstance(item, _Done):

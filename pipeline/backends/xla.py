@@ -4,7 +4,7 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -97,8 +97,10 @@ class XlaBackend:
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()
-        copies: list[Tensor] = [tensor.detach().cpu() for tensor in tensors]
-        return copies
+        return self.fetch(tensors)()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         if self.device_type == "CPU":

@@ -36,6 +36,14 @@ class Best(_Record):
     value: float
 
 
+class Origin(_Record):
+    """Where imported weights come from: the root of a lineage that did not begin here."""
+
+    uri: str
+    format: str = Field(description="Kind of files that were read, such as sentence-transformers")
+    fingerprint: str = Field(description="xxh3_128 over the files that were read")
+
+
 class TrainState(_Record):
     """Where a run stands. The position in the data is `step`: the loader needs nothing else."""
 
@@ -56,5 +64,9 @@ class TrainState(_Record):
     )
     parent: Parent | None
     best: Best | None
+    origin: Origin | None = Field(None, description="Of an imported checkpoint")
+    max_tokens: int | None = Field(
+        None, description="Longest text the encoder has learnt to read, [CLS] and [SEP] included; none: not known"
+    )
     settings_hash: str
     code_version: str

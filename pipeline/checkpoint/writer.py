@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZ
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
 from pipeline.core.events import EventName
+from pipeline.core.manifest import Manifest
 from pipeline.core.retention import steps_to_delete
 from pipeline.io.commit import commit_dir
+from pipeline.io.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,17 @@ class CheckpointWriter:
         config: CheckpointConfig,
         staging: Path,
         before_commit: Callable[[], None] = lambda: None,
+        in_use: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`before_commit` makes durable what must not be lost once the checkpoint is there (the events before it)."""
+        """`before_commit` makes durable what must not be lost once the checkpoint is there (the events before it).
+
+        `in_use` tells the prefixes of checkpoints that retention must leave alone, such as promoted ones.
+        """
         self._store = store
         self._config = config
         self._staging = staging
         self._before_commit = before_commit
+        self._in_use = in_use
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.failure: str = ""
@@ -105,45 +112,54 @@ class CheckpointWriter:
                 return 0  # an earlier attempt saved these very bytes
             except CheckpointError:
                 self._store.delete(step)
-        folder = self._staging / f"step-{step}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            save_file(
-                {name: tensor.contiguous() for name, tensor in snapshot.weights.items()},
-                folder / WEIGHTS,
-                {"format": "pt"},
-            )
-            save_file(dict(snapshot.optimizer), folder / OPTIMIZER)
-            (folder / STATE).write_bytes(snapshot.state.model_dump_json(indent=1).encode())
-            (folder / HF_CONFIG).write_text(snapshot.hf_config)
-            (folder / TOKENIZER).write_bytes(snapshot.tokenizer)
-            state = snapshot.state
-            fields: dict[str, JsonValue] = {
-                "step": step,
-                "cycle": state.cycle,
-                "parent": state.parent.uri if state.parent else "",
-                "settings_hash": state.settings_hash,
-                "tokenizer": state.tokenizer_fingerprint,
-            }
-            self._before_commit()
-            manifest = commit_dir(self._store.storage, folder, prefix_of(state.cycle, step), kind=KIND, fields=fields)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return manifest.size_bytes
+        return commit_snapshot(
+            self._store.storage, snapshot, self._staging / f"step-{step}", before_commit=self._before_commit
+        ).size_bytes
 
     def _prune(self, snapshot: Snapshot) -> None:
         """Delete what retention lets go. A failure leaves the save as it is; the next one prunes again."""
         step, best = snapshot.state.step, snapshot.state.best
         try:
             # A later step was passed over as damaged when this run continued: it must not push out the good ones.
-            for old in steps_to_delete(
+            old = steps_to_delete(
                 [saved for saved in self._store.steps() if saved <= step],
                 keep_last=self._config.keep_last,
                 keep_every_steps=self._config.keep_every_steps,
                 best_step=best.step if best else None,
-            ):
-                self._store.delete(old)
-        except (TransientError, ConfigError, OSError) as error:
+            )
+            kept = self._in_use() if old else ()
+            for one in old:
+                if prefix_of(self._store.cycle, one) not in kept:
+                    self._store.delete(one)
+        # CheckpointError, DataError: what is in use cannot be told, so nothing goes.
+        except (TransientError, ConfigError, CheckpointError, DataError, OSError) as error:
             reason = f"old checkpoints could not be deleted: {error}"
             self._store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)
+
+
+def commit_snapshot(
+    storage: Storage, snapshot: Snapshot, folder: Path, before_commit: Callable[[], None] = lambda: None
+) -> Manifest:
+    """Publish a snapshot as the checkpoint of its cycle and step, by way of the empty folder `folder`."""
+    state = snapshot.state
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in snapshot.weights.items()}, folder / WEIGHTS, {"format": "pt"}
+        )
+        save_file(dict(snapshot.optimizer), folder / OPTIMIZER)
+        (folder / STATE).write_bytes(state.model_dump_json(indent=1).encode())
+        (folder / HF_CONFIG).write_text(snapshot.hf_config)
+        (folder / TOKENIZER).write_bytes(snapshot.tokenizer)
+        fields: dict[str, JsonValue] = {
+            "step": state.step,
+            "cycle": state.cycle,
+            "parent": state.parent.uri if state.parent else "",
+            "settings_hash": state.settings_hash,
+            "tokenizer": state.tokenizer_fingerprint,
+        }
+        before_commit()
+        return commit_dir(storage, folder, prefix_of(state.cycle, state.step), kind=KIND, fields=fields)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -49,9 +49,12 @@ class CompileConfig(BaseModel):
 
 
 class EstimateConfig(BaseModel):
-    """What `trnpipe doctor` estimates for."""
+    """The machine that `trnpipe doctor` estimates for, and its price for costs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     instance: str = Field("trn1.32xlarge", description="Instance type whose cores are looked at")
+    price_usd_per_hour: float | None = Field(
+        None, ge=0, description="Dollars an hour for the machine (default: its on-demand list price, where known)"
+    )
     mfu: float = Field(0.3, gt=0, le=1, description="Share of the peak FLOPS that a step is assumed to reach")

@@ -4,7 +4,7 @@ Encoder tensors carry the prefix `bert.`; interactions and head keep their own n
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from pipeline.core.errors import CheckpointError
 from pipeline.model.config import InputSpec, ModelConfig
 
 PREFIX = "bert."
+ENCODER_PARTS = ("embeddings.", "encoder.")
+"""How names of the encoder begin where they have no prefix, as `transformers.BertModel` has them."""
+HEAD_PARTS = ("interactions.", "head.")
+"""How the names of everything else begin."""
 _OPTIONAL = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 _EMBEDDINGS = {
@@ -59,8 +63,7 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
     """
     result: dict[str, Tensor] = {}
-    expected = to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in template.items()})
-    for name, tensor in expected.items():
+    for name, tensor in _expected(template).items():
         found = weights.get(name)
         if found is None or found.shape != tensor.shape:
             seen = "no such tensor" if found is None else f"shape {list(found.shape)}"
@@ -88,9 +91,9 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
     """
-    prefixed = {PREFIX + _modern(name.removeprefix(PREFIX)): tensor for name, tensor in weights.items()}
+    prefixed = _renamed(weights, lambda name: PREFIX + _modern(name.removeprefix(PREFIX)), source)
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
-    known = to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in encoder.items()}).keys()
+    known = _expected(encoder).keys()
     unknown = sorted(n for n in prefixed.keys() - known if not n.removeprefix(PREFIX).startswith(_OPTIONAL))
     if unknown:
         raise CheckpointError(
@@ -103,6 +106,41 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
     if positions in prefixed:
         prefixed[positions] = prefixed[positions][:rows]
     return from_hf(prefixed, encoder, source=source)
+
+
+def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """A whole model in our names: every tensor of `template` and no other. The encoder may lack the `bert.` prefix.
+
+    Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
+    """
+    named = _renamed(weights, lambda name: PREFIX + name if name.startswith(ENCODER_PARTS) else name, source)
+    unknown = sorted(named.keys() - _expected(template).keys())
+    if unknown:
+        raise CheckpointError(
+            f"{source}: {unknown[0]} has no place in this model",
+            expected="the tensors of a relevance model of these settings",
+            next_command="give the model settings it was trained with (--model...)",
+        )
+    return from_hf(named, template, source=source)
+
+
+def _expected(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names and shapes that `template` has under Hugging Face names, without content."""
+    return to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in template.items()})
+
+
+def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source: str) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        new = rename(name)
+        if new in result:
+            raise CheckpointError(
+                f"{source}: {new} is there twice, once as {name}",
+                expected="every tensor once",
+                next_command="save the model again with one naming",
+            )
+        result[new] = tensor
+    return result
 
 
 def _modern(name: str) -> str:

@@ -1,8 +1,10 @@
 """The guard of a run: the manifest of exactly this way of running, or what is missing."""
 
+from collections.abc import Sequence
+
 from pipeline.core.errors import ConfigError
 from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.manifest import Plan, load_manifest, load_manifests, plan_differences
+from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests, plan_differences
 from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.telemetry.console import Console
@@ -17,9 +19,30 @@ def open_guard(
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:
-        console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
-        return Guard(counters, manifest, config.on_unknown_graph, console.warn)
-    others = load_manifests(workspace)
+        return _guard(manifest, counters, config, console)
+    return _unguarded(workspace, plan, load_manifests(workspace), config, console)
+
+
+def open_embed_guard(
+    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
+) -> GraphWatch:
+    """The same for embedding, whose part of the plan (`embed_plan`) several ways of training may share."""
+    manifests = load_manifests(workspace)
+    for manifest in manifests:
+        if plan.items() <= manifest.plan.items():
+            return _guard(manifest, counters, config, console)
+    parts = [GraphManifest(plan={name: manifest.plan.get(name) for name in plan}, graphs=()) for manifest in manifests]
+    return _unguarded(workspace, plan, parts, config, console)
+
+
+def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
+    console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
+    return Guard(counters, manifest, config.on_unknown_graph, console.warn)
+
+
+def _unguarded(
+    workspace: Storage, plan: Plan, others: Sequence[GraphManifest], config: CompileConfig, console: Console
+) -> GraphWatch:
     if not others:
         console.info("graphs: none compiled ahead of time, so they are compiled as they come (trnpipe compile)")
         return NoWatch()

@@ -52,6 +52,12 @@ class RunInputs:
         before = self.parent.state.watermark if self.parent else ""
         return max(before, self.selection.watermark)
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest text the encoder has learnt to read when the run is done, by its buckets or its parent's."""
+        before = self.parent.state.max_tokens if self.parent else None
+        return max(before or 0, _longest(self.sets[0].info))
+
 
 def gather_inputs(
     workspace: Storage, prefixes: Sequence[str], parent: Checkpoint | None, train: TrainConfig, model: ModelConfig
@@ -71,7 +77,7 @@ def gather_inputs(
             expected="a label column with at least two classes",
             next_command="map it with --data.columns.label NAME and run trnpipe prepare again",
         )
-    longest = max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
+    longest = _longest(info)
     if longest > model.max_positions:
         raise ConfigError(
             f"the longest bucket has {longest} tokens, model.max_positions is {model.max_positions}",
@@ -99,6 +105,11 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
         numeric=info.numeric,
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
     )
+
+
+def _longest(info: TokenSetInfo) -> int:
+    """Tokens of the longest text of the buckets."""
+    return max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:

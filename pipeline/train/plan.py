@@ -6,7 +6,7 @@ from importlib import metadata
 
 from pipeline.core.buckets import Bucket
 from pipeline.data.loader import RankShare
-from pipeline.embedding.config import EmbedConfig
+from pipeline.embedding.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import PlanValue
 from pipeline.model.config import InputSpec, ModelConfig
@@ -27,6 +27,7 @@ _NOT_IN_GRAPHS = {
     "on_deadline",
     "collective_timeout_s",
 }
+_ENCODER = {"max_positions", "layer_norm_eps", "pooling"}
 _SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
 
@@ -55,19 +56,31 @@ def graph_plan(
     plan |= {f"train.guard.{name}": value for name, value in guard.items()}
     shape = model.model_dump(mode="json", exclude={"preset", "init_from", *model.encoder.model_dump()})
     plan |= {f"model.{name}": value for name, value in {**shape, **model.encoder.model_dump()}.items()}
-    plan |= {f"embed.{name}": value for name, value in settings.embed.model_dump(mode="json").items()}
+    plan |= embed_plan(model, settings.embed, settings.compile, spec, device)
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
-        "data.vocab_size": spec.vocab_size,
         "data.pad_id": spec.pad_id,
         "data.classes": spec.num_classes,
         "data.numeric": len(spec.numeric),
         "data.categorical": list(spec.categorical_ids),
         "accumulation": share.accumulation,
         "log.every_steps": settings.log_every,
-        "device": device,
         "world_size": share.world_size,
-        "flags": settings.compile.flags.text(),
+    }
+
+
+def embed_plan(
+    model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str
+) -> dict[str, PlanValue]:
+    """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device, compiler. Not the world size."""
+    shape = {**model.encoder.model_dump(), **model.model_dump(include=set(_ENCODER))}
+    plan: dict[str, PlanValue] = {f"model.{name}": value for name, value in shape.items()}
+    fields = embed.model_dump(mode="json", include=set(GRAPH_FIELDS))
+    plan |= {f"embed.{name}": value for name, value in fields.items()}
+    return plan | {
+        "data.vocab_size": spec.vocab_size,
+        "device": device,
+        "flags": flags.flags.text(),
         "versions": dict(_versions()),
     }
 

@@ -5,7 +5,6 @@ figures collect in a small device buffer that the host fetches every N steps.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,9 +16,10 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
+from pipeline.model.forward import flat_forward
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.ops import choose_forms
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
@@ -76,13 +76,9 @@ class TrainProgram:
         if shape not in self._shapes:
             known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
             raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
-        inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
-        precision = self._config.precision
-        masters = [master.bfloat16() for master in self.masters] if precision == "bf16" else self.masters
-        context = self.backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
-        with context:
-            outputs: RelevanceOutputs = torch.func.functional_call(self._model, self.layout.unpack(masters), (inputs,))
-        return outputs
+        return flat_forward(
+            self._model, self.layout, self.masters, batch, backend=self.backend, precision=self._config.precision
+        )
 
     @torch.no_grad()
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:

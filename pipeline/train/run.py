@@ -32,6 +32,7 @@ from pipeline.model.initial import initial_model
 from pipeline.parallel.device import open_device
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
+from pipeline.registry.protected import in_use
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.tensorboard import TensorBoardSink
 from pipeline.train.batches import BatchStream
@@ -212,6 +213,7 @@ class TrainRun:
             partitions=inputs.partitions,
             parent=inputs.parent_record,
             best=None,
+            max_tokens=inputs.max_tokens,
             settings_hash=around.settings_hash,
             code_version=around.code_version,
         )
@@ -220,6 +222,7 @@ class TrainRun:
             config.checkpoint,
             around.scratch / "saving",
             before_commit=lambda: around.events.flush(durable=True),  # on another machine there is no journal
+            in_use=lambda: in_use(around.workspace_after_stop),
         )
         self.saver = Saver(self.program, store, writer, self.gang, base, template, self._tokenizer, around.console.warn)
 

@@ -7,7 +7,6 @@ here looks at one.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Int64s
@@ -124,7 +123,7 @@ class Trial:
         self._evaluate(steps)
         self._save(steps)
         del loop, self.program  # one model at a time on the device
-        self._embed()
+        self.embed_blank()
 
     def _evaluate(self, step: int) -> bool:
         """Score one full batch of every bucket; the figures mean nothing."""
@@ -142,15 +141,14 @@ class Trial:
         )
         return False
 
-    def _embed(self) -> None:
-        """Two batches of product texts of every length."""
+    def embed_blank(self) -> None:
+        """Embed two batches of every shape, without a text in them."""
         encoder = build_model(self.model, self.spec, self.train.seed).encoder
         program = EmbedProgram(encoder, self.backend, self.embed, self.watch)
-        for length in sorted({bucket.product_tokens for bucket in self.buckets}):
-            for _ in range(2):
+        with self.backend.loader(shape.blank() for shape in program.shapes for _ in range(2)) as ready:
+            for batch in ready:
                 self.stop.raise_if_set("the trial run; nothing of it is kept")
-                tokens = torch.from_numpy(_tokens(self.embed.batch_size, length, self.spec))
-                self.backend.to_host([program.vectors(tokens.to(self.backend.device))])
+                self.backend.fetch([program.vectors(batch)])()
 
     def _save(self, step: int) -> None:
         self.program.snapshot()

@@ -14,7 +14,7 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
-from pipeline.core.errors import CheckpointError
+from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import open_storage
@@ -174,6 +174,37 @@ def test_retention(tmp_path: Path) -> None:
     assert place.store.steps() == [2, 4, 6, 7]
     deleted = [fields["step"] for name, fields in place.events if name == EventName.CHECKPOINT_DELETED]
     assert deleted == [1, 3, 5]
+
+
+def test_retention_leaves_alone_what_is_in_use(tmp_path: Path) -> None:
+    place = Place(tmp_path, CheckpointConfig(keep_last=1))
+    asked: list[list[int]] = []
+
+    def in_use() -> frozenset[str]:
+        asked.append(place.store.steps())
+        return frozenset({prefix_of(CYCLE, 1), prefix_of("another", 2)})
+
+    place.writer = CheckpointWriter(place.store, place.config, tmp_path / "staging", in_use=in_use)
+    for step in range(1, 5):
+        place.save(step)
+    assert place.store.steps() == [1, 4]
+    assert asked == [[1, 2], [1, 2, 3], [1, 3, 4]], "only when something is about to go, and before it goes"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("error", [CheckpointError, DataError, TransientError])
+def test_nothing_goes_while_it_is_not_known_what_is_in_use(tmp_path: Path, error: type[TrnpipeError]) -> None:
+    place = Place(tmp_path, CheckpointConfig(keep_last=1))
+
+    def in_use() -> frozenset[str]:
+        raise error("the pointer is damaged")
+
+    place.writer = CheckpointWriter(place.store, place.config, tmp_path / "staging", in_use=in_use)
+    for step in (1, 2):
+        place.save(step)
+    assert place.store.steps() == [1, 2] and place.writer.last_saved == 2 and place.writer.failure == ""
+    name, fields = place.events[-1]
+    assert name == EventName.CHECKPOINT_FAILED and "the pointer is damaged" in fields["reason"]
 
 
 @pytest.mark.fault

@@ -1,7 +1,7 @@
 """The loop: cadence, stop, resume, deadline, patience, no batch lost unnoticed. Real model, real batches."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -263,10 +263,10 @@ def test_a_loader_that_ends_early_fails_the_run(rows: TokenRows) -> None:
 
 def test_an_error_in_the_data_thread_reaches_the_caller(rows: TokenRows, tmp_path: Path) -> None:
     class Broken(TokenRows):
-        def read(self, pools: Any, rows: Any, bucket: int) -> Any:
+        def read(self, pools: Any, rows: Any, bucket: int, fields: Sequence[str] = ()) -> Any:
             if (rows > 30).any():
                 raise OSError("disk gone")
-            return super().read(pools, rows, bucket)
+            return super().read(pools, rows, bucket, fields)
 
     broken = Broken(rows._shards, rows.buckets, rows.pad_id)
     with pytest.raises(OSError, match="disk gone"):

@@ -18,6 +18,8 @@ from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
+from pipeline.registry.promote import promote
+from pipeline.registry.records import Author, Decision
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import gather_inputs
@@ -199,6 +201,20 @@ def test_when_the_best_cannot_be_read_the_last_is_the_candidate(cycle: Cycle) ->
     outcome = cycle.run()
     assert outcome.step == 6
     assert "the best checkpoint cannot be used" in cycle.said.getvalue()
+
+
+def test_a_promoted_checkpoint_outlives_retention(cycle: Cycle) -> None:
+    """A person may put a checkpoint into production while its run goes on."""
+    cycle.every_steps, cycle.keep_last = 1, 1
+
+    def put_into_production(name: EventName, fields: dict[str, Any]) -> None:
+        if name == EventName.CHECKPOINT_SAVED and fields["step"] == 1:
+            forced, me = Decision(passed=False, forced="try it"), Author(by="me")
+            promote(cycle.storage, "relevance", fields["prefix"], expected=None, decision=forced, author=me)
+
+    cycle.on_event = put_into_production
+    cycle.run()
+    assert 1 in cycle.steps() and not {3, 5} & set(cycle.steps())
 
 
 def test_other_settings_in_the_same_cycle_are_refused_by_name(cycle: Cycle) -> None:

@@ -1,0 +1,74 @@
+"""Which manifest a run is held against."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import ConfigError
+from pipeline.data.loader import RankShare
+from pipeline.embedding.config import EmbedConfig
+from pipeline.graphs.config import CompileConfig
+from pipeline.graphs.manifest import GraphManifest, Plan, store_manifest
+from pipeline.graphs.watch import Guard, NoWatch
+from pipeline.io.storage import Storage, open_storage
+from pipeline.telemetry.console import Console
+from pipeline.train.guarding import open_embed_guard, open_guard
+from pipeline.train.plan import GraphSettings, embed_plan, graph_plan
+from tests.train.rows import MODEL, SPEC, TRAIN
+
+DEVICE = "xla:NEURON"
+
+
+class NoCounters:
+    def compile_count(self) -> int:
+        return 0
+
+    def compile_seconds(self) -> float:
+        return 0.0
+
+
+def training(world_size: int, embed: EmbedConfig) -> Plan:
+    graphs = GraphSettings(TRAIN, MODEL, embed, CompileConfig(), 10)
+    return graph_plan(graphs, SPEC, (Bucket(4, 6),), RankShare(0, world_size), DEVICE)
+
+
+def embedding(embed: EmbedConfig, precision: str = "fp32") -> Plan:
+    config = EmbedConfig.model_validate({**embed.model_dump(), "precision": precision})
+    return embed_plan(MODEL, config, CompileConfig(), SPEC, DEVICE)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+def test_embedding_is_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
+    manifest = GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=())
+    store_manifest(workspace, manifest)
+    found = open_embed_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+    assert isinstance(found, Guard) and found.manifest == manifest
+    with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
+        open_guard(workspace, training(1, EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+
+
+def test_what_embedding_was_not_compiled_for_is_named_alone(workspace: Storage) -> None:
+    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(buckets=(64,)))), graphs=()))
+    plan = embedding(EmbedConfig(), "bf16")
+    with pytest.raises(ConfigError) as raised:
+        open_embed_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
+    assert "embed.buckets: compiled [64], now [128, 512]; embed.precision: compiled fp32, now bf16" in raised.value.seen
+    assert "world_size" not in raised.value.seen and "train." not in raised.value.seen
+    lenient = CompileConfig(on_unknown_graph="warn")
+    assert isinstance(open_embed_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True)), NoWatch)
+
+
+def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
+    other = EmbedConfig.model_validate({"worker": 3, "workers": 7, "compiled": False, "output": {"dtype": "int8"}})
+    assert embedding(other) == embedding(EmbedConfig())
+    assert training(1, other) == training(1, EmbedConfig())
+
+
+def test_without_a_manifest_nothing_is_watched(workspace: Storage) -> None:
+    found = open_embed_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+    assert isinstance(found, NoWatch)
