@@ -1,7 +1,6 @@
 """The work of one worker: a chunk of rows becomes one shard per split, and a record that says it is done."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipeline.core.buckets import Bucket
 from pipeline.data.encode import Int64s, PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import BadRow, Chunk
+from pipeline.data.slices import Names
 from pipeline.data.token_set import SPLITS, ShardInfo, Split
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import CleanRows, RowRules, clean
@@ -49,6 +49,7 @@ class ChunkRecord(BaseModel):
     shards: dict[Split, ShardInfo]
     sizes_bytes: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
+    slices: Names = {}
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> ChunkResult:
             data = save(arrays)
             write_file(task.staging.files / name, data)
             shards[split], sizes[name] = ShardInfo(file=name, rows=counts), len(data)
-        record = _record(task.settings, bad, rows_read, pairs, shards, sizes)
+        record = _record(task.settings, bad, rows_read, pairs, shards, sizes, rows.slices.names)
         write_file(task.staging.record_path(task.index), record.model_dump_json().encode())
     return ChunkResult(task.partition, task.index, record)
 
@@ -168,7 +169,7 @@ def shard_arrays(
             arrays[f"b{place}.{side}"] = pack(
                 tokens, chosen, length, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=dtype
             )
-        columns: Mapping[str, npt.NDArray[np.generic]] = {
+        columns: Arrays = {
             "label": rows.label,
             "gain": rows.gain,
             "numeric": numeric,
@@ -176,6 +177,8 @@ def shard_arrays(
             "sample_id": rows.sample_id,
             "query_id": rows.query_id,
         }
+        if rows.slices.names:
+            columns["slice"] = rows.slices.values
         arrays |= {f"b{place}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
     return arrays, tuple(counts)
 
@@ -187,6 +190,7 @@ def _record(
     pairs: PairTokens,
     shards: dict[Split, ShardInfo],
     sizes: dict[str, int],
+    slices: Names,
 ) -> ChunkRecord:
     reasons = Counter[str]()
     for row in bad:
@@ -203,6 +207,7 @@ def _record(
             QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content)
             for row in bad[: settings.quarantine_rows]
         ),
+        slices=slices,
     )
 
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
 
-NUMERIC, CATEGORICAL, FILTER = "numeric.", "categorical.", "filter."
+NUMERIC, CATEGORICAL, SLICE, FILTER = "numeric.", "categorical.", "slice.", "filter."
 _OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
 
 
@@ -52,6 +52,7 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
             pairs.append((field, column))
     pairs += [(NUMERIC + column, column) for column in config.numeric]
     pairs += [(CATEGORICAL + feature.column, feature.column) for feature in config.categorical]
+    pairs += [(SLICE + column, column) for column in config.slices]
     pairs += [(FILTER + column, column) for column in config.filter]
     missing = [(field, column) for field, column in pairs if column not in there]
     if missing:
@@ -66,7 +67,9 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
 def _setting(field: str) -> str:
     """The setting that names the column of a field."""
     kind = field.split(".")[0]
-    return f"--data.columns.{kind}" if kind == field else f"--data.{kind}"
+    if kind == field:
+        return f"--data.columns.{kind}"
+    return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
 def as_field(array: pa.Array, field: str) -> pa.Array:

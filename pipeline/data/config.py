@@ -73,6 +73,9 @@ class DataConfig(BaseModel):
     )
     numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
+    slices: tuple[str, ...] = Field(
+        (), description="Columns by which evaluation tells rows apart (category, language); not seen by the model"
+    )
     lexical: bool = Field(True, description="Add features of the word overlap between query and title")
     filter: Annotated[
         dict[str, str],

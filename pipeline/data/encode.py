@@ -11,12 +11,13 @@ from pipeline.core.buckets import Bucket, assign_buckets
 from pipeline.data.tokenizer import Tokens
 
 Int64s = npt.NDArray[np.int64]
-_CHARACTERS_PER_TOKEN = 16
+CHARACTERS_PER_TOKEN = 16
+"""Characters worth tokenising for each token there is room for: no text of real words needs more."""
 
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
-    """Characters of a text worth tokenising: no text of real words needs more to fill the largest bucket."""
-    return _CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
+    """Characters of a text worth tokenising to fill the largest bucket."""
+    return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
 
 
 def product_text(title: str, text: str, limit: int) -> str:

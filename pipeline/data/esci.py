@@ -19,7 +19,7 @@ import xxhash
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, ColumnPlan
+from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE, ColumnPlan
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import text_characters
 from pipeline.data.partitions import InputFile, Partition, content_id, group_by_day
@@ -121,6 +121,7 @@ class EsciSource:
         return (
             *((NUMERIC + column, column) for column in config.numeric),
             *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
+            *((SLICE + column, column) for column in config.slices),
             *((FILTER + column, column) for column in config.filter),
         )
 

@@ -9,7 +9,8 @@ from pipeline.data.config import DataConfig
 from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import numeric_names
 from pipeline.data.partitions import Partition
-from pipeline.data.token_set import SPLITS, TokenSetInfo
+from pipeline.data.slices import merge_names
+from pipeline.data.token_set import SPLITS, SliceInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import commit_dir
 from pipeline.io.errors import os_errors
@@ -34,6 +35,7 @@ def commit_partition(
     reasons = Counter[str]()
     for record in records:
         reasons.update(record.reasons)
+    names = merge_names(record.slices for record in records)
     info = TokenSetInfo(
         dataset=config.name,
         partition=partition.name,
@@ -57,6 +59,7 @@ def commit_partition(
         reasons=dict(sorted(reasons.items())),
         truncated_rows=sum(record.truncated_rows for record in records),
         tokens=sum(record.tokens for record in records),
+        slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in settings.rules.slices),
     )
     bad = [row for record in records for row in record.quarantined][: config.quarantine_rows]
     refuse_bad_share(config, info, bad, workspace)

@@ -124,6 +124,28 @@ class WorkerPool(Generic[Context, Task, Result]):
                 self._idle.append(key.data)
                 yield cast(Result, key.data.receive())
 
+    def run_in_order(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """As run(), but in the order of the tasks; at most twice as many as there are workers are held, done or not."""
+        sent = due = 0
+        done: dict[int, Result] = {}
+        upcoming = next(tasks, None)
+        while upcoming is not None or due < sent:
+            self._stop.raise_if_set(self._doing)
+            has_room = upcoming is not None and sent - due < 2 * self._num_workers
+            worker = self._free_worker() if has_room else None
+            if worker is not None:
+                worker.send(pickle.dumps(upcoming, protocol=5))
+                self._busy.register(worker.output, selectors.EVENT_READ, (sent, worker))
+                sent, upcoming = sent + 1, next(tasks, None)
+            for key, _ in self._busy.select(0 if worker is not None or due in done else _POLL_S):
+                self._busy.unregister(key.fileobj)
+                number, answering = key.data
+                self._idle.append(answering)
+                done[number] = cast(Result, answering.receive())
+            if due in done:
+                yield done.pop(due)
+                due += 1
+
     @property
     def _can_take_more(self) -> bool:
         return bool(self._idle) or len(self._workers) < self._num_workers

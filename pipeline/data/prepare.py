@@ -194,6 +194,7 @@ def _encode_settings(config: DataConfig, source: Source, labels: LabelSet) -> di
                 config.valid_fraction,
                 config.test_fraction,
                 carve_valid=bool(source.fixed_labels),
+                slices=config.slices,
             ),
             config.bucket_shapes,
             config.lexical,
@@ -208,8 +209,11 @@ def _token_set_fingerprint(
 ) -> str:
     """Everything the bytes of the shards depend on."""
     rules = settings.rules
+    # Only when set: data prepared before there were slices keeps its name.
+    slices = {"slices": list(config.slices)} if config.slices else {}
     return fingerprint(
         {
+            **slices,
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": tokenizer.fingerprint,

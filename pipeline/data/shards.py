@@ -17,14 +17,17 @@ Int64s = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
+EXTRA = ("slice", "partition")
+"""Arrays that evaluation asks for beside: int64 [N, S] of data/slices.py, and int64 [N], the shard's partition."""
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file of token rows. `rows[b]` rows of bucket b."""
+    """One safetensors file of token rows. `rows[b]` rows of bucket b. `partition`: a number the opener gave it."""
 
     path: Path
     rows: tuple[int, ...]
+    partition: int = 0
 
 
 def map_safetensors(path: Path) -> Arrays:
@@ -45,9 +48,12 @@ def map_safetensors(path: Path) -> Arrays:
 class TokenRows:
     """The rows of one split over any number of shards, numbered per bucket in shard order."""
 
-    def __init__(self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int) -> None:
+    def __init__(
+        self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int, extra: Sequence[str] = ()
+    ) -> None:
         self.buckets = tuple(buckets)
         self.pad_id = pad_id
+        self._fields = (*FIELDS, *extra)
         self._shards = tuple(shards)
         counts = np.array([shard.rows for shard in shards], dtype=np.int64).reshape(len(shards), len(self.buckets))
         self._starts = np.vstack([np.zeros((1, len(self.buckets)), dtype=np.int64), np.cumsum(counts, axis=0)])
@@ -58,10 +64,11 @@ class TokenRows:
         """Rows of each bucket."""
         return tuple(int(size) for size in self._starts[-1])
 
-    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays:
+    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.
 
-        Returns the arrays of FIELDS, N rows each, in the order asked for.
+        Returns the arrays of `fields` (none: all of FIELDS and those opened beside), N rows each, in the order asked
+        for.
         """
         shape = self.buckets[bucket]
         result: Arrays = {}
@@ -71,8 +78,8 @@ class TokenRows:
             for shard in np.unique(shard_of):
                 chosen = places[shard_of == shard]
                 local = rows[chosen] - self._starts[shard, pool]
-                for field in FIELDS:
-                    values = self._map(int(shard))[f"b{pool}.{field}"][local]
+                for field in fields or self._fields:
+                    values = self._values(int(shard), int(pool), field, local)
                     if field not in result:
                         result[field] = self._empty(field, values, len(rows), shape)
                     if values.ndim == 2:
@@ -80,6 +87,11 @@ class TokenRows:
                     else:
                         result[field][chosen] = values
         return result
+
+    def _values(self, shard: int, pool: int, field: str, local: Int64s) -> npt.NDArray[Any]:
+        if field == "partition":
+            return np.full(len(local), self._shards[shard].partition, dtype=np.int64)
+        return self._map(shard)[f"b{pool}.{field}"][local]
 
     def _empty(self, field: str, like: npt.NDArray[Any], rows: int, shape: Bucket) -> npt.NDArray[Any]:
         if field == "query":
@@ -93,7 +105,7 @@ class TokenRows:
             path = self._shards[shard].path
             try:
                 arrays = map_safetensors(path)
-                _check_rows(arrays, self._shards[shard].rows)
+                _check_rows(arrays, self._shards[shard].rows, [name for name in self._fields if name != "partition"])
             except (OSError, ValueError, KeyError, struct.error) as error:
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
@@ -104,9 +116,9 @@ class TokenRows:
         return self._maps[shard]
 
 
-def _check_rows(arrays: Arrays, rows: Sequence[int]) -> None:
+def _check_rows(arrays: Arrays, rows: Sequence[int], fields: Sequence[str]) -> None:
     """KeyError or ValueError when a bucket does not hold the rows its partition says it does."""
     for bucket, count in enumerate(rows):
-        for field in FIELDS if count else ():
+        for field in fields if count else ():
             if len(arrays[f"b{bucket}.{field}"]) != count:
                 raise ValueError(f"b{bucket}.{field} has {len(arrays[f'b{bucket}.{field}'])} rows, not {count}")

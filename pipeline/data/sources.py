@@ -16,6 +16,7 @@ from pipeline.data.esci import ESCI_EXAMPLES, open_esci
 from pipeline.data.partitions import InputFile, Partition, Source, content_id, group_by_day
 from pipeline.data.readers import parquet_rows, read_file, suffix_format
 from pipeline.data.rows import RawBatch, batch_rows
+from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 
 
@@ -77,7 +78,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     """The input that the settings name. Raises DataError when there is nothing to read."""
     if config.path is None:
         return SyntheticSource(config)
-    storage, stats = _find_files(config.path, stop)
+    storage, stats = find_files(config.path, stop)
     names = [stat.key.rsplit("/", 1)[-1] for stat in stats]
     if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
         return open_esci(config, storage, stats, scratch=scratch, stop=stop)
@@ -97,11 +98,16 @@ def _format_of(key: str, wanted: str) -> str | None:
     return by_suffix if wanted == "auto" or by_suffix not in (None, wanted) else wanted
 
 
-def _find_files(path: str, stop: StopSignal) -> tuple[Storage, list[ObjectStat]]:
-    """The storage to read from and its visible files. Hidden ones (`_SUCCESS`, `.crc`) are left out."""
+def find_files(
+    path: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
+) -> tuple[Storage, list[ObjectStat]]:
+    """The storage to read from and its visible files. Hidden ones (`_SUCCESS`, `.crc`) are left out.
+
+    Raises DataError, naming the `setting`, for a path that does not exist.
+    """
     parent, _, name = path.rstrip("/").rpartition("/")
     if name and (parent or "://" not in path) and not (path.startswith("s3://") and not urlsplit(path).path.strip("/")):
-        storage = open_storage(parent or ("/" if path.startswith("/") else "."), stop=stop)
+        storage = open_storage(parent or ("/" if path.startswith("/") else "."), retry=retry, stop=stop)
         if stat := storage.stat(name):
             return storage, [stat]
     local = path.removeprefix("file://")
@@ -109,7 +115,7 @@ def _find_files(path: str, stop: StopSignal) -> tuple[Storage, list[ObjectStat]]
         raise DataError(
             f"{path} does not exist",
             expected="a file or folder with rows",
-            next_command="correct --data.path (leave it out for the synthetic catalogue)",
+            next_command=f"correct {setting}, or leave it out",
         )
-    storage = open_storage(path, stop=stop)
+    storage = open_storage(path, retry=retry, stop=stop)
     return storage, [stat for stat in storage.list("") if not any(p[:1] in "_." for p in stat.key.split("/"))]

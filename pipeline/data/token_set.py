@@ -27,6 +27,13 @@ class CategoricalInfo(_Record):
     num_ids: int
 
 
+class SliceInfo(_Record):
+    """A column for evaluation and its values; rows hold the hashes of them (data/slices.py)."""
+
+    column: str
+    names: tuple[str, ...]
+
+
 class TokenSetInfo(_Record):
     """One prepared partition.
 
@@ -53,6 +60,11 @@ class TokenSetInfo(_Record):
     reasons: dict[str, int]
     truncated_rows: int = Field(description="Rows of which a side was longer than the largest bucket")
     tokens: int = Field(description="Tokens without padding, special tokens included")
+    slices: tuple[SliceInfo, ...] = Field((), description="In the order in which rows hold their values")
+
+    @property
+    def slice_columns(self) -> tuple[str, ...]:
+        return tuple(info.column for info in self.slices)
 
     @property
     def rows(self) -> int:

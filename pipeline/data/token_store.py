@@ -49,7 +49,7 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
     if not sets:
         raise DataError("no prepared partition", expected="at least one", next_command="trnpipe prepare")
     for other in sets[1:]:
-        for name in ("tokenizer_fingerprint", "buckets", "labels", "numeric", "categorical", "pad_id"):
+        for name in ("tokenizer_fingerprint", "buckets", "labels", "numeric", "categorical", "pad_id", "slice_columns"):
             seen, expected = getattr(other.info, name), getattr(sets[0].info, name)
             if seen != expected:
                 raise ConfigError(
@@ -60,11 +60,17 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
     return sets
 
 
-def open_rows(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path) -> TokenRows:
-    """The rows of one split over all given partitions; S3 shards are fetched and verified first."""
+def open_rows(
+    workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, extra: Sequence[str] = ()
+) -> TokenRows:
+    """The rows of one split over all given partitions; S3 shards are fetched and verified first.
+
+    `extra`: arrays to read beside shards.FIELDS, of shards.EXTRA; `partition` is the place in `sets`.
+    """
     shards = []
-    for token_set in sets:
+    for place, token_set in enumerate(sets):
         folder = fetch_dir(workspace, token_set.prefix, cache_dir, deep=False)
-        shards += [ShardFile(folder / shard.file, shard.rows) for shard in token_set.info.splits.get(split, ())]
+        files = token_set.info.splits.get(split, ())
+        shards += [ShardFile(folder / shard.file, shard.rows, place) for shard in files]
     buckets = [Bucket.parse(text) for text in sets[0].info.buckets]
-    return TokenRows(shards, buckets, sets[0].info.pad_id)
+    return TokenRows(shards, buckets, sets[0].info.pad_id, extra)

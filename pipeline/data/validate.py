@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.core.fingerprint import hash63
-from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC
+from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE
 from pipeline.data.rows import BadRow, Chunk, Int64s, shorten
+from pipeline.data.slices import Slices, slice_rows
 from pipeline.data.token_set import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -41,6 +42,7 @@ class RowRules:
     test_fraction: float
     carve_valid: bool
     """Take the validation rows out of train by hash: for layouts that only know train and test (ESCI)."""
+    slices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class CleanRows:
     sample_id: Int64s
     query_id: Int64s
     split: npt.NDArray[np.int8]
+    slices: Slices
 
 
 def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -> npt.NDArray[np.bool_]:
@@ -147,6 +150,7 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
         np.array([hash63(f"{prefix}{rows.rows[row]}") for row in kept], dtype=np.int64),
         query_id[good],
         split[good],
+        slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.slices}, kept),
     )
     bad = list(chunk.bad) + [
         _bad_row(chunk.file, rows, row, reason) for row, reason in enumerate(rows.reason) if reason

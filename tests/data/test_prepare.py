@@ -15,8 +15,11 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.events import EventName
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.shards import EXTRA
+from pipeline.data.slices import codes_of
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.token_set import TokenSetInfo
+from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import read_manifest, verify_dir
 
@@ -83,6 +86,51 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
                     sample_ids += arrays[f"b{index}.sample_id"].tolist()
         assert num_tokens == info.tokens
     assert len(sample_ids) == len(set(sample_ids)) == 960
+
+
+@pytest.mark.stage
+def test_slices_go_with_the_rows_and_leave_other_names_alone(workplace: Make, tmp_path: Path) -> None:
+    """Data prepared before there were slices keeps its name, and is read as having none."""
+    place = workplace("one")
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"query": f"q {i}", "title": f"t {i}", "label": "ab"[i % 2], "kind": [None, "x", "y"][i % 3]}
+        for i in range(200)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = CONFIG.model_copy(
+        update={"path": str(path), "numeric": (), "categorical": (), "num_workers": 1, "rows_per_chunk": 100}
+    )
+    without = place.prepare(plain)
+    given = plain.model_copy(update={"slices": ("label", "kind")})
+    done = place.prepare(given)
+    assert done.token_set_prefixes != without.token_set_prefixes
+    assert place.prepare(plain).token_set_prefixes == without.token_set_prefixes
+    assert place.prepare(given).reused == 1
+    (one,) = read_token_sets(place.storage, done.token_set_prefixes)
+    assert [(info.column, info.names) for info in one.info.slices] == [("label", ("a", "b")), ("kind", ("x", "y"))]
+    seen = dict[str, int]()
+    for split in ("train", "valid", "test"):
+        found = open_rows(place.storage, [one], split, tmp_path, EXTRA)
+        for bucket, size in enumerate(found.sizes):
+            arrays = found.read(np.full(size, bucket), np.arange(size), bucket)
+            if not size:
+                continue
+            assert np.array_equal(codes_of(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
+            for name in codes_of(arrays["slice"][:, 1], ("x", "y")).tolist():
+                seen[str(name)] = seen.get(str(name), 0) + 1
+            assert arrays["partition"].tolist() == [0] * size
+    assert seen == {"-1": 67, "0": 67, "1": 66}
+    info = TokenSetInfo.model_validate(
+        {
+            k: v
+            for k, v in info_of(place, without.token_set_prefixes[0]).model_dump(mode="json").items()
+            if k != "slices"
+        }
+    )
+    assert info.slices == ()
+    with pytest.raises(DataError, match=r"no column 'none' \(for slice\.none\)[\s\S]*--data\.slices"):
+        place.prepare(plain.model_copy(update={"slices": ("none",)}))
 
 
 @pytest.mark.stage

@@ -62,6 +62,21 @@ def test_rows_come_in_the_order_asked_for(rows: TokenRows, wanted: list[tuple[in
         assert number < rows.sizes[pool]
 
 
+def test_some_fields_alone(rows: TokenRows) -> None:
+    seen = rows.read(np.array([0, 1]), np.array([2, 2]), 1, ("query_id", "label"))
+    assert list(seen) == ["query_id", "label"]
+    assert seen["query_id"].tolist() == [0, 1]
+
+
+def test_the_partition_of_each_row(tmp_path: Path) -> None:
+    files = [write_shard(tmp_path / f"{n}.safetensors", (2, 1), 10 * n) for n in range(2)]
+    numbered = [ShardFile(file.path, file.rows, partition=7 + n) for n, file in enumerate(files)]
+    found = TokenRows(numbered, BUCKETS, PAD, ("partition",))
+    assert found.read(np.array([0, 0, 1]), np.array([3, 0, 1]), 1)["partition"].tolist() == [8, 7, 8]
+    with pytest.raises(DataError, match=r"b0\.slice"):
+        TokenRows(files, BUCKETS, PAD, ("slice",)).read(np.array([0]), np.array([0]), 0)
+
+
 def test_padding_is_the_pad_id_of_the_tokenizer(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.safetensors", (2, 0), 1)
     seen = TokenRows([shard], BUCKETS, pad_id=7).read(np.array([0]), np.array([0]), 1)
