@@ -6,7 +6,7 @@ from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.device import check_operations
+from pipeline.health.device import check_operations, on_device
 from pipeline.health.neuron_errors import device_error
 
 
@@ -22,9 +22,12 @@ def informed(
 
     def operations(ctx: CheckContext) -> CheckResult:
         ctx.doing = "checking tensor operations after an error of the device"
-        return check_operations(backend, seed=1, repeats=1, stop=ctx.stop)
+        with on_device(backend.device):
+            return check_operations(backend, seed=1, repeats=1, stop=ctx.stop)
 
-    report = run_checks([Check("operations", operations)], config, node_rank=0, host="this rank", stop=stop)
+    limit_s = config.check_limit_s * config.patience(on_neuron=backend.device_name() == "xla:NEURON")
+    check = Check("operations", operations, time_limit_s=limit_s)
+    report = run_checks([check], config, node_rank=0, host="this rank", stop=stop)
     if report.verdict < Verdict.RETRY:
         return error
     (result,) = report.results

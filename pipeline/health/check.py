@@ -21,13 +21,14 @@ from pipeline.core.errors import Preempted, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.stop import StopSignal
-from pipeline.health.config import HealthConfig, Profile
+from pipeline.health.config import Group, HealthConfig, Profile
 
 BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05
 LEAVE_S = 5.0  # for a check that is told to stop, of the 15 s that runtime_signals gives the process
 KILLED_LEAVE_S = 1.0
 DEAR_S = 10.0
+_TEXT_LENGTH = 1000
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Check:
 
     name: str
     run: Callable[[CheckContext], CheckResult | Iterable[CheckResult]]
+    group: Group | None = None
+    """None: what others need, run always."""
     profiles: frozenset[Profile] = BOTH
     time_limit_s: float | None = None
     """None: as in the settings."""
@@ -98,12 +101,13 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     seen: Callable[[CheckResult], object] = lambda result: None,
 ) -> NodeReport:
-    """Run the checks of the profile; `seen` gets each result as it comes. Only Preempted is raised.
+    """Run the checks of profile and groups; `seen` gets each result as it comes. Only Preempted is raised.
 
     A check that fails or hangs is a verdict like any other; the rest is run all the same, but for dear ones.
     """
     results: list[CheckResult] = []
-    for check in sorted((check for check in checks if config.profile in check.profiles), key=lambda one: one.cost_s):
+    chosen = [check for check in checks if config.profile in check.profiles and config.wants(check.group)]
+    for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
         unfit = any(result.verdict >= Verdict.RETRY for result in results)
         found = _spared(check) if unfit and check.cost_s >= DEAR_S else _run(check, config, stop, clock)
@@ -132,7 +136,8 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
         raise call.error
     elif call.error is not None:
         results = (*results, failed(check.name, call.error))
-    return [replace(one, seconds=clock() - started) if index == 0 else one for index, one in enumerate(results)]
+    timed = (replace(one, seconds=clock() - started) if index == 0 else one for index, one in enumerate(results))
+    return [_clean(one) for one in timed]
 
 
 def failed(name: str, error: BaseException) -> CheckResult:
@@ -153,6 +158,17 @@ def failed(name: str, error: BaseException) -> CheckResult:
         expected="an answer of the machine that the check understands",
         next_command="trnpipe health on that machine; if all machines say so, it is a bug of the check",
     )
+
+
+def _clean(result: CheckResult) -> CheckResult:
+    """What tools of a sick machine print may be no text: it must not spoil a terminal or the report."""
+    figures = {name: printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
+    return replace(result, seen=printable(result.seen), expected=printable(result.expected), figures=figures)
+
+
+def printable(text: str) -> str:
+    """One line of it, not too long, with a ? for each character that is none."""
+    return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
 
 
 def one_line(text: str) -> str:

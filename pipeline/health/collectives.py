@@ -1,61 +1,97 @@
-"""Collectives between all ranks, with contents by which a wrong rank, a stale buffer or a swapped chunk is seen.
+"""Collectives between ranks, with contents by which a wrong rank, a stale buffer or a swapped chunk is seen.
 
 Every call has a time limit, and each rank signs in before it. So a hang is not a hang: the ranks that never came are
 named. Signing in goes through the store that torchrun's agent keeps, which outlives any rank.
 """
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.backends import Backend
 from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import one_line
+from pipeline.health.device import on_device
 
-NAME = "collectives"
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
-"""Of what each rank gives: latency, the middle, and a gradient bucket's order of size."""
-_POLL_S = 0.05
+"""Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
+FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
+"""With a whole gradient bucket (50 MB on Neuron, neuron.md 4.1)."""
+CHUNKED = frozenset({"all-gather", "reduce-scatter", "all-to-all"})
+"""One buffer of these holds a chunk for each rank."""
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _STORE_LIMIT_S = 60.0
+_REASON_LENGTH = 200
 
 
 class Store(Protocol):
     """What is needed of torch.distributed's TCPStore."""
 
     def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others. `device`: where tensors must lie for the process group."""
+    """This rank among those that take part, numbered as in the whole world.
+
+    device: where tensors must lie for the process group. group: None is that of all ranks. first_limit_s: for the first
+    call of each shape, which may have to be compiled; None: no longer than the others.
+    """
 
     rank: int
-    world_size: int
+    ranks: range
     store: Store
     device: torch.device
     limit_s: float
     stop: StopSignal
+    name: str = "collectives"
+    group: dist.ProcessGroup | None = None
+    first_limit_s: float | None = None
 
-    def arrive(self, place: str) -> list[int]:
+    @property
+    def index(self) -> int:
+        return self.rank - self.ranks.start
+
+    def arrive(self, place: str, limit_s: float | None = None) -> list[int]:
         """Sign in at `place` and wait for the others: the ranks that did not come in time, [] when all did."""
-        self.store.set(_key(place, self.rank), "1")
-        end = time.monotonic() + self.limit_s
-        while missing := self.missing(place):
-            self.stop.raise_if_set(f"waiting for rank {', '.join(map(str, missing))}")
-            if time.monotonic() > end:
-                break
-            time.sleep(_POLL_S)
-        return missing
+        self.store.set(self._key(f"{place}/{self.rank}"), "1")
+        if self.store.add(self._key(f"{place}/count"), 1) == len(self.ranks):
+            self.store.set(self._key(f"{place}/all"), "1")
+        return self.missing(place, limit_s)
 
-    def missing(self, place: str) -> list[int]:
-        return [rank for rank in range(self.world_size) if not self.store.check([_key(place, rank)])]
+    def missing(self, place: str, limit_s: float | None = None) -> list[int]:
+        """Wait until all are there or it is too late, without signing in. A rank that has given up is missing, too."""
+        end, pause_s = time.monotonic() + (limit_s or self.limit_s), _FIRST_POLL_S
+        while not self.store.check([self._key(f"{place}/all")]):
+            self.stop.raise_if_set(f"waiting for the other ranks at {place}")
+            if (gone := self.gave_up()) is not None:
+                return [gone]
+            if time.monotonic() > end:
+                return [rank for rank in self.ranks if not self.store.check([self._key(f"{place}/{rank}")])]
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 1.5 * pause_s)
+        return []
+
+    def give_up(self) -> None:
+        """Tell those who would wait for this rank that it has its verdict."""
+        self.store.set(self._key("gave up"), str(self.rank))
+
+    def gave_up(self) -> int | None:
+        return int(self.store.get(self._key("gave up"))) if self.store.check([self._key("gave up")]) else None
+
+    def _key(self, name: str) -> str:
+        return f"trnpipe/health/{self.name}/{self.ranks.start}/{name}"
 
 
 def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
@@ -64,14 +100,15 @@ def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
     return store(address, port, is_master=is_agent, wait_for_workers=False, timeout=timedelta(seconds=_STORE_LIMIT_S))
 
 
-def join(ranks: Ranks, kind: str) -> CheckResult | None:
+def join(ranks: Ranks, kind: str, limit_s: float) -> CheckResult | None:
     """Bring up the process group of torchrun's environment; the verdict when a rank does not come or it fails."""
-    if missing := ranks.arrive("start"):
-        return _absent(missing, "start", ranks, {})
+    if missing := ranks.arrive("start", limit_s):
+        return _absent(missing, "start", ranks, limit_s, {})
     try:
-        dist.init_process_group(kind, timeout=timedelta(seconds=ranks.limit_s))
+        # nccl ends the process when a call takes longer than this: our own limit comes first.
+        dist.init_process_group(kind, timeout=timedelta(seconds=limit_s + _STORE_LIMIT_S))
     except RuntimeError as error:
-        return _broken("start", str(error).splitlines()[0], ranks, {})
+        return _broken("start", error, ranks, {})
     return None
 
 
@@ -84,55 +121,67 @@ def contents(source: int, target: int, turn: int, count: int) -> Tensor:
     return ((torch.arange(count, dtype=torch.int64) * 7 + start) % 4093).to(torch.float32)
 
 
+Prepared = tuple[Callable[[], Tensor], Tensor]
+"""What runs a collective and gives what arrived here; and what should have arrived."""
+
+
 class Collective(Protocol):
-    """Runs one on `ranks`; returns (what arrived here, what should have). `turn` makes contents new."""
+    """Makes one ready. `count`: numbers in each buffer, or in each chunk of one; `turn` makes contents new."""
 
-    def __call__(self, ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]: ...
-
-
-def _from_all(ranks: Ranks, target: int, turn: int, count: int) -> list[Tensor]:
-    return [contents(source, target, turn, count) for source in range(ranks.world_size)]
+    def __call__(self, ranks: Ranks, count: int, turn: int) -> Prepared: ...
 
 
-def _wait(ranks: Ranks, call: Callable[[], dist.Work | None]) -> None:
-    work = call()
-    if work is not None:
-        work.wait(timedelta(seconds=ranks.limit_s))
+def _from_all(ranks: Ranks, target: int, turn: int, count: int) -> Tensor:
+    return torch.cat([contents(source, target, turn, count) for source in ranks.ranks])
 
 
-def all_reduce(ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]:
+def _sum_for(ranks: Ranks, target: int, turn: int, count: int) -> Tensor:
+    total = torch.zeros(count)
+    for source in ranks.ranks:
+        total += contents(source, target, turn, count)
+    return total
+
+
+def _for_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+    return torch.cat([contents(ranks.rank, target, turn, count) for target in ranks.ranks]).to(ranks.device)
+
+
+def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *tensors: Any) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        work = call(*tensors, group=ranks.group, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=ranks.limit_s))
+        return found
+
+    return run
+
+
+def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
     mine = contents(ranks.rank, 0, turn, count).to(ranks.device)
-    _wait(ranks, lambda: dist.all_reduce(mine, async_op=True))
-    return mine, torch.stack(_from_all(ranks, 0, turn, count)).sum(0)
+    return _run(ranks, mine, dist.all_reduce, mine), _sum_for(ranks, 0, turn, count)
 
 
-def all_gather(ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]:
-    found = torch.zeros(count * ranks.world_size, device=ranks.device)
+def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
+    found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
     mine = contents(ranks.rank, 0, turn, count).to(ranks.device)
-    _wait(ranks, lambda: dist.all_gather_into_tensor(found, mine, async_op=True))
-    return found, torch.cat(_from_all(ranks, 0, turn, count))
+    return _run(ranks, found, dist.all_gather_into_tensor, found, mine), _from_all(ranks, 0, turn, count)
 
 
-def broadcast(ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]:
-    root = turn % ranks.world_size
+def broadcast(ranks: Ranks, count: int, turn: int) -> Prepared:
+    root = ranks.ranks[turn % len(ranks.ranks)]
     sent = contents(root, 0, turn, count)
     mine = sent.to(ranks.device) if ranks.rank == root else torch.zeros(count, device=ranks.device)
-    _wait(ranks, lambda: dist.broadcast(mine, root, async_op=True))
-    return mine, sent
+    return _run(ranks, mine, dist.broadcast, mine, root), sent
 
 
-def reduce_scatter(ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]:
-    given = torch.cat([contents(ranks.rank, target, turn, count) for target in range(ranks.world_size)])
-    found = torch.zeros(count, device=ranks.device)
-    _wait(ranks, lambda: dist.reduce_scatter_tensor(found, given.to(ranks.device), async_op=True))
-    return found, torch.stack(_from_all(ranks, ranks.rank, turn, count)).sum(0)
+def reduce_scatter(ranks: Ranks, count: int, turn: int) -> Prepared:
+    found, mine = torch.zeros(count, device=ranks.device), _for_all(ranks, turn, count)
+    return _run(ranks, found, dist.reduce_scatter_tensor, found, mine), _sum_for(ranks, ranks.rank, turn, count)
 
 
-def all_to_all(ranks: Ranks, count: int, turn: int) -> tuple[Tensor, Tensor]:
-    given = torch.cat([contents(ranks.rank, target, turn, count) for target in range(ranks.world_size)])
-    found = torch.zeros(count * ranks.world_size, device=ranks.device)
-    _wait(ranks, lambda: dist.all_to_all_single(found, given.to(ranks.device), async_op=True))
-    return found, torch.cat(_from_all(ranks, ranks.rank, turn, count))
+def all_to_all(ranks: Ranks, count: int, turn: int) -> Prepared:
+    found, mine = torch.zeros(count * len(ranks.ranks), device=ranks.device), _for_all(ranks, turn, count)
+    return _run(ranks, found, dist.all_to_all_single, found, mine), _from_all(ranks, ranks.rank, turn, count)
 
 
 COLLECTIVES: dict[str, Collective] = {
@@ -144,11 +193,42 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
+def in_graph(backend: Backend) -> dict[str, Collective]:
+    """The all-reduce of the device itself, as training uses it, and a gather made of it that tells who sent what.
+
+    For a backend that reduces in the graph, over all ranks.
+    """
+
+    def reduced(ranks: Ranks, values: Tensor) -> Callable[[], Tensor]:
+        mine = values.to(backend.device)
+
+        def run() -> Tensor:
+            backend.reduce([mine], _no_host_mean)
+            (mean,) = backend.to_host([mine])
+            return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
+
+        return run
+
+    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
+        return reduced(ranks, contents(ranks.rank, 0, turn, count)), _sum_for(ranks, 0, turn, count)
+
+    def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
+        mine = torch.zeros(len(ranks.ranks), count)
+        mine[ranks.index] = contents(ranks.rank, 0, turn, count)
+        return reduced(ranks, mine.reshape(-1)), _from_all(ranks, 0, turn, count)
+
+    return {"all-gather": all_gather, "all-reduce": all_reduce}
+
+
+def _no_host_mean(tensors: list[Tensor]) -> list[Tensor]:
+    raise RuntimeError("the device was to reduce this itself")
+
+
 def bus_factor(name: str, ranks: int) -> float:
-    """Bytes over the slowest link for each byte a rank gives or gets (the nccl-tests convention for bus bandwidth)."""
+    """Bytes over the slowest link for each byte of the largest buffer (the nccl-tests convention)."""
     if name == "all-reduce":
         return 2 * (ranks - 1) / ranks
-    return 1.0 if name == "broadcast" else float(ranks - 1)
+    return (ranks - 1) / ranks if name in CHUNKED else 1.0
 
 
 def check_collectives(
@@ -157,85 +237,129 @@ def check_collectives(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     turns: int = 2,
     minimum_gb_s: float = 0.0,
-    collectives: dict[str, Collective] | None = None,
+    collectives: Mapping[str, Collective] | None = None,
 ) -> CheckResult:
-    """Every collective at every size, on all ranks at once; `minimum_gb_s`: bus bandwidth of the largest all-reduce.
+    """Every collective at every size, on all `ranks` at once; `minimum_gb_s`: bus bandwidth of the largest all-reduce.
 
     The process group must be up. The first problem ends the check, on every rank with a verdict of its own.
     """
     figures: dict[str, float | int | str] = {}
+    num, turn = len(ranks.ranks), 0
     for name, collective in (collectives or COLLECTIVES).items():
         for size in sizes_bytes:
-            count, best_s = max(1, size // 4), float("inf")
-            for turn in range(turns):
-                place = f"{name}/{size}/{turn}"
+            count, best_s = max(1, size // 4 // (num if name in CHUNKED else 1)), float("inf")
+            for again in range(turns):
+                place, turn = f"{name}/{size}/{again}", turn + 1
+                limit_s = ranks.limit_s if again else ranks.first_limit_s or ranks.limit_s
                 ranks.stop.raise_if_set(f"checking {name}")
-                if missing := ranks.arrive(place):
-                    return _absent(missing, place, ranks, figures)
+                with on_device(ranks.device):
+                    run, expected = collective(ranks, count, turn)
+                if missing := ranks.arrive(place, limit_s):
+                    return _absent(missing, place, ranks, limit_s, figures)
                 started = time.monotonic()
                 try:
-                    found, expected = collective(ranks, count, turn)
-                    host = found.cpu()
+                    host = _within(limit_s, run, ranks.device)
                 except RuntimeError as error:  # time-out, lost peer
                     ranks.stop.raise_if_set(f"checking {name}")
-                    return _broken(place, str(error).splitlines()[0], ranks, figures)
+                    return _broken(place, error, ranks, figures)
                 best_s = min(best_s, time.monotonic() - started)
                 if not torch.equal(host, expected):
                     return _wrong(place, host, expected, ranks, figures)
-            figures[f"{name}_{size}_bytes_gb_s"] = float(
-                f"{bus_factor(name, ranks.world_size) * count * 4 / best_s / 1e9:.3g}"
-            )
+            size_bytes = 4 * count * (num if name in CHUNKED else 1)
+            figures[f"{name}_{size}_bytes_gb_s"] = float(f"{bus_factor(name, num) * size_bytes / best_s / 1e9:.3g}")
     slowest = float(figures.get(f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s", 0.0))
     if slowest < minimum_gb_s:
         return CheckResult(
-            NAME,
+            ranks.name,
             Verdict.RETRY,
             f"all-reduce reaches {slowest:.3g} GB/s bus bandwidth",
             f"at least {minimum_gb_s:g} GB/s",
             "this job elsewhere",
             figures,
         )
-    return CheckResult(NAME, Verdict.PASS, figures=figures)
+    return CheckResult(ranks.name, Verdict.PASS, figures=figures)
 
 
-def _key(place: str, rank: int) -> str:
-    return f"trnpipe/health/{place}/{rank}"
+def exchange_times(ranks: Ranks, rounds: int, wall: Callable[[], float] = time.time) -> list[dict[int, float]]:
+    """In each round the time of every rank on its own clock, by rank; see clocks.py. Over gloo. Raises RuntimeError."""
+    found = []
+    for _ in range(rounds):
+        times = torch.zeros(len(ranks.ranks), dtype=torch.float64)
+        mine = torch.tensor([wall()], dtype=torch.float64)
+        _run(ranks, times, dist.all_gather_into_tensor, times, mine)()
+        found.append(dict(zip(ranks.ranks, times.tolist(), strict=True)))
+    return found
 
 
-_problem = partial(CheckResult, NAME, Verdict.RETRY, expected="every rank in every collective, with its own contents")
+class _Stuck(RuntimeError):
+    """A call that has not come back."""
 
 
-def _absent(missing: list[int], place: str, ranks: Ranks, figures: dict[str, float | int | str]) -> CheckResult:
-    who = ", ".join(map(str, missing))
-    return _problem(
-        seen=f"rank {who} of {ranks.world_size} did not arrive at {place} within {ranks.limit_s:g} s",
-        next_command="look at the last lines of that rank; this job elsewhere",
-        figures=figures,
-    )
+def _within(limit_s: float, run: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What it gives, on the host. It may hang where it hears nothing: then its thread stays behind. RuntimeError."""
+    results: list[Tensor] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with on_device(device):
+                results.append(run().cpu())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="collective", daemon=True)
+    thread.start()
+    thread.join(limit_s + 1.0)  # a library that knows the limit says more
+    if errors:
+        raise errors[0]
+    if not results:
+        raise _Stuck(f"not done within {limit_s:g} s")
+    return results[0]
 
 
-def _broken(place: str, reason: str, ranks: Ranks, figures: dict[str, float | int | str]) -> CheckResult:
+def _absent(
+    missing: list[int], place: str, ranks: Ranks, limit_s: float, figures: dict[str, float | int | str]
+) -> CheckResult:
+    who = f"rank {', '.join(map(str, missing))} of {_told(ranks)}"
+    seen = f"{who} did not arrive at {place} within {limit_s:g} s"
+    if ranks.gave_up() is not None:
+        seen = f"{who} has found a fault and does not come to {place}"
+    return _problem(ranks, seen, _LOOK, figures)
+
+
+def _broken(place: str, error: RuntimeError, ranks: Ranks, figures: dict[str, float | int | str]) -> CheckResult:
     """All signed in and the call failed: whoever does not sign out is the one that died or hangs."""
-    left = f"{place}/left"
-    missing = ranks.arrive(left)
-    who = f"rank {', '.join(map(str, missing))} was lost in" if missing else "no rank came through"
-    return _problem(
-        seen=f"{who} {place}: {reason}",
-        next_command="look at the last lines of that rank; this job elsewhere",
-        figures=figures,
-    )
+    after = f"{place}/left"
+    missing = ranks.missing(after) if isinstance(error, _Stuck) else ranks.arrive(after)
+    named = 0 < len(missing) < len(ranks.ranks)
+    who = f"rank {', '.join(map(str, missing))} was lost in" if named else "no rank came through"
+    return _problem(ranks, f"{who} {place}: {one_line(str(error)[:_REASON_LENGTH])}", _LOOK, figures)
 
 
 def _wrong(
     place: str, found: Tensor, expected: Tensor, ranks: Ranks, figures: dict[str, float | int | str]
 ) -> CheckResult:
+    ranks.give_up()
     wrong = (found != expected).nonzero().reshape(-1)
     first = int(wrong[0])
-    chunk = first * ranks.world_size // len(expected) if len(expected) >= ranks.world_size else 0
-    whose = f" (from rank {chunk})" if place.startswith(("all-gather", "all-to-all")) else ""
+    chunk = first * len(ranks.ranks) // len(expected)
+    whose = f" (from rank {ranks.ranks[chunk]})" if place.startswith(("all-gather", "all-to-all")) else ""
     return _problem(
-        seen=f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
+        ranks,
+        f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
         f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
-        next_command="this job elsewhere; take the machine out of service if it fails again",
-        figures=figures,
+        "this job elsewhere; take the machine out of service if it fails again",
+        figures,
     )
+
+
+_LOOK = "look at the last lines of that rank; this job elsewhere"
+
+
+def _problem(ranks: Ranks, seen: str, next_command: str, figures: dict[str, float | int | str]) -> CheckResult:
+    expected = "every rank in every collective, with its own contents"
+    return CheckResult(ranks.name, Verdict.RETRY, seen, expected, next_command, figures)
+
+
+def _told(ranks: Ranks) -> str:
+    return str(len(ranks.ranks)) if ranks.ranks.start == 0 else f"{ranks.ranks.start} to {ranks.ranks.stop - 1}"

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pipeline.core.footprint import INSTANCES
 
 Profile = Literal["quick", "full"]
+Group = Literal["host", "tools", "cores", "collectives"]
+_LONGER = 10
 
 
 class HealthConfig(BaseModel):
@@ -15,6 +17,9 @@ class HealthConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile: Profile = Field("quick", description="quick: before every stage, under a minute; full: everything")
+    only: tuple[Group, ...] = Field(
+        (), description="Run only these groups of checks: host, tools, cores, collectives; none named: all"
+    )
     min_free_cache_gib: float = Field(
         10.0, ge=0, le=1e6, description="Free disk (GiB) where compiled graphs are kept; 0: any will do"
     )
@@ -29,7 +34,11 @@ class HealthConfig(BaseModel):
     )
     max_clock_skew_s: float = Field(30.0, gt=0, le=86_400, description="Seconds the clocks of two nodes may be apart")
     check_limit_s: float = Field(
-        60.0, gt=0, le=3600, description="Seconds a check may take that has no limit of its own"
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds a check may take that has no limit of its own; ten times that on a core in the full"
+        " profile, and on Neuron, where small graphs are compiled first",
     )
     burn_s: float = Field(
         3.0, gt=0, le=600, description="Seconds of matrix products on each core, to compare cores; full: ten times that"
@@ -43,14 +52,26 @@ class HealthConfig(BaseModel):
         30.0, gt=0, le=3600, description="Seconds after which a rank that does not come to a collective is named"
     )
     min_bus_gb_s: float = Field(
-        0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the largest all-reduce must reach; 0: do not compare"
+        0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the device's largest all-reduce must reach; 0: any will do"
     )
     nodes_wait_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"
     )
+    nccom_across_nodes: bool = Field(
+        False,
+        description="Run nccom-test over all nodes of a job, too; needs mpirun, and ssh without a password",
+    )
     expected_instance: str = Field(
         "", description="Instance type this must run on, such as trn1.32xlarge; empty: do not compare"
     )
+
+    def wants(self, *groups: Group | None) -> bool:
+        """True where one of these groups is to be run; None is what others need."""
+        return not self.only or None in groups or not {*groups}.isdisjoint(self.only)
+
+    def patience(self, *, on_neuron: bool) -> int:
+        """By how much the limits of cores and collectives are longer."""
+        return _LONGER if on_neuron or self.profile == "full" else 1
 
     @field_validator("expected_instance")
     @classmethod

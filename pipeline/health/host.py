@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
 from pipeline.health.identity import Identity
 from pipeline.health.machine import SHM, Disk, Host
-from pipeline.io.storage import PROBE_KEY_PREFIX, Storage
+from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
+from pipeline.health.nccom import NAME as NCCOM
+from pipeline.io.storage import Storage
 from pipeline.parallel.rendezvous import MASTER_PORT
 
 ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (neuron.md 4.1)
@@ -32,6 +35,7 @@ MEMORY_SHARE = 0.9  # of the nominal memory: firmware and kernel keep some; 124 
 MIN_AVAILABLE_SHARE = 0.2  # on a machine that has just been given to us somebody else's process holds the rest
 SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
+PROBE_LIFE_S = 600.0  # far more than the limit of a check: an older one was left by a process that was killed
 
 THIS_HOST = Host()
 
@@ -61,13 +65,15 @@ class Port:
 class HostChecks:
     """What is asked of this host. `on_neuron`: a Trainium machine; what only that one needs is a warning elsewhere.
 
-    `after_stop`: the workspace as a storage that does not heed the stop signal, to clean up with.
+    `after_stop`: the workspace as a storage that does not heed the stop signal, to clean up with. `probes`: how keys
+    begin of what this node writes to test the workspace.
     """
 
     config: HealthConfig
     identity: Identity
     workspace: Storage
     after_stop: Storage
+    probes: str
     places: Sequence[Place]
     ports: Sequence[Port]
     on_neuron: bool
@@ -76,14 +82,14 @@ class HostChecks:
     def checks(self) -> tuple[Check, ...]:
         """All of them, for both profiles; each takes milliseconds but the last."""
         return (
-            Check("instance", self.instance, cost_s=0.0),
-            Check("memory", self.memory, cost_s=0.0),
-            Check("open files", self.open_files, cost_s=0.0),
-            Check("locked memory", self.locked_memory, cost_s=0.0),
-            Check("shared memory", self.shared_memory, cost_s=0.0),
-            Check("ports", self.free_ports, cost_s=0.1),
-            Check("disk", self.disks, cost_s=0.1),
-            Check("workspace", self.write_read_delete, cost_s=0.5),
+            Check("instance", self.instance, "host", cost_s=0.0),
+            Check("memory", self.memory, "host", cost_s=0.0),
+            Check("open files", self.open_files, "host", cost_s=0.0),
+            Check("locked memory", self.locked_memory, "host", cost_s=0.0),
+            Check("shared memory", self.shared_memory, "host", cost_s=0.0),
+            Check("ports", self.free_ports, "host", cost_s=0.1),
+            Check("disk", self.disks, "host", cost_s=0.1),
+            Check("workspace", self.write_read_delete, "host", cost_s=0.5),
         )
 
     def instance(self, ctx: CheckContext) -> CheckResult:
@@ -229,7 +235,7 @@ class HostChecks:
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
         """A small object goes to the workspace and comes back. What denies it says so as an error."""
-        key, data = f"{PROBE_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
+        key, data = f"{self.probes}{time.time():.0f}-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
         uri = self.workspace.uri(key)
         start = self.host.clock()
         try:
@@ -242,6 +248,8 @@ class HostChecks:
             ctx.doing = f"deleting {uri}"
             self.workspace.delete([key])
             deleted = self.host.clock()
+            ctx.doing = f"looking for probes of killed processes in {self.workspace.root}"
+            self.workspace.delete(self._old_probes())
         except BaseException:
             with suppress(TrnpipeError):  # the first error says more
                 self.after_stop.delete([key])
@@ -269,6 +277,13 @@ class HostChecks:
         seen = f"{1000 * slowest:.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
 
+    def _old_probes(self) -> list[str]:
+        """Keys hold the time they were written at."""
+        folder = self.probes.rpartition("/")[0]
+        keys = [stat.key for stat in self.workspace.list(folder) if stat.key.startswith(self.probes)]
+        times = {key: key.removeprefix(self.probes).partition("-")[0] for key in keys}
+        return [key for key, text in times.items() if text.isdecimal() and int(text) < time.time() - PROBE_LIFE_S]
+
     @property
     def _needed_on_neuron(self) -> Verdict:
         return Verdict.FIX if self.on_neuron else Verdict.WARN
@@ -284,8 +299,12 @@ def usual_places(scratch: Path, cache_root: str, workspace: Storage) -> tuple[Pl
     return tuple(places)
 
 
-def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool) -> tuple[Port, ...]:
+def usual_ports(
+    env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool, nccom: bool = False
+) -> tuple[Port, ...]:
     """Ports of a run: only the main node listens on them; on others one in use is a sign of an earlier job.
+
+    `nccom`: nccom-test is to run over all nodes.
 
     Raises ConfigError when NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a machine alone.
     """
@@ -302,6 +321,8 @@ def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_ne
                 next_command="unset it: it is derived from MASTER_ADDR",
             )
         ports.append(Port(int(number), "Neuron runtime", main))
+    if nccom:
+        ports += [Port(number, NCCOM, main) for number in (ROOT_PORT, COLLECTOR_PORT)]
     return tuple(ports)
 
 

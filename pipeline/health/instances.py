@@ -17,6 +17,10 @@ class NeuronInstance:
     device_memory_bytes: int | None = None
     core_configs: tuple[int, ...] = (1,)
     num_efa: int | None = None
+    rank_counts: tuple[int, ...] = ()
+    """How many ranks may run on it; over many nodes only as many as there are cores, the last."""
+    bus_gib_s: float | None = None
+    """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
 
 
 def neuron_instance(instance_type: str) -> NeuronInstance | None:
@@ -24,6 +28,22 @@ def neuron_instance(instance_type: str) -> NeuronInstance | None:
     if instance_type in _TABLE:
         return _TABLE[instance_type]
     return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
+
+
+def judge_rank_count(instance: NeuronInstance, processes: int, *, num_nodes: int) -> CheckResult:
+    """The runtime joins cores only in some numbers; with another one it hangs or fails when it starts."""
+    fits = instance.rank_counts[-1:] if num_nodes > 1 else instance.rank_counts
+    if not fits or processes in fits:
+        return CheckResult("processes", Verdict.PASS, figures={"processes": processes})
+    many = f" for a job of {num_nodes} nodes" if num_nodes > 1 else ""
+    return CheckResult(
+        "processes",
+        Verdict.FIX,
+        f"{processes} processes on {instance.name}{many}",
+        " or ".join(map(str, fits)),
+        f"--launch.processes {fits[-1]}",
+        {"processes": processes},
+    )
 
 
 def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> CheckResult:
@@ -50,7 +70,14 @@ def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> 
     )
 
 
-def _instance(name: str, num_devices: int, lnc: int, num_efa: int | None) -> NeuronInstance:
+def _instance(
+    name: str,
+    num_devices: int,
+    lnc: int,
+    num_efa: int | None,
+    rank_counts: tuple[int, ...] = (),
+    bus_gib_s: float | None = None,
+) -> NeuronInstance:
     machine = footprint.INSTANCES[name]
     return NeuronInstance(
         name,
@@ -59,16 +86,20 @@ def _instance(name: str, num_devices: int, lnc: int, num_efa: int | None) -> Neu
         machine.num_cores // num_devices * machine.core_memory_bytes,
         (1,) if lnc == 1 else (1, lnc),
         num_efa,
+        rank_counts,
+        bus_gib_s,
     )
 
 
+# Ranks: neuron.md 0 (of trn2.3xlarge nothing is known). Bandwidth: examples of the nccom-test user guide; for the large
+# machines that of two instances, which one alone exceeds.
 _TABLE = {
     instance.name: instance
     for instance in (
-        _instance("trn1.2xlarge", 1, 1, 0),
-        _instance("trn1.32xlarge", 16, 1, 8),
-        _instance("trn1n.32xlarge", 16, 1, 16),
+        _instance("trn1.2xlarge", 1, 1, 0, (1, 2), 52.0),
+        _instance("trn1.32xlarge", 16, 1, 8, (1, 2, 8, 32), 39.0),
+        _instance("trn1n.32xlarge", 16, 1, 16, (1, 2, 8, 32), 39.0),
         _instance("trn2.3xlarge", 1, 2, None),
-        _instance("trn2.48xlarge", 16, 2, 16),
+        _instance("trn2.48xlarge", 16, 2, 16, (1, 4, 16, 64)),
     )
 }

@@ -19,8 +19,10 @@ from pipeline.health.neuron_errors import Evidence, classify
 from pipeline.health.tool import ToolRun, json_in, last_line, run_tool
 
 NAME = "nccom-test"
-ROOT_PORT = 45654
-_SIZE_TOLERANCE = 0.01  # sizes may be rounded to whole elements of every rank
+ROOT_PORT, COLLECTOR_PORT = 45654, 60006  # where ranks meet (any free one), and where their times are gathered
+_SIZE_TOLERANCE = 0.01  # sizes may be rounded to whole elements of every rank,
+_SMALL_BYTES, _SMALL_TOLERANCE = 1024, 2.0  # which says more of small ones (AWS shows 32 where 64 was asked for)
+_USUAL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,17 @@ def parse_report(text: str) -> tuple[Measurement, ...] | None:
 
 
 def judge_nccom(
-    run: ToolRun, report: str | None, test: NccomTest, *, min_busbw_gib_s: float | None = None
+    run: ToolRun,
+    report: str | None,
+    test: NccomTest,
+    *,
+    min_busbw_gib_s: float | None = None,
+    usual_busbw_gib_s: float | None = None,
 ) -> CheckResult:
     """Right results and enough bandwidth. `report`: text of the JSON file, None where none was written.
 
-    min_busbw_gib_s: bus bandwidth expected at the largest size, in 2^30 bytes a second.
+    min_busbw_gib_s: bus bandwidth at the largest size, in 2^30 bytes a second, below which a machine is unfit; usual:
+    what others reach, of which less than half is a warning.
     """
     reported = parse_report(report) if report is not None else None
     rows = reported if reported is not None else parse_table(run.stdout)
@@ -113,6 +121,8 @@ def judge_nccom(
     def bad(verdict: Verdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
         return CheckResult(NAME, verdict, seen, expected, do, figures, run.seconds)
 
+    if (barred := _NO_WAY.search(run.output)) and not rows:
+        return bad(Verdict.FIX, last_line(barred[0]), do=_SSH)
     if _USAGE.search(run.output) and not rows:
         return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")
     told = _failure(run.output)
@@ -128,11 +138,16 @@ def judge_nccom(
         return bad(Verdict.RETRY, f"no result for {len(missing)} sizes, first {missing[0]} bytes ({run.told()})")
     if report is not None and reported is None:
         return bad(Verdict.RETRY, "its JSON report is broken off", "a whole report")
-    if largest is None or not all(math.isfinite(row.busbw_gib_s) and row.busbw_gib_s > 0 for row in rows):
+    # That of small sizes is printed as 0.00.
+    fine = largest is not None and all(0 <= row.busbw_gib_s < math.inf for row in rows) and largest.busbw_gib_s > 0
+    if largest is None or not fine:
         return bad(Verdict.RETRY, "a bandwidth that is no positive number")
     if min_busbw_gib_s is not None and largest.busbw_gib_s < min_busbw_gib_s:
         seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
         return bad(Verdict.RETRY, seen, f"at least {min_busbw_gib_s:g} GiB/s")
+    if usual_busbw_gib_s is not None and largest.busbw_gib_s < _USUAL_SHARE * usual_busbw_gib_s:
+        seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
+        return bad(Verdict.WARN, seen, f"about {usual_busbw_gib_s:g} GiB/s, as AWS measured", "compare other machines")
     if run.exit_code != 0:
         return bad(Verdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output")
     return CheckResult(
@@ -148,6 +163,7 @@ def check_nccom(
     stop: StopSignal,
     timeout_s: float,
     min_busbw_gib_s: float | None = None,
+    usual_busbw_gib_s: float | None = None,
 ) -> CheckResult:
     """Run it and judge; again without the report where this version of the tool has none."""
     variables = environment(test, env)
@@ -162,10 +178,12 @@ def check_nccom(
         run = run_tool(command(test), timeout_s=timeout_s, stop=stop, env=variables)
     if run.missing or (instance is None and not run.stdout):
         return without_answer(NAME, run, instance)
-    return judge_nccom(run, report, test, min_busbw_gib_s=min_busbw_gib_s)
+    return judge_nccom(run, report, test, min_busbw_gib_s=min_busbw_gib_s, usual_busbw_gib_s=usual_busbw_gib_s)
 
 
 _ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
+_SSH = "ssh without a password between all nodes, or --no-health.nccom-across-nodes"
+_NO_WAY = re.compile(r"^[^\n]*(?:Permission denied \(|Host key verification failed)[^\n]*", re.MULTILINE)
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
 _NO_REPORT = re.compile(r"unrecognized arguments[^\n]*--report-to-json-file")
 _FAILED = re.compile(
@@ -191,4 +209,6 @@ def _figures(row: Measurement) -> dict[str, float]:
 
 
 def _same_size(wanted: int, found: float) -> bool:
+    if wanted < _SMALL_BYTES:
+        return wanted / _SMALL_TOLERANCE <= found <= wanted * _SMALL_TOLERANCE
     return abs(found - wanted) <= _SIZE_TOLERANCE * wanted

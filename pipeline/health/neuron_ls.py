@@ -11,7 +11,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance, without_answer
-from pipeline.health.tool import ToolRun, json_in, run_tool
+from pipeline.health.tool import Count, ToolRun, json_in, run_tool
 
 DEVICES, PROCESSES = "neuron-devices", "neuron-processes"
 SYSFS = Path("/sys/devices/virtual/neuron_device")
@@ -24,7 +24,7 @@ _TOOLS = ("neuron-ls", "neuron-top", "neuron-monitor")  # they open a device, an
 
 
 class DeviceProcess(BaseModel):
-    pid: int = 0
+    pid: Count = 0
     command: str | None = None  # empty where the process is in another container
     neuron_runtime_version: str | None = None
 
@@ -32,10 +32,10 @@ class DeviceProcess(BaseModel):
 class Device(BaseModel):
     """One object of the list. Older tools leave out what has a default; unknown keys are passed over."""
 
-    neuron_device: int
-    nc_count: int
-    memory_size: int
-    logical_neuroncore_config: int | None = None
+    neuron_device: Count
+    nc_count: Count
+    memory_size: Count
+    logical_neuroncore_config: Count | None = None
     neuroncore_ids: list[int] | None = None
     connected_to: list[int] | None = None
     neuron_processes: list[DeviceProcess] | None = None

@@ -12,7 +12,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.neuron_ecc import ECC, DeviceCounts, judge_ecc, merge, read_sysfs
 from pipeline.health.neuron_ls import SYSFS
-from pipeline.health.tool import ToolRun, json_in, run_tool
+from pipeline.health.tool import Count, ToolRun, json_in, run_tool
 
 HARDWARE = "neuron-hardware"
 _CONFIG = {
@@ -23,11 +23,11 @@ _CONFIG = {
 
 
 class _Ecc(BaseModel):
-    neuron_device_index: int
-    mem_ecc_corrected: int | None = None
-    mem_ecc_uncorrected: int | None = None
-    sram_ecc_corrected: int | None = None  # not in older versions
-    sram_ecc_uncorrected: int | None = None
+    neuron_device_index: Count
+    mem_ecc_corrected: Count | None = None
+    mem_ecc_uncorrected: Count | None = None
+    sram_ecc_corrected: Count | None = None  # not in older versions
+    sram_ecc_uncorrected: Count | None = None
 
 
 class _Counters(BaseModel):
@@ -40,8 +40,8 @@ class _System(BaseModel):
 
 
 class HardwareInfo(BaseModel):
-    neuron_device_count: int | None = None
-    neuroncore_per_device_count: int | None = None
+    neuron_device_count: Count | None = None
+    neuroncore_per_device_count: Count | None = None
     neuron_device_type: str | None = None  # this and the next are not in older versions
     neuroncore_version: str | None = None
     error: str | None = None

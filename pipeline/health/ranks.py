@@ -1,29 +1,39 @@
-"""What each rank checks: its device alone, then collectives with all others; and what its node makes of it."""
+"""What each rank checks: its device alone, then collectives with all others."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from pipeline.backends import Backend
-from pipeline.core.errors import DataError
-from pipeline.core.health import CheckResult, NodeReport, Verdict, slow_ranks
+from pipeline.core.health import CheckResult, NodeReport, Verdict
+from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
-from pipeline.health.collectives import Ranks, agent_store, check_collectives, join
+from pipeline.health.clocks import ROUNDS, judge_clock
+from pipeline.health.collectives import (
+    FULL_SIZES_BYTES,
+    SIZES_BYTES,
+    Ranks,
+    agent_store,
+    check_collectives,
+    exchange_times,
+    in_graph,
+    join,
+)
 from pipeline.health.config import HealthConfig
-from pipeline.health.device import check_burn, check_memory, check_operations
-from pipeline.health.report import from_json, to_json
-from pipeline.io import atomic
+from pipeline.health.device import check_burn, check_memory, check_operations, on_device
+from pipeline.health.rank_reports import BURN, SHARED, leave
 from pipeline.parallel.device import open_device
 from pipeline.parallel.world import World
 
-DEVICE, BURN, ROUND = "device", "burn", "fastest_round_s"
-SHARED = "shares_host_cpu"
-_RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
+DEVICE = "device"
+_MEMORY_SHARE = 4
+"""Ranks on the host's own memory sweep one part in so many of what is free, all together."""
 
 
 @dataclass
@@ -39,46 +49,109 @@ class RankChecks:
 
     def checks(self) -> tuple[Check, ...]:
         config = self.config
-        quick = config.profile == "quick"
-        repeats, burn_s = (2, config.burn_s) if quick else (10, 10 * config.burn_s)
-        sweep_bytes = (config.sweep_mib if quick else config.full_sweep_mib) * 2**20
+        repeats, burn_s = (2, config.burn_s) if self._is_quick else (10, 10 * config.burn_s)
         alone = (
-            Check(DEVICE, self._device, cost_s=0.0),
+            Check(DEVICE, self._device, time_limit_s=self._limit_s, cost_s=0.0),
             self._on_device("operations", 1.0, partial(check_operations, seed=self.seed, repeats=repeats)),
-            self._on_device("device memory", 2.0, partial(check_memory, sweep_bytes=sweep_bytes)),
+            self._on_device("device memory", 2.0, self._memory),
             self._on_device(BURN, 3.0, partial(check_burn, seconds=burn_s)),
         )
-        together = (Check("collectives", self._collectives, cost_s=4.0),) if self.world.world_size > 1 else ()
-        return (*alone, *together)
+        if self.world.world_size == 1:
+            return alone
+        limit_s = self._limit_s + 3 * config.collective_limit_s * self._patience  # to name who hangs in one
+        return (*alone, Check("collectives", self._collectives, "collectives", time_limit_s=limit_s, cost_s=4.0))
+
+    @property
+    def _is_quick(self) -> bool:
+        return self.config.profile == "quick"
+
+    @property
+    def _patience(self) -> int:
+        on_neuron = self.backend_name in ("auto", "xla") and pjrt_device(self.env) == "NEURON"
+        return self.config.patience(on_neuron=on_neuron)
+
+    @property
+    def _limit_s(self) -> float:
+        return self.config.check_limit_s * self._patience
 
     def _device(self, ctx: CheckContext) -> CheckResult:
         ctx.doing = "opening the device"
         backend = open_device(self.backend_name, self.world)
         self._open.append(backend)
-        shared = backend.device.type == "cpu" or backend.device_name() == "xla:CPU"
-        return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures={SHARED: int(shared)})
+        return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures={SHARED: int(is_host(backend))})
 
     def _on_device(self, name: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
         def run(ctx: CheckContext) -> tuple[CheckResult, ...]:
             ctx.doing = f"checking {name} on the device"
-            return (check(self._open[0], stop=ctx.stop),) if self._open else ()
+            if not self._open:
+                return ()
+            with on_device(self._open[0].device):
+                return (check(self._open[0], stop=ctx.stop),)
 
-        return Check(name, run, cost_s=cost_s)
+        return Check(name, run, "cores", time_limit_s=self._limit_s, cost_s=cost_s)
 
-    def _collectives(self, ctx: CheckContext) -> tuple[CheckResult, ...]:
-        """Over gloo, or nccl on CUDA. On Neuron the device's own collectives are nccom-test's to check."""
+    def _memory(self, backend: Backend, *, stop: StopSignal) -> CheckResult:
+        sweep_bytes = (self.config.sweep_mib if self._is_quick else self.config.full_sweep_mib) * 2**20
+        if is_host(backend):  # it holds what is written twice, and belongs to others, too
+            free_bytes = psutil.virtual_memory().available
+            sweep_bytes = min(sweep_bytes, free_bytes // (_MEMORY_SHARE * self.world.local_world_size))
+        return check_memory(backend, sweep_bytes=sweep_bytes, stop=stop)
+
+    def _collectives(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        """Over gloo, or nccl on CUDA: within the node, then across nodes; then what the device reduces in its graph."""
         if not self._open:
-            return ()
+            return
+        backend, world, config = self._open[0], self.world, self.config
         ctx.doing = "joining the other ranks"
-        backend, world = self._open[0], self.world
         store = agent_store(self.env["MASTER_ADDR"], int(self.env["MASTER_PORT"]))
         device = backend.device if backend.process_group else torch.device("cpu")
-        ranks = Ranks(world.rank, world.world_size, store, device, self.config.collective_limit_s, ctx.stop)
+        everyone = range(world.world_size)
+        ranks = Ranks(world.rank, everyone, store, device, config.collective_limit_s, ctx.stop)
         kind = f"cpu:gloo,{backend.process_group}" if backend.process_group else "gloo"
-        if problem := join(ranks, kind):
-            return (problem,)
+        first_limit_s = config.collective_limit_s * self._patience
+        if problem := join(ranks, kind, first_limit_s):
+            yield problem
+            return
+        sizes = SIZES_BYTES if self._is_quick else FULL_SIZES_BYTES
+        minimum_gb_s = 0.0 if backend.reduces_in_graph else config.min_bus_gb_s
+        check = partial(check_collectives, sizes_bytes=sizes)
         ctx.doing = "in a collective"
-        return (check_collectives(ranks, minimum_gb_s=self.config.min_bus_gb_s),)
+        if 1 < world.local_world_size < world.world_size:
+            yield (within := check(self._in_node(ranks)))
+            if within.verdict > Verdict.PASS:
+                return  # the others name this rank
+        yield (across := check(ranks, minimum_gb_s=minimum_gb_s))
+        if across.verdict > Verdict.PASS:
+            return
+        if backend.reduces_in_graph:
+            ctx.doing = "in a collective of the device"
+            ranks = replace(ranks, name="device collectives", device=backend.device, first_limit_s=first_limit_s)
+            yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
+        yield from self._clock(ranks)
+
+    def _in_node(self, ranks: Ranks) -> Ranks:
+        """The ranks of this node. Every rank makes the groups of all nodes, as torch wants it."""
+        size = self.world.local_world_size
+        nodes = [range(first, first + size) for first in ranks.ranks[::size]]
+        groups = [dist.new_group(list(node)) for node in nodes]
+        mine = self.world.rank // size
+        return replace(ranks, ranks=nodes[mine], group=groups[mine], name="collectives in the node")
+
+    def _clock(self, ranks: Ranks) -> Iterator[CheckResult]:
+        """Clocks of nodes are those of their first ranks."""
+        size = self.world.local_world_size
+        if size == self.world.world_size:
+            return
+        rounds = exchange_times(ranks, ROUNDS)
+        stamps = [{rank // size: time for rank, time in times.items() if rank % size == 0} for times in rounds]
+        found = judge_clock(stamps, self.world.rank // size, self.config.max_clock_skew_s)
+        if found is not None and self.world.local_rank == 0:
+            yield found
+
+
+def is_host(backend: Backend) -> bool:
+    """True where a core is but a share of this host."""
+    return backend.device.type == "cpu" or backend.device_name() == "xla:CPU"
 
 
 def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeReport:
@@ -89,105 +162,10 @@ def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeRepor
     def seen(result: CheckResult) -> None:
         nonlocal so_far
         so_far = replace(so_far, results=(*so_far.results, result))
-        _leave(folder / _unfinished(rank), so_far)
+        leave(folder, so_far, is_finished=False)
 
     try:
         run_checks(checks.checks(), checks.config, node_rank=rank, host=so_far.host, stop=stop, seen=seen)
     finally:  # when stopped, too: this rank has not died
-        _leave(folder / _finished(rank), so_far)
+        leave(folder, so_far, is_finished=True)
     return so_far
-
-
-def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
-    """What the ranks of a node have left in `folder`, as results of the node: who ended on the way is named, too."""
-    reports: dict[int, NodeReport] = {}
-    silent: list[CheckResult] = []
-    for rank in ranks:
-        if (report := _read(folder / _finished(rank))) is not None:
-            reports[rank] = report
-            continue
-        before = _read(folder / _unfinished(rank))
-        last = f" after check {before.results[-1].name}" if before and before.results else ""
-        silent.append(
-            CheckResult(
-                "ranks",
-                Verdict.RETRY,
-                f"rank {rank} of this node ended without a word{last}",
-                "a report of each rank",
-                "look at the last lines of that rank, and at dmesg for the out-of-memory killer",
-            )
-        )
-    return (*silent, *_merged(reports))
-
-
-def _finished(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
-def _unfinished(rank: int) -> str:
-    return f"rank-{rank}-so-far.json"
-
-
-def _leave(path: Path, report: NodeReport) -> None:
-    atomic.write_bytes_atomic(path, to_json(report).encode())
-
-
-def _read(path: Path) -> NodeReport | None:
-    try:
-        return from_json(path.read_bytes(), str(path))
-    except (OSError, DataError):
-        return None
-
-
-def _merged(reports: Mapping[int, NodeReport]) -> tuple[CheckResult, ...]:
-    """One line for each check that all ranks passed, one for each rank that did not."""
-    by_name: dict[str, dict[int, CheckResult]] = {}
-    for rank, report in reports.items():
-        for result in report.results:
-            by_name.setdefault(result.name, {})[rank] = result
-    merged: list[CheckResult] = []
-    for found in by_name.values():
-        bad = {rank: result for rank, result in found.items() if result.verdict > Verdict.PASS}
-        merged += [replace(result, seen=f"rank {rank}: {result.seen}") for rank, result in bad.items()]
-        if not bad:
-            first = next(iter(found.values()))
-            rounds = {f"rank_{rank}_{ROUND}": one.figures[ROUND] for rank, one in found.items() if ROUND in one.figures}
-            merged.append(
-                replace(
-                    first,
-                    seen=f"{len(found)} x {first.seen or 'right'}",
-                    figures={**first.figures, **rounds},
-                    seconds=max(one.seconds for one in found.values()),
-                )
-            )
-    return tuple(merged)
-
-
-def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
-    """The same reports, with a word where a rank burned slower than its peers on all nodes."""
-    reports = tuple(reports)
-    rounds: dict[int, float] = {}
-    for report in reports:
-        for result in report.results:
-            for name, value in result.figures.items() if result.name == BURN else ():
-                if match := _RANK_ROUND.fullmatch(name):
-                    rounds[int(match[1])] = float(value)
-    slow = slow_ranks(rounds, ratio)
-    return tuple(
-        replace(report, results=(*report.results, *_slow(report, slow, ratio))) if slow else report
-        for report in reports
-    )
-
-
-def _slow(report: NodeReport, slow: Mapping[int, float], ratio: float) -> Iterator[CheckResult]:
-    # "Cores" that are this host's share its processors with each other and with whatever else runs.
-    shared = any(one.figures.get(SHARED) for one in report.results)
-    own = {int(match[1]) for one in report.results for name in one.figures if (match := _RANK_ROUND.fullmatch(name))}
-    for rank in sorted(own & slow.keys()):
-        yield CheckResult(
-            "slow core",
-            Verdict.WARN if shared else Verdict.RETRY,
-            f"rank {rank} takes {slow[rank]:.1f} times as long as its peers for the same products",
-            f"at most {ratio:g} times",
-            "this job elsewhere; look for throttling and for other processes on that machine",
-        )

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from pydantic import Field
 
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.neuron_process import MARK_VARIABLE, ProcessTree
@@ -156,6 +159,10 @@ class _Watched:
     def _read(self, name: str) -> str:
         with (self.folder / name).open("rb") as file:
             return file.read(self.limit_bytes).decode(errors="replace")
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number that a tool counts: more is none, and breaks arithmetic."""
 
 
 def last_line(text: str) -> str:

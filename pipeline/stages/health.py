@@ -1,29 +1,33 @@
 """The health stage: host, tools, cores and collectives of every node, and one verdict for the gang.
 
 Each node runs one process, which checks the host and then starts the ranks for the rest: a rank that hangs or dies
-takes nobody with it. Nodes meet twice, so that no rank waits for a node that was found unfit before.
+takes nobody with it. Nodes meet after each part, so that no rank waits for a node that was found unfit before.
 """
 
+import math
 import os
 import sys
-import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.core.errors import TrnpipeError
+from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import run_checks
+from pipeline.graphs.node_barrier import Nodes
+from pipeline.health.across_nodes import across_check, address_check
+from pipeline.health.check import Check, run_checks
+from pipeline.health.exported import exported
 from pipeline.health.gang import meet
+from pipeline.health.guard import guarded
 from pipeline.health.host import HostChecks, usual_places, usual_ports
 from pipeline.health.identity import read_identity
-from pipeline.health.instances import neuron_instance
-from pipeline.health.ranks import RankChecks, report_rank, results_of, with_slow_ranks
+from pipeline.health.instances import NeuronInstance, neuron_instance
+from pipeline.health.rank_reports import results_of, with_slow_ranks
 from pipeline.health.report import FOLDER_VARIABLE, report_key, show, store_report
 from pipeline.health.tools import tool_checks
 from pipeline.health.versions import versions_check
@@ -34,110 +38,158 @@ from pipeline.stages.nodes import nodes_of
 from pipeline.stages.result import Figure, StageResult, store_result
 
 NAME = "health"
+START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
+
+Results = tuple[CheckResult, ...]
+Reports = tuple[NodeReport, ...]
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(FOLDER_VARIABLE):
-        checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed=int(started.timestamp()))
-        return _result(ctx, [report_rank(checks, Path(folder), ctx.stop)], started)
-    reports = _check_gang(settings, ctx)
+        return _result(ctx, [_be_a_rank(settings, ctx, Path(folder), seed=int(started.timestamp()))], started)
+    nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
+    with nodes.telling(), guarded() as temporary:
+        reports = _Node(settings, ctx, nodes, temporary).check()
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-def _check_gang(settings: Settings, ctx: StageContext) -> tuple[NodeReport, ...]:
-    """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
-    config = settings.health
-    hosts = nodes_of(ctx, "health/nodes", config.nodes_wait_s)
-    hosts = replace(hosts, folder=f"{hosts.folder}/hosts")
-    with hosts.telling():
-        mine = _check_host(settings, ctx)
-        _keep(ctx, mine)  # before anything that may wait for others
-        mine = _judge(ctx, mine, meet(hosts, mine, config), is_last=False)
-    ranks = replace(hosts, folder=hosts.folder.removesuffix("hosts") + "ranks")
-    with ranks.telling():
-        mine = replace(mine, results=(*mine.results, *_check_ranks(settings, ctx)))
-        reports = with_slow_ranks(meet(ranks, mine, config), config.slow_ratio)
-        _judge(ctx, mine, reports, is_last=True)
-    return reports
+def _be_a_rank(settings: Settings, ctx: StageContext, folder: Path, seed: int) -> NodeReport:
+    """Ends the process where something is wrong: a thread may hang, and gloo aborts when a peer is gone."""
+    from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
+
+    checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
+    report = report_rank(checks, folder, ctx.stop)
+    if report.verdict >= Verdict.RETRY:
+        sys.stdout.flush()
+        os._exit(EXIT_OK)  # the report says the rest
+    return report
 
 
-def _judge(ctx: StageContext, mine: NodeReport, reports: tuple[NodeReport, ...], *, is_last: bool) -> NodeReport:
-    """Store this node's report with what the comparison added, and return it. Shows all when there is no more to come.
+class _Node:
+    """One node of the job, one part after the other."""
 
-    Raises gang_error.
-    """
-    own = next((report for report in reports if report.node_rank == mine.node_rank), mine)
-    _keep(ctx, own)
-    error = gang_error(reports)
-    if is_last or error is not None:
-        for report in reports:
-            show(report, sys.stdout)
-    if error is not None:
-        raise error
-    return own
+    def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes, temporary: Path) -> None:
+        self._settings, self._ctx, self._nodes, self._temporary = settings, ctx, nodes, temporary
+        self._config = settings.health
+        self._on_neuron = settings.backend in ("auto", "xla") and pjrt_device(os.environ) == "NEURON"
+        self._identity = read_identity(os.environ)
+        self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 
+    def check(self) -> Reports:
+        """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
+        parts: list[tuple[str, Callable[[Reports], Results]]] = [("hosts", self._host)]
+        if self._across_nodes:
+            parts.append(("nccom-test", self._nccom))
+        if self._config.wants("cores", "collectives"):
+            parts.append(("ranks", self._ranks))
+        reports: Reports = ()
+        for name, part in parts:
+            reports = self._do(name, part, reports, is_last=name == parts[-1][0])
+        return reports
 
-def _keep(ctx: StageContext, report: NodeReport) -> None:
-    """Store it. What the host checks say of a workspace that cannot be written says more than the failing write."""
-    try:
-        store_report(ctx.workspace, ctx.cycle, report)
-    except TrnpipeError:
-        show(report, sys.stdout)
-        if (error := gang_error([report])) is not None:
-            raise error from None
-        raise
+    def _do(self, name: str, part: Callable[[Reports], Results], before: Reports, *, is_last: bool) -> Reports:
+        self._report = replace(self._report, results=(*self._report.results, *part(before)))
+        self._keep()  # before anything that may wait for others
+        wait_s = self._config.nodes_wait_s + (self._limit_s if before else 0.0)
+        reports = with_slow_ranks(meet(self._nodes, name, self._report, wait_s), self._config.slow_ratio)
+        self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
+        self._keep()
+        error = gang_error(reports)
+        if is_last or error is not None:
+            for report in reports:
+                show(report, sys.stdout)
+        if error is not None:
+            raise error
+        return reports
 
-
-def _check_host(settings: Settings, ctx: StageContext) -> NodeReport:
-    identity = read_identity(os.environ)
-    on_neuron = settings.backend in ("auto", "xla") and pjrt_device(os.environ) == "NEURON"
-    host = HostChecks(
-        config=settings.health,
-        identity=identity,
-        workspace=ctx.workspace,
-        after_stop=ctx.workspace_after_stop,
-        places=usual_places(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
-        ports=usual_ports(
-            os.environ, node_rank=ctx.world.node_rank, num_nodes=ctx.world.world_size, on_neuron=on_neuron
-        ),
-        on_neuron=on_neuron,
-    )
-    expected = settings.health.expected_instance or identity.instance_type
-    instance = neuron_instance(expected) if on_neuron or settings.health.expected_instance else None
-    tools = tool_checks(instance, num_nodes=ctx.world.world_size, num_ranks=settings.launch.processes)
-    more = {"code": ctx.code_version, "settings": ctx.settings_hash}
-    return run_checks(
-        (versions_check(more), *host.checks(), *tools),
-        settings.health,
-        node_rank=ctx.world.node_rank,
-        host=identity.host,
-        stop=ctx.stop,
-    )
-
-
-def _check_ranks(settings: Settings, ctx: StageContext) -> tuple[CheckResult, ...]:
-    """Start this node's ranks with this very command; they leave their results in a folder."""
-    processes = settings.launch.processes
-    own = range(ctx.world.node_rank * processes, (ctx.world.node_rank + 1) * processes)
-    with tempfile.TemporaryDirectory(prefix="trnpipe-health-") as folder, _limited(ctx.stop, settings) as stop:
-        os.environ[FOLDER_VARIABLE] = folder
+    def _keep(self) -> None:
+        """Store it. What the host checks say of a workspace that cannot be written says more than the failing write."""
         try:
+            store_report(self._ctx.workspace, self._ctx.cycle, self._report)
+        except TrnpipeError:
+            show(self._report, sys.stdout)
+            if (error := gang_error([self._report])) is not None:
+                raise error from None
+            raise
+
+    def _host(self, before: Reports) -> Results:
+        settings, ctx, nodes = self._settings, self._ctx, self._ctx.world.world_size
+        host = HostChecks(
+            config=self._config,
+            identity=self._identity,
+            workspace=ctx.workspace,
+            after_stop=ctx.workspace_after_stop,
+            probes=f"cycles/{ctx.cycle}/health/probe-{ctx.world.node_rank}-",
+            places=usual_places(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+            ports=usual_ports(
+                os.environ,
+                node_rank=ctx.world.node_rank,
+                num_nodes=nodes,
+                on_neuron=self._on_neuron,
+                nccom=self._across_nodes,
+            ),
+            on_neuron=self._on_neuron,
+        )
+        more = {"code": ctx.code_version, "settings": ctx.settings_hash}
+        if self._on_neuron:
+            more["compiler flags"] = settings.compile.flags.text()
+        tools = tool_checks(self._instance, self._config, num_nodes=nodes, processes=settings.launch.processes)
+        address = (address_check(),) if self._across_nodes else ()
+        return self._run(versions_check(more), *host.checks(), *tools, *address)
+
+    def _nccom(self, before: Reports) -> Results:
+        """By the main node; what it finds reaches the others in its report."""
+        if self._instance is None or not self._ctx.world.is_main:
+            return ()
+        processes = self._settings.launch.processes
+        return self._run(across_check(self._instance, self._config, before, processes=processes))
+
+    def _ranks(self, before: Reports) -> Results:
+        """Start the ranks of this node with this very command; they leave their results in a folder."""
+        ctx, processes = self._ctx, self._settings.launch.processes
+        folder = self._temporary / "ranks"
+        folder.mkdir()
+        env = {FOLDER_VARIABLE: str(folder)}
+        if self._on_neuron:  # tolerances are those of the types as they are written
+            env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
+            env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
+        with exported(env), _limited(ctx.stop, self._limit_s) as stop:
             launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, stop)
-        finally:
-            del os.environ[FOLDER_VARIABLE]
         ctx.stop.raise_if_set("checking the ranks of this node")
-        return results_of(Path(folder), own)
+        first = ctx.world.node_rank * processes
+        return results_of(folder, range(first, first + processes))
+
+    def _run(self, *checks: Check) -> Results:
+        report = run_checks(
+            checks, self._config, node_rank=self._report.node_rank, host=self._report.host, stop=self._ctx.stop
+        )
+        return report.results
+
+    @property
+    def _instance(self) -> NeuronInstance | None:
+        """What this machine should be; None where no Neuron tool is expected."""
+        expected = self._config.expected_instance or self._identity.instance_type
+        return neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None
+
+    @property
+    def _across_nodes(self) -> bool:
+        wanted = self._config.nccom_across_nodes and self._config.wants("tools")
+        return wanted and self._ctx.world.world_size > 1 and self._instance is not None
+
+    @property
+    def _limit_s(self) -> float:
+        """For all checks of a rank."""
+        patience = self._config.patience(on_neuron=self._on_neuron)
+        return START_LIMIT_S + patience * (5 * self._config.check_limit_s + 3 * self._config.collective_limit_s)
 
 
 @contextmanager
-def _limited(outer: StopSignal, settings: Settings) -> Iterator[StopSignal]:
+def _limited(outer: StopSignal, limit_s: float) -> Iterator[StopSignal]:
     """A stop signal that is set with the outer one, and when all ranks together take too long."""
     inner, left = StopSignal(), threading.Event()
-    config = settings.health
-    limit_s = config.check_limit_s * 4 + config.collective_limit_s * 2
 
     def watch() -> None:
         waited = 0.0

@@ -1,22 +1,26 @@
-"""`trnpipe health` as real processes: alone, with ranks, on two nodes; seeded faults and their exit codes."""
+"""`trnpipe health` as real processes: alone, with ranks, on two nodes; seeded faults, kills, and what stays of them."""
 
 import json
-import re
+import os
 import signal
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipeline.health.guard import MARK_VARIABLE
 from pipeline.health.report import FOLDER_VARIABLE
-from tests.fault.harness import CYCLE, Place, Run
+from pipeline.parallel.rendezvous import MASTER_PORT
+from tests.fault.harness import CYCLE, ROOT, Place, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FLAGS = (
     "--backend=cpu",
-    "--health.burn-s=0.5",
+    "--health.burn-s=0.3",
     "--health.sweep-mib=64",
     "--health.min-open-files=64",
     "--health.collective-limit-s=10",
@@ -25,20 +29,54 @@ FLAGS = (
     "--health.min-shm-gib=0",
 )
 RETRY, FIX = 75, 78
+SHM = Path("/dev/shm")
 
 
 @pytest.fixture
-def here(bare_place: Callable[..., Place]) -> Place:
-    return bare_place("cpu", FLAGS)
+def here(bare_place: Callable[..., Place], tmp_path: Path) -> Iterator[Place]:
+    """A place in which nothing but reports and events may stay, whatever happens."""
+    place = bare_place("cpu", FLAGS)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    place.env = {"TMPDIR": str(temporary), "AWS_EC2_METADATA_DISABLED": "true"}
+    yield place
+    end = time.monotonic() + 15
+    while (left := [*living(place), *temporary.iterdir()]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+    files = {path.name for path in place.path.rglob("*") if path.is_file()}
+    assert not [name for name in files if name.startswith(("probe-", ".trnpipe-tmp-"))]
 
 
-def reports(place: Place) -> dict[int, dict[str, dict[str, object]]]:
-    """Results by check, by node."""
-    found = {}
-    for path in sorted(Path(place.path, "cycles", CYCLE, "health").glob("*-*.json")):
-        report = json.loads(path.read_text())
-        found[int(report["node_rank"])] = {result["name"]: result for result in report["results"]}
+def seeded(place: Place, fault: str, **more: str) -> None:
+    """Make ranks sick: `<fault>@<rank>`, separated by spaces; see seeded/sitecustomize.py."""
+    path = f"{ROOT / 'tests' / 'fault' / 'seeded'}{os.pathsep}{ROOT}"
+    place.env = {**place.env, "PYTHONPATH": path, "SEEDED_FAULT": fault, **more}
+
+
+def living(place: Place) -> Iterator[int]:
+    """Processes of the runs of a place: they write into it, or have the mark of one that does."""
+    temporary = place.env["TMPDIR"]
+    for process in psutil.process_iter():
+        try:
+            words = " ".join(process.cmdline())
+            ours = process.environ().get(MARK_VARIABLE, "").startswith(temporary)
+            if (ours or place.workspace in words or temporary in words) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process.pid
+        except psutil.Error:
+            continue
+
+
+def results(place: Place, node: int) -> list[dict[str, str]]:
+    """What the stored report of a node tells."""
+    (path,) = Path(place.path, "cycles", CYCLE, "health").glob(f"{node}-*.json")
+    found: list[dict[str, str]] = json.loads(path.read_text())["results"]
     return found
+
+
+def verdicts(place: Place, node: int = 0) -> dict[str, str]:
+    """By check."""
+    return {result["name"]: result["verdict"] for result in results(place, node)}
 
 
 def ranks_of(run: Run) -> dict[int, psutil.Process]:
@@ -47,91 +85,121 @@ def ranks_of(run: Run) -> dict[int, psutil.Process]:
     for process in psutil.Process(run.process.pid).children(recursive=True):
         try:
             env = process.environ()
-            if FOLDER_VARIABLE in env and "torch.distributed.run" not in " ".join(process.cmdline()) and "RANK" in env:
+            if FOLDER_VARIABLE in env and "RANK" in env:
                 found[int(env["RANK"])] = process
         except psutil.Error:
             continue
     return found
 
 
-def started(run: Run) -> list[Path]:
-    """What ranks have reported so far."""
+def done(run: Run) -> list[list[str]]:
+    """Names of the checks that each rank has behind it."""
     folders = {process.environ()[FOLDER_VARIABLE] for process in ranks_of(run).values()}
-    return [path for folder in folders for path in Path(folder).glob("*-so-far.json")]
-
-
-def assert_nobody_left(place: Place) -> None:
-    for process in psutil.process_iter():
-        try:
-            assert str(place.workspace) not in " ".join(process.cmdline())
-        except psutil.Error:
-            continue
+    paths = [path for folder in folders for path in Path(folder).glob("*-so-far.json")]
+    return [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sound_machine_passes(here: Place, processes: int) -> None:
     run = here.run("health", f"--launch.processes={processes}")
-    results = reports(here)[0]
-    assert results["operations"]["seen"] == f"{processes} x right"
-    assert ("collectives" in results) == (processes > 1)
-    assert not {"retry", "fix"} & {result["verdict"] for result in results.values()}
-    assert "pass   operations" in run.out
+    found = verdicts(here)
+    assert ("collectives" in found) == (processes > 1)
+    assert not {"retry", "fix"} & set(found.values())
+    assert "pass   operations" in run.out and ("2 x right" in run.out) == (processes > 1)
     assert here.result("health")["figures"]["nodes"] == 1
-    assert_nobody_left(here)
+
+
+def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> None:
+    seeded(here, "swapped@0 matmul@1 nan@2 slow@3", SEEDED_DEVICES="real")
+    flags = ("--health.only=cores,collectives", "--health.slow-ratio=4", "--health.collective-limit-s=60")
+    run = here.run("health", "--launch.processes=4", *flags, code=RETRY)
+    told = {f"{one['name']} {one['verdict']}: {one['seen']}" for one in results(here, 0) if one["verdict"] != "pass"}
+    for expected in (
+        "collectives retry: rank 0: rank 0 got 2 wrong numbers of 4 from all-gather/8/0, the first at 0 (from rank 0)",
+        "operations retry: rank 1: matmul fp32: relative error ",
+        "operations retry: rank 2: matmul fp32: a value that is not finite",
+        "slow core retry: rank 3 takes ",
+    ):
+        (found,) = (text for text in told if text.startswith(expected))
+        told.remove(found)
+    assert all("rank 0 of 4 has found a fault and does not come to all-gather/8/1" in text for text in told), told
+    assert "node 0 (" in run.err and "check operations: rank 1: matmul fp32: relative error" in run.err
 
 
 @pytest.mark.parametrize(
-    ("flag", "code", "told"),
+    ("fault", "check", "seen"),
     [
-        ("--health.min-free-checkpoint-gib=900000", FIX, "check disk"),
-        ("--health.expected-instance=trn1.32xlarge", FIX, "neuron-ls is not installed"),
-        ("--backend=cuda", FIX, "no CUDA device"),
+        ("absent@1", "collectives", "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s"),
+        ("dies@1", "ranks", "rank 1 of this node ended without a word after check device"),
     ],
 )
-def test_an_unfit_machine_is_refused_with_the_code_of_its_fault(here: Place, flag: str, code: int, told: str) -> None:
-    run = here.run("health", flag, code=code)
-    assert told in run.err
-    assert "Traceback" not in run.err
-    assert reports(here)[0], "the evidence is kept"
-    assert_nobody_left(here)
+def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen: str) -> None:
+    seeded(here, fault)
+    limits = ("--health.collective-limit-s=3", "--health.check-limit-s=2")
+    run = here.run("health", "--launch.processes=2", "--health.only=collectives", *limits, code=RETRY)
+    assert f"check {check}: {seen}" in run.err
+    assert "rank 0 of this node ended" not in run.err
 
 
-@pytest.mark.fault
-def test_a_rank_that_dies_is_named(here: Place) -> None:
-    run = here.start("health", "--launch.processes=2", "--health.burn-s=20")
-    assert run.until(lambda: len(started(run)) == 2, every_s=0.1)
-    ranks_of(run)[1].kill()
-    assert run.wait() == RETRY
-    assert re.search(r"check ranks: rank 1 of this node ended without a word after check ", run.err)
-    assert "rank 0 of this node" not in run.err
-    assert_nobody_left(here)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["cores", "collectives"])
+def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: str, how: signal.Signals) -> None:
+    """Only the process that was started is told; the fixture looks for the others and for files."""
+    ranks = 2 if moment == "collectives" else 1
+    seeded(here, "absent@1" if ranks == 2 else "")
+    run = here.start("health", f"--launch.processes={ranks}", f"--health.only={moment}", "--health.burn-s=60")
+    before = ["device"] if moment == "collectives" else ["device", "operations", "device memory"]
+    assert run.until(lambda: done(run) == [before] * ranks, every_s=0.05), run.err
+    family = {process.pid for process in psutil.Process(run.process.pid).children(recursive=True)}
+    assert len(family) > ranks, "torchrun, too"
+    if how is signal.SIGKILL:
+        run.process.kill()
+        assert run.wait() == -signal.SIGKILL
+    else:
+        assert run.terminate() == 128 + signal.SIGTERM
+    end = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in family) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert not [path for path in SHM.iterdir() for pid in family if str(pid) in path.name]
 
 
-@pytest.mark.fault
-def test_sigterm_ends_it_and_leaves_nobody(here: Place) -> None:
-    run = here.start("health", "--launch.processes=2", "--health.burn-s=60")
-    assert run.until(lambda: len(ranks_of(run)) == 2, every_s=0.1)
-    assert run.terminate() == 128 + signal.SIGTERM
-    assert_nobody_left(here)
+def on_node(place: Place, node: int, folder: Path, attempt: int, *flags: str) -> Run:
+    place.env = {
+        **place.env,
+        "AWS_BATCH_JOB_ID": f"job#{node}",
+        "AWS_BATCH_JOB_ATTEMPT": str(attempt),
+        "AWS_BATCH_JOB_NUM_NODES": "2",
+        "AWS_BATCH_JOB_NODE_INDEX": str(node),
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
+    }
+    return place.start("health", f"--scratch={folder / str(node)}", *flags)
 
 
 @pytest.mark.usefixtures("rendezvous_port")
 def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> None:
-    def start(node: int, *flags: str, attempt: int) -> Run:
-        here.env = {
-            "AWS_BATCH_JOB_ID": f"job#{node}",
-            "AWS_BATCH_JOB_ATTEMPT": str(attempt),
-            "AWS_BATCH_JOB_NUM_NODES": "2",
-            "AWS_BATCH_JOB_NODE_INDEX": str(node),
-            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        return here.start("health", f"--scratch={tmp_path / str(node)}", *flags)
-
-    both = [start(node, attempt=1) for node in range(2)]
+    both = [on_node(here, node, tmp_path, 1, "--health.only=collectives") for node in range(2)]
     assert [run.wait() for run in both] == [0, 0], both[0].err + both[1].err
-    assert reports(here)[1]["collectives"]["verdict"] == "pass"
-    both = [start(node, *(["--health.min-free-cache-gib=900000"] * node), attempt=2) for node in range(2)]
+    found = verdicts(here, 1)
+    assert (found["collectives"], found["clock"]) == ("pass", "pass")
+
+    env = here.env
+    both = [on_node(here, 0, tmp_path, 2)]
+    other = tmp_path / "packages" / "neuronx_cc-2.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: neuronx-cc\nVersion: 2.1\n")
+    here.env = {**env, "PYTHONPATH": str(other.parent)}
+    both.append(on_node(here, 1, tmp_path, 2))
     assert [run.wait() for run in both] == [FIX, FIX]
-    assert all("node 1" in run.err and "check disk" in run.err for run in both)
+    assert all("node 1 (" in run.err and "check versions: compiler 2.1" in run.err for run in both)
+
+    here.env = env
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", MASTER_PORT))
+        listener.listen(1)
+        both = [on_node(here, node, tmp_path, 3) for node in range(2)]
+        assert [run.wait() for run in both] == [RETRY, RETRY]
+    holder = f"port {MASTER_PORT} (torchrun) is held by "
+    assert all("node 0 (" in run.err and holder in run.err for run in both)

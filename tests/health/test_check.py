@@ -79,6 +79,15 @@ def test_several_results_of_one_check_or_none() -> None:
     assert [result.name for result in report.results] == ["one", "two", "three", "broken"]
 
 
+def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
+    rubbish = CheckResult(
+        "tool", Verdict.WARN, "a\x1b[31m\nb\ud800" + "x" * 5000, "\x00", figures={"type": "\x07", "n": 1}
+    )
+    (result,) = run(Check("tool", lambda ctx: rubbish)).results
+    assert result.seen.startswith("a?[31m b?xxx") and len(result.seen) == 1000
+    assert (result.expected, result.figures) == ("?", {"type": "?", "n": 1})
+
+
 def test_time_is_measured_and_given_once() -> None:
     now = [10.0]
 
@@ -117,7 +126,7 @@ def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
         (OSError(5, "Input/output error"), Verdict.RETRY, "OSError: [Errno 5] Input/output error (test_check.py:"),
         (ValueError("two\nlines"), Verdict.RETRY, "ValueError: two lines (test_check.py:"),
         (SystemExit(3), Verdict.RETRY, "SystemExit: 3 (test_check.py:"),
-        (KeyboardInterrupt(), Verdict.RETRY, "KeyboardInterrupt:  (test_check.py:"),
+        (KeyboardInterrupt(), Verdict.RETRY, "KeyboardInterrupt: (test_check.py:"),
     ],
 )
 def test_an_exception_is_a_verdict(error: BaseException, verdict: Verdict, seen: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import math
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ def checks(folder: Path, stop: StopSignal | None = None) -> HostChecks:
         Identity("i-0abc", "trn1.32xlarge"),
         LocalStorage(folder, stop=stop or StopSignal()),
         LocalStorage(folder, stop=StopSignal()),
+        "cycles/c1/health/probe-0-",
         PLACES,
         PORTS,
         on_neuron=True,
@@ -55,6 +57,10 @@ def checks(folder: Path, stop: StopSignal | None = None) -> HostChecks:
 
 def run(what: HostChecks, stop: StopSignal | None = None) -> NodeReport:
     return run_checks(what.checks(), what.config, node_rank=0, host=what.identity.host, stop=stop or StopSignal())
+
+
+def files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.is_file()]
 
 
 def bad(what: HostChecks) -> list[CheckResult]:
@@ -82,7 +88,7 @@ def test_a_host_that_is_well_passes_everything(tmp_path: Path) -> None:
         "disk",
         "workspace",
     ]
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def many(limit: float) -> Callable[[], float]:
@@ -229,7 +235,18 @@ class Faulty(LocalStorage):
 def test_bytes_that_change_on_the_way(tmp_path: Path) -> None:
     fault = the_fault(replace(checks(tmp_path), workspace=Faulty(tmp_path, stop=StopSignal())))
     assert (fault.name, fault.verdict) == ("workspace", Verdict.RETRY)
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_process_has_left_is_swept_and_what_others_write_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "cycles" / "c1" / "health"
+    folder.mkdir(parents=True)
+    now = int(time.time())
+    kept = {f"probe-0-{now - 60}-ab", f"probe-1-{now - 9999}-ab", "probe-0-x-ab", "0-i-0abc.json"}
+    for name in (*kept, f"probe-0-{now - 9999}-ab"):
+        (folder / name).touch()
+    assert run(checks(tmp_path)).verdict is Verdict.PASS
+    assert set(files(tmp_path)) == kept
 
 
 def test_a_slow_workspace_is_a_warning_with_its_times(tmp_path: Path) -> None:
@@ -245,13 +262,13 @@ def test_stopped_while_the_probe_lies_there(tmp_path: Path) -> None:
 
     class Stopped(Faulty):
         def read_bytes(self, key: str) -> bytes:
-            assert [path.name for path in tmp_path.iterdir()] == [key]
+            assert files(tmp_path) == [key.rpartition("/")[2]]
             stop.set("SIGTERM")
             return super().read_bytes(key)
 
     with pytest.raises(Preempted, match="SIGTERM while in health check workspace: reading file://"):
         run(replace(checks(tmp_path), workspace=Stopped(tmp_path, stop=stop)), stop)
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def test_ports_of_a_run() -> None:
@@ -264,6 +281,8 @@ def test_ports_of_a_run() -> None:
     assert ports(0, 2) == [(41000, True), (62182, True)]
     assert ports(1, 2) == [(41000, False), (62182, False)]
     assert ports(0, 1, root="[fe80::1]:700") == [(700, True)]
+    nccom = usual_ports({}, node_rank=0, num_nodes=2, on_neuron=False, nccom=True)
+    assert [port.number for port in nccom] == [41000, 45654, 60006]
     for wrong in ("localhost", "a:b", "a:0", "a:65536"):
         with pytest.raises(ConfigError, match="NEURON_RT_ROOT_COMM_ID"):
             ports(0, 1, root=wrong)

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.core.footprint import INSTANCES
 from pipeline.core.health import Verdict
-from pipeline.health.instances import NeuronInstance, neuron_instance, without_answer
+from pipeline.health.instances import NeuronInstance, judge_rank_count, neuron_instance, without_answer
 from pipeline.health.tool import ToolRun
 
 GIB = 2**30
@@ -46,3 +46,24 @@ def test_a_tool_without_an_answer() -> None:
     assert without_answer("a", missing, trn1).verdict is Verdict.FIX
     assert without_answer("a", hung, trn1).verdict is Verdict.RETRY
     assert "did not end within 20 s" in without_answer("a", hung, trn1).seen
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "processes", "num_nodes", "verdict"),
+    [
+        ("trn1.32xlarge", 8, 1, Verdict.PASS),
+        ("trn1.32xlarge", 16, 1, Verdict.FIX),
+        ("trn1.32xlarge", 8, 2, Verdict.FIX),
+        ("trn1.32xlarge", 32, 2, Verdict.PASS),
+        ("trn1.2xlarge", 4, 1, Verdict.FIX),
+        ("trn2.3xlarge", 3, 1, Verdict.PASS),  # not known
+        ("trn9.48xlarge", 3, 2, Verdict.PASS),
+    ],
+)
+def test_how_many_ranks_the_runtime_joins(name: str, processes: int, num_nodes: int, verdict: Verdict) -> None:
+    instance = neuron_instance(name)
+    assert instance is not None
+    result = judge_rank_count(instance, processes, num_nodes=num_nodes)
+    assert result.verdict is verdict
+    assert bool(result.next_command) is (verdict is Verdict.FIX)

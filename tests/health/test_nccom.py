@@ -93,6 +93,11 @@ def test_report() -> None:
         (ran(NCCOM_TABLE_NEW), GOOD[:-30], RETRY, "its JSON report is broken off"),
         (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 0.0), RETRY, "a bandwidth that is no positive number"),
         (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, float("nan")), RETRY, "a bandwidth that is no positive"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(0.0, 50.4, 63.97), PASS, "bus bandwidth 63.97"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(-1.0, 50.4, 63.97), RETRY, "a bandwidth that is no positive"),
+        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 47.0), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
+        (ran("", exit_code=1, stderr="Host key verification failed.\n"), None, FIX, "Host key verification failed."),
+        (ran("", exit_code=1, stderr="a@b: Permission denied (publickey).\n"), None, FIX, "a@b: Permission denied"),
         (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 41.0), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
         (
             ran("", exit_code=None, failure="did not end within 60 s"),
@@ -106,12 +111,24 @@ def test_report() -> None:
     ],
 )
 def test_verdicts(run: ToolRun, report: str | None, verdict: Verdict, seen: str) -> None:
-    result = judge_nccom(run, report, TEST, min_busbw_gib_s=45.0)
+    result = judge_nccom(run, report, TEST, min_busbw_gib_s=45.0, usual_busbw_gib_s=96.0)
     assert (result.verdict, result.seen.startswith(seen)) == (verdict, True), result
     if verdict is PASS:
         assert result.figures["busbw_gib_s"] == 63.97 and result.figures["num_sizes"] == 3
     else:
         assert result.expected and result.next_command
+
+
+@pytest.mark.unit
+def test_small_sizes_are_rounded_and_their_bandwidth_is_printed_as_nothing() -> None:
+    """The figures are those of an example of AWS's."""
+    sizes, found = (8, 64, 512, 4096), (8, 32, 512, 4096)
+    table = "size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)\n"
+    table += "".join(f"{size} {size // 4} fp32 520 0.00 {0.01 if size == 4096 else 0:.2f}\n" for size in found)
+    test = NccomTest(64, min_bytes=8, max_bytes=4096, step_factor=8)
+    assert test.sizes == sizes
+    assert judge_nccom(ran(table), None, test).verdict is PASS
+    assert judge_nccom(ran(table.replace("4096", "4000")), None, test).verdict is RETRY
 
 
 @pytest.mark.unit

@@ -1,0 +1,123 @@
+"""Whatever the end: nobody we started lives on, and no temporary file stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.core.errors import TransientError
+from pipeline.health import guard, guardian
+from pipeline.health.guard import MARK_VARIABLE, guarded
+from pipeline.io import atomic
+
+OWNER = """
+import signal, subprocess, sys, tempfile, time
+from pipeline.health.guard import guarded
+with guarded() as folder:
+    tempfile.NamedTemporaryFile(delete=False).close()
+    # One in a session of its own that hears no SIGTERM, and one below it that has lost its parent.
+    script = "trap '' TERM; (trap '' TERM; sleep 600) & echo $$ > $TMPDIR/pid; wait"
+    subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not [*living(tmp_path)]
+
+
+def living(place: Path) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            ours = str(place) in process.environ().get(MARK_VARIABLE, "") or str(place) in " ".join(process.cmdline())
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except psutil.Error:
+            continue
+
+
+def until_nothing_is_left(place: Path) -> None:
+    end = time.monotonic() + 20
+    while [*living(place), *place.iterdir()]:
+        assert time.monotonic() < end, [*living(place), *place.iterdir()]
+        time.sleep(0.02)
+
+
+def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    with guarded() as folder:
+        assert Path(tempfile.mkdtemp()).parent == folder
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        assert {os.environ[MARK_VARIABLE], os.environ["TMPDIR"]} == {str(folder)}
+    assert child.wait(5) == -signal.SIGKILL
+    assert [*tmp_path.iterdir()] == []
+    assert tempfile.tempdir == str(tmp_path) and os.environ["TMPDIR"] == "/somewhere"
+    assert MARK_VARIABLE not in os.environ
+
+
+def test_an_error_inside_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="mine"), guarded():
+        raise OSError("mine")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["owner", "family"])
+def test_killed(tmp_path: Path, how: str) -> None:
+    """The owner alone, or all that descends from it: the guardian does not."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=env, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().strip())
+    while not (folder / "pid").exists():
+        time.sleep(0.01)
+    assert len([*living(tmp_path)]) == 3, "the guardian, sh and sleep"
+    family = psutil.Process(owner.pid).children(recursive=True) if how == "family" else []
+    for process in (psutil.Process(owner.pid), *family):
+        process.kill()
+    assert owner.wait() == -signal.SIGKILL
+    owner.stdout.close()
+    until_nothing_is_left(tmp_path)
+
+
+@pytest.mark.fault
+def test_the_guardian_is_killed(tmp_path: Path) -> None:
+    """Then the owner clears up itself."""
+    with guarded():
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        for process in living(tmp_path):
+            if "guardian.py" in " ".join(process.cmdline()):
+                process.kill()
+    assert child.wait(5) == -signal.SIGKILL
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_both_have_left_is_swept_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", 0.0)
+    left = atomic.temp_beside(tmp_path / "health")
+    (left / "torchelastic").mkdir(parents=True)
+    with guarded() as ours:
+        assert [*tmp_path.iterdir()] == [ours]
+        atomic.sweep_temps(tmp_path)  # as another start does
+        assert ours.exists(), "we live"
+
+
+def test_no_guardian_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guardian, "__file__", str(tmp_path / "gone.py"))
+    with pytest.raises(TransientError, match="cannot be started"), guarded():
+        pass
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(TransientError, match="cannot be started"), guard.guarded():
+        pass

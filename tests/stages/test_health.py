@@ -1,0 +1,158 @@
+"""`trnpipe health` in this process: faults of a host, each with its exit code, before any rank is started."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.core.footprint import GIB
+from pipeline.core.health import CheckResult, NodeReport, Verdict
+from pipeline.health import tools
+from pipeline.health.neuron_ls import check_neuron_ls
+from pipeline.health.report import to_json
+from pipeline.io import atomic
+from pipeline.stages import health
+from tests.health.fake_tools import fake_tool, neuron_ls, says
+
+RETRY, FIX = 75, 78
+SOUND = (
+    "--backend=cpu",
+    "--cycle=c1",
+    "--health.min-open-files=64",
+    "--health.min-free-cache-gib=0",
+    "--health.min-free-checkpoint-gib=0",
+    "--health.min-shm-gib=0",
+)
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """run(flag, ...) -> (exit code, what it said on standard error); it must not come to the ranks."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(health, "launch", lambda *args: pytest.fail("ranks were started"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def command(*flags: str) -> tuple[int, str]:
+        words = {flag.partition("=")[0]: flag for flag in (*SOUND, *flags)}
+        code = cli.main(["health", f"--workspace={tmp_path / 'w'}", *words.values()])
+        return code, capsys.readouterr().err
+
+    yield command
+    assert [*temporary.iterdir()] == []
+
+
+def test_only_some_groups(run: Run, tmp_path: Path) -> None:
+    assert run("--health.only=host")[0] == 0
+    (report,) = (tmp_path / "w" / "cycles" / "c1" / "health").glob("0-*.json")
+    assert '"workspace"' in report.read_text() and "kernel-log" not in report.read_text()
+    assert run("--health.only=tools,host")[0] == 0
+    assert "kernel-log" in report.read_text()
+    code, err = run("--health.only=everything")
+    assert code == FIX and "health.only" in err
+
+
+def test_low_disk(run: Run, tmp_path: Path) -> None:
+    """Full: another machine will do. Too small: none of that kind will."""
+    free_gib, total_gib = (
+        int(size / GIB) for size in (shutil.disk_usage(tmp_path).free, shutil.disk_usage(tmp_path).total)
+    )
+    if free_gib + 8 < total_gib:
+        code, err = run(f"--health.min-free-checkpoint-gib={(free_gib + total_gib) // 2}")
+        assert code == RETRY and "check disk: scratch" in err and "du -xh" in err
+    code, err = run("--health.min-free-checkpoint-gib=900000")
+    assert code == FIX and "check disk: scratch" in err and "a larger volume" in err
+
+
+def test_a_low_limit_of_open_files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ulimit -n` before the command, with room for what this process holds; only ranks on Neuron take thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 256 + max(int(held.name) for held in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    try:
+        code, err = run("--health.only=host", f"--health.min-open-files={low + 1}")
+        assert code == 0 and "open files" not in err, err  # a busy machine may have other warnings
+        monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+        code, err = run("--health.only=host", f"--health.min-open-files={low + 1}", "--backend=xla")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert code == FIX and f"check open files: ulimit -n is {low}" in err
+
+
+def test_a_read_only_workspace(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The verdict of the check is told, though the report of it cannot be stored."""
+    (tmp_path / "w").mkdir()
+
+    def write(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(atomic, "write_bytes_atomic", write)
+    code, err = run()
+    assert code == FIX
+    assert f"check workspace: file://{tmp_path}/w/cycles/c1/health/probe-0-" in err and "EROFS" in err
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "seen"),
+    [
+        (None, FIX, "check neuron-devices: neuron-ls is not installed"),
+        ("exit 1", RETRY, "check neuron-devices: neuron-ls: exit code 1, no output"),
+        ('echo \'[{"neuron_device": 0, "nc\'', RETRY, "check neuron-devices: neuron-ls: exit code 0"),
+    ],
+)
+def test_tools_of_a_neuron_machine(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, code: int, seen: str
+) -> None:
+    monkeypatch.setattr(tools, "check_neuron_ls", partial(check_neuron_ls, wait_s=0.01))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    if script:
+        for name in ("neuron-ls", "neuron-monitor"):
+            fake_tool(tmp_path / "bin", name, script)
+    found, err = run("--health.only=tools", "--health.expected-instance=trn1.2xlarge")
+    assert (found, seen in err) == (code, True), err
+
+
+@pytest.mark.parametrize(("busbw", "code"), [("39.1", 0), ("Failure", RETRY)])
+def test_the_main_node_runs_nccom_test_over_all(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busbw: str, code: int
+) -> None:
+    """The other node has reported already, and where it is."""
+    here = CheckResult("address", Verdict.PASS, figures={"address": "10.0.0.8"})
+    for phase in ("hosts", "nccom-test"):
+        folder = tmp_path / "w" / "cycles" / "c1" / "health" / "nodes" / "job-1" / phase
+        folder.mkdir(parents=True)
+        (folder / "node-1.json").write_text(to_json(NodeReport(1, "i-1", (here,))))
+        (folder / "node-1.no").touch()
+    job = {"ID": "job#0", "NUM_NODES": "2", "NODE_INDEX": "0", "MAIN_NODE_INDEX": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"AWS_BATCH_JOB_{name}", value)
+    tools_folder = tmp_path / "bin"
+    table = [f"{size} 1 fp32 1 1.0 {busbw}" for size in (8, 2**11, 2**19, 2**27)]
+    says(tools_folder, "table", "\n".join(["size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)", *table, ""]))
+    fake_tool(tools_folder, "nccom-test", f"echo $* >> {tmp_path}/asked; exec {tools_folder}/table")
+    fake_tool(tools_folder, "mpirun", "exit 0")
+    says(tools_folder, "neuron-ls", json.dumps(neuron_ls()))
+    monkeypatch.setenv("PATH", f"{tools_folder}:/usr/bin:/bin")
+    monkeypatch.setattr(tools, "check_efa", lambda *args, **kwargs: CheckResult("efa", Verdict.PASS))
+    monkeypatch.setattr(tools, "nccom_checks", lambda *args: ())  # those within the node
+    flags = ("--health.expected-instance=trn1.32xlarge", "--health.only=tools", "--launch.processes=32")
+    found, err = run(*flags, "--health.nccom-across-nodes")
+    assert found == code, err
+    assert "-r 64 -N 2 --hosts " in (tmp_path / "asked").read_text()
+    assert ("check nccom-test across nodes: " in err) is (code == RETRY)
+
+
+def test_no_place_for_temporary_files(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    code, err = run()
+    assert code == RETRY and "the checks cannot be started" in err
