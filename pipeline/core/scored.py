@@ -1,0 +1,121 @@
+"""Scores of a model on a holdout as host arrays: what metrics, the bootstrap and the gate work on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.errors import DataError
+
+Float64s = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+GAIN_TOLERANCE = 1e-6
+"""Gains are stored as float32: 0.7 comes back as 0.69999999, and is meant to reach 0.7."""
+_SUM_TOLERANCE = 1e-3
+"""How far the probabilities of a row may be from adding up to 1: float16 outputs still pass, logits do not."""
+
+
+@dataclass(frozen=True, eq=False)
+class SliceColumn:
+    """A column by which rows are told apart: codes [N] into `names`, -1 where a row has no value."""
+
+    codes: Int64s
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """N rows with what is known about them and what a model says of them, in an order that does not depend on either.
+
+    Attributes:
+        query_id: [N]; rows of a query need not be neighbours.
+        label: [N], index into `labels`; -1 where a row has none.
+        gain: [N], graded relevance, 0 or more.
+        probabilities: [N, K], of each label; NaN and infinity may occur and are found by `unusable`.
+        labels: K names, least to most relevant.
+        label_gains: K gains; the expected gain under them is the score that ranks the rows of a query.
+        slices: columns by name.
+
+    Raises:
+        DataError: shapes that do not fit, a label or code out of range, a negative gain, or scores that are not
+            probabilities.
+    """
+
+    query_id: Int64s
+    label: Int64s
+    gain: Float64s
+    probabilities: Float64s
+    labels: tuple[str, ...]
+    label_gains: tuple[float, ...]
+    slices: Mapping[str, SliceColumn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows, classes = len(self.query_id), len(self.labels)
+        expected = {"query_id": (rows,), "label": (rows,), "gain": (rows,), "probabilities": (rows, classes)}
+        for name, shape in expected.items():
+            _require(getattr(self, name).shape == shape, f"{name} is {getattr(self, name).shape}", f"{shape}")
+        _require(len(self.label_gains) == classes, f"{len(self.label_gains)} label gains", f"{classes}, one a label")
+        _require(classes > 0, "no labels", "at least one")
+        _in_range("label", self.label, classes)
+        _require(bool((self.gain >= 0).all()), "a gain is negative or NaN", "0 or more in every row")
+        for name, column in self.slices.items():
+            _require(column.codes.shape == (rows,), f"slice {name} is {column.codes.shape}", f"({rows},)")
+            _in_range(f"slice {name}", column.codes, len(column.names))
+        usable = self.probabilities[~self.unusable]
+        good = (usable >= 0).all() and (np.abs(usable.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
+        _require(bool(good), "scores that are not probabilities", "0 to 1, adding up to 1 in each row")
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_id)
+
+    @cached_property
+    def num_queries(self) -> int:
+        return len(np.unique(self.query_id))
+
+    @cached_property
+    def unusable(self) -> Bools:
+        """[N]: rows with a NaN or infinite probability."""
+        unusable: Bools = np.logical_or.reduce(~np.isfinite(self.probabilities), axis=1)
+        return unusable
+
+    @cached_property
+    def relevance(self) -> Float64s:
+        """[N]: the expected gain, by which the rows of a query are ranked."""
+        gains = np.array(self.label_gains, dtype=np.float64)
+        relevance: Float64s = (self.probabilities * gains).sum(axis=1)  # not @: there equal rows may differ by rounding
+        return relevance
+
+    def select(self, mask: Bools) -> "ScoredRows":
+        """The rows where `mask` [N] is true, in the same order."""
+        return ScoredRows(
+            self.query_id[mask],
+            self.label[mask],
+            self.gain[mask],
+            self.probabilities[mask],
+            self.labels,
+            self.label_gains,
+            {name: SliceColumn(column.codes[mask], column.names) for name, column in self.slices.items()},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PerQuery:
+    """Figures that exist for each of Q queries, ids ascending; NaN where one is not defined for a query."""
+
+    query_id: Int64s
+    values: Mapping[str, Float64s]
+
+
+def _in_range(name: str, codes: Int64s, size: int) -> None:
+    inside = codes.size == 0 or (codes.min() >= -1 and codes.max() < size)
+    _require(bool(inside), f"{name} runs from {codes.min(initial=0)} to {codes.max(initial=0)}", f"-1 to {size - 1}")
+
+
+def _require(holds: bool, seen: str, expected: str) -> None:
+    if not holds:
+        raise DataError(f"scored rows: {seen}", expected=expected)

@@ -1,0 +1,42 @@
+"""The share of wrong verdicts, on fewer holdouts than `python -m bench.gate_rates` and with bounds it cannot miss."""
+
+import pytest
+
+from bench.gate_pairs import Change, Population, broken_queries, equal, evenly_worse, population
+from bench.gate_rates import promoted
+from pipeline.core.gate import GateConfig
+
+HOLDOUTS = 150
+QUERIES = 200
+AT_MOST = 0.05 + 3 * (0.05 * 0.95 / HOLDOUTS) ** 0.5
+"""The 5 % that is stated, and 3 standard errors."""
+
+
+def share_promoted(models: Population, config: GateConfig, queries: int = QUERIES) -> float:
+    return promoted(models.verdicts(config.model_copy(update={"resamples": 500}), queries, HOLDOUTS, seed=7))
+
+
+@pytest.mark.parametrize("metric", ["ndcg@10", "macro_f1"])
+@pytest.mark.parametrize("change", [evenly_worse(0.5), broken_queries(0.05)])
+def test_a_candidate_worse_by_what_is_allowed_passes_in_at_most_5_percent(metric: str, change: Change) -> None:
+    models = population(change, num_queries=5_000)
+    assert share_promoted(models, GateConfig(drops={metric: models.drop(metric)}, slice_drops={})) <= AT_MOST
+
+
+def test_a_candidate_worse_by_twice_what_is_allowed_hardly_ever_passes() -> None:
+    models = population(evenly_worse(0.8), num_queries=5_000)
+    config = GateConfig(drops={"ndcg@10": models.drop("ndcg@10") / 2}, slice_drops={})
+    assert share_promoted(models, config) <= 0.02
+
+
+def test_an_equal_candidate_passes_when_the_holdout_can_show_it() -> None:
+    models = population(equal, num_queries=5_000)
+    assert share_promoted(models, GateConfig(drops={"ndcg@10": 0.02}, slice_drops={})) >= 0.9
+
+
+def test_an_equal_candidate_is_hardly_ever_refused_for_a_slice() -> None:
+    """Every slice is worse by just what is allowed, the hardest case; all of them together err in 5 %."""
+    models = population(evenly_worse(0.5), num_queries=5_000, num_slices=3)
+    codes = models.candidate.slices["category"].codes
+    allowed = max(models.drop("ndcg@10", codes == code) for code in range(3))
+    assert share_promoted(models, GateConfig(drops={}, slice_drops={"ndcg@10": allowed})) >= 1 - AT_MOST
