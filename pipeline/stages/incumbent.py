@@ -2,22 +2,29 @@
 
 import json
 
-from pipeline.core.errors import CheckpointError
+from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.pointer import pointer_key
+from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def incumbent_prefix(workspace: Storage, model_name: str) -> str | None:
-    """Where the promoted checkpoint lies in the workspace; None when nothing is promoted. Raises CheckpointError."""
-    key = f"registry/{model_name}/production.json"
+    """Where the promoted checkpoint lies in the workspace; None when nothing is promoted. Raises CheckpointError.
+
+    Only this field is read: a job that runs on an older version must not stumble over the others of a newer one.
+    """
+    key = pointer_key(model_name)
     try:
-        return str(json.loads(workspace.read_bytes(key))["checkpoint"])
+        pointer = workspace.read_bytes(key)
     except KeyNotFound:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    try:
+        return check_prefix(json.loads(pointer)["checkpoint"])
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
             f"{workspace.uri(key)} is no pointer to a checkpoint: {error}",
             expected='{"checkpoint": "checkpoints/<cycle>/step-<n>", ...}',

@@ -1,0 +1,102 @@
+"""`trnpipe parity A [B]`: the same checkpoint and training on two sides, compared; with A alone, recorded for later.
+
+A side is a backend with a precision (`cpu`, `cuda:bf16`), computed here in a process of its own, or a place where one
+was recorded before, on this machine or another.
+"""
+
+from collections.abc import Callable
+
+from pipeline.command_table import ToolCall
+from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import Storage, open_storage
+from pipeline.parity.compare import ParityReport, compare_sides
+from pipeline.parity.launch import record_side
+from pipeline.parity.plot import INSTALL, has_matplotlib, plot_svg
+from pipeline.parity.record import RecordedSide, load_side
+from pipeline.parity.side import Side, parse_side, sides_text
+from pipeline.parity.table import bound_text, lines_of, value_text
+from pipeline.parity.task import make_task
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext, open_context
+
+Say = Callable[[str], object]
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Record what is to be computed here, then compare. The exit code: that of a side that failed, else 0.
+
+    Raises GateRefused when the sides are too far apart, every other error of the family.
+    """
+    words = call.arguments
+    sides = [parse_side(word, settings.train.precision) for word in words]
+    to = call.options.get("--to", "")
+    _check_words(words, sides, to)
+    with open_context(settings, stop) as ctx:
+        # What was recorded before is read first: a folder without a record is found before hours of training.
+        recorded = {word: _load(word, ctx) for word, side in zip(words, sides, strict=True) if side is None}
+        for word, side in zip(words, sides, strict=True):
+            if side is None:
+                continue
+            task = make_task(settings, ctx, side, to)
+            if code := record_side(task, stop):
+                return code
+            recorded[word] = _load(task.place, ctx)
+        if len(words) == 1:
+            say(f"compare it with another side: trnpipe parity {recorded[words[0]].uri} SIDE")
+            return EXIT_OK
+        a, b = (recorded[word] for word in words)
+        report = compare_sides(a, b, settings.parity)
+        _publish(report, a, b, ctx, say)
+    return _verdict(report)
+
+
+def _check_words(words: tuple[str, ...], sides: list[Side | None], to: str) -> None:
+    """Raises ConfigError for what cannot be meant."""
+    if to and len(words) > 1:
+        raise ConfigError(
+            "--to with two sides",
+            expected="one side to record there",
+            next_command=f"trnpipe parity {words[0]} --to {to}",
+        )
+    if sides == [None]:
+        raise ConfigError(
+            f"{words[0]!r} is no backend, and a recorded side alone has nothing to be compared with",
+            expected=sides_text(),
+            next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
+        )
+    if len(words) == 2 and (words[0] == words[1] or (sides[0] is not None and sides[0] == sides[1])):
+        raise ConfigError(f"both sides are {words[0]}", expected=f"two different ones: {sides_text()}")
+
+
+def _load(place: str, ctx: StageContext) -> RecordedSide:
+    storage = open_storage(place, retry=ctx.settings.storage, stop=ctx.stop)
+    return load_side(storage, ctx.scratch / "parity" / "scores")
+
+
+def _publish(report: ParityReport, a: RecordedSide, b: RecordedSide, ctx: StageContext, say: Say) -> None:
+    """The table to the terminal; report and picture into the cycle."""
+    for line in lines_of(report):
+        say(line)
+    prefix = f"cycles/{ctx.cycle}/parity/{report.a.name}-{report.b.name}"
+    workspace: Storage = ctx.workspace
+    workspace.write_bytes(f"{prefix}/parity.json", report.model_dump_json(indent=1).encode() + b"\n")
+    say(f"report {workspace.uri(prefix)}/parity.json")
+    if has_matplotlib():
+        workspace.write_bytes(f"{prefix}/parity.svg", plot_svg(report, a.record.curve, b.record.curve))
+        say(f"picture {workspace.uri(prefix)}/parity.svg")
+    else:
+        say(f"no picture: matplotlib is not installed ({INSTALL})")
+
+
+def _verdict(report: ParityReport) -> int:
+    failed = [check for check in report.checks if check.outcome == "fail"]
+    if not failed:
+        return EXIT_OK
+    seen = "; ".join(f"{check.text} {value_text(check)}" for check in failed)
+    bars = "; ".join(map(bound_text, failed))
+    raise GateRefused(
+        f"{report.a.name} and {report.b.name} do not agree: {seen}",
+        expected=bars,
+        next_command="see in parity.json where they part; the bars are the settings of parity",
+    )

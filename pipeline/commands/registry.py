@@ -1,0 +1,253 @@
+"""`trnpipe registry`: what is in production, how it came there, and changing it by hand."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from pipeline.command_table import ToolCall
+from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.author import who
+from pipeline.registry.history import list_models, read_history
+from pipeline.registry.lineage import Ancestor, lineage
+from pipeline.registry.pointer import read_pointer
+from pipeline.registry.promote import promote, roll_back
+from pipeline.registry.records import Author, Entry, Pointer, check_prefix, one_line
+from pipeline.registry.verdict import stored_decision
+from pipeline.registry.verified import read_checkpoint
+from pipeline.settings import Settings, settings_hash
+from pipeline.stages.code_version import code_version
+
+Say = Callable[[str], object]
+
+JSON, FORCE, REASON = "--json", "--force", "--reason"
+# Which of the flags an action takes.
+FLAGS: Mapping[str, frozenset[str]] = {
+    "list": frozenset({JSON}),
+    "show": frozenset({JSON}),
+    "promote": frozenset({FORCE}),
+    "rollback": frozenset({REASON}),
+}
+SHOWN_ENTRIES = 10
+SHOWN_PARTITIONS = 5
+VERBS: Mapping[str, str] = {
+    "promoted": "promoted",
+    "forced": "promoted by force",
+    "rolled_back": "rolled back to",
+    "refused": "refused",
+}
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """One action on the registry of the workspace. Returns the exit code.
+
+    Raises ConfigError, CheckpointError, DataError, GateRefused, TransientError, Preempted.
+    """
+    given = call.switches | call.options.keys()
+    if wrong := sorted(given - FLAGS[call.action]):
+        raise ConfigError(
+            f"{wrong[0]} says nothing to trnpipe registry {call.action}",
+            expected=f"{', '.join(FLAGS[call.action])} and settings",
+            next_command="trnpipe registry --help",
+        )
+    workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    return ACTIONS[call.action](_Registry(settings, workspace, call), say)
+
+
+@dataclass(frozen=True)
+class _Registry:
+    """The registry of a workspace, and what is asked of it."""
+
+    settings: Settings
+    workspace: Storage
+    call: ToolCall
+
+    @property
+    def model(self) -> str:
+        return self.settings.model_name
+
+    @property
+    def as_json(self) -> bool:
+        return JSON in self.call.switches
+
+    @property
+    def named(self) -> str:
+        """The checkpoint that was typed, as a prefix; empty when none was."""
+        return _prefix_in(self.workspace, self.call.arguments[0]) if self.call.arguments else ""
+
+    def production(self, model: str = "") -> Pointer | None:
+        found = read_pointer(self.workspace, model or self.model)
+        return found[0] if found else None
+
+    def author(self) -> Author:
+        return Author(by=who(), settings_hash=settings_hash(self.settings), code_version=code_version())
+
+
+def _list(registry: _Registry, say: Say) -> int:
+    """All models; a damaged pointer does not hide the others, but is the exit code."""
+    found: dict[str, Pointer | None] = {}
+    damaged: dict[str, str] = {}
+    for model in list_models(registry.workspace):
+        try:
+            found[model] = registry.production(model)
+        except CheckpointError as error:
+            damaged[model] = error.seen
+    if registry.as_json:
+        rows = [{"model": model, "production": _dump(pointer)} for model, pointer in found.items()]
+        say(json.dumps([*rows, *({"model": model, "damaged": seen} for model, seen in damaged.items())], indent=1))
+    else:
+        for model, pointer in found.items():
+            say(f"{model} | {_production_line(pointer)}")
+        for model, seen in damaged.items():
+            say(f"{model} | damaged: {seen}")
+        if not found and not damaged:
+            say("no model is known yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT")
+    return CheckpointError.exit_code if damaged else EXIT_OK
+
+
+def _show(registry: _Registry, say: Say) -> int:
+    """The production of the model, or one checkpoint: with its lineage and what the history says of it."""
+    pointer = registry.production()
+    prefix = registry.named or (pointer.checkpoint if pointer else "")
+    entries = read_history(registry.workspace, registry.model)
+    # A checkpoint of production that is gone must not hide the history that leads back to a good one.
+    ancestors, lost = _lineage(registry, prefix) if prefix else ((), "")
+    if lost and registry.named:
+        raise CheckpointError(lost, expected="a committed checkpoint", next_command="trnpipe registry show")
+    if registry.named:
+        entries = tuple(entry for entry in entries if entry.digest == ancestors[0].digest)
+    if registry.as_json:
+        document = {
+            "model": registry.model,
+            "checkpoint": prefix or None,
+            "in_production": pointer is not None and prefix == pointer.checkpoint,
+            "production": _dump(pointer),
+            "lineage": [asdict(ancestor) for ancestor in ancestors],
+            "history": [_dump(entry) for entry in entries],
+        }
+        say(json.dumps(document | ({"damaged": lost} if lost else {}), indent=1))
+    else:
+        say(f"{registry.model} | {_production_line(pointer)}")
+        for line in (*_lineage_lines(ancestors), *_history_lines(entries)):
+            say(line)
+        if lost:
+            say(f"damaged: {lost}")
+    return CheckpointError.exit_code if lost else EXIT_OK
+
+
+def _promote(registry: _Registry, say: Say) -> int:
+    workspace, prefix, forced = registry.workspace, registry.named, registry.call.options.get(FORCE)
+    if forced is not None and not one_line(forced):
+        raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
+    before = registry.production()
+    candidate = read_checkpoint(workspace, prefix)
+    cycles = [name for name in (registry.settings.cycle, candidate.state.cycle) if name]
+    judged = stored_decision(workspace, registry.model, candidate, before.place if before else None, cycles)
+    decision = judged.model_copy(update={"forced": forced or ""})
+    now = promote(workspace, registry.model, prefix, expected=before, decision=decision, author=registry.author())
+    _say_change(before, now, say)
+    return EXIT_OK
+
+
+def _rollback(registry: _Registry, say: Say) -> int:
+    before, reason = registry.production(), registry.call.options.get(REASON, "")
+    now = roll_back(registry.workspace, registry.model, registry.named, reason=reason, author=registry.author())
+    _say_change(before, now, say)
+    return EXIT_OK
+
+
+ACTIONS: Mapping[str, Callable[[_Registry, Say], int]] = {
+    "list": _list,
+    "show": _show,
+    "promote": _promote,
+    "rollback": _rollback,
+}
+
+
+def _prefix_in(workspace: Storage, text: str) -> str:
+    """A checkpoint as people name it: a prefix in the workspace, its URI or its path. Raises ConfigError."""
+    text = text.rstrip("/")
+    folder = workspace.local_path("")
+    if text.startswith(f"{workspace.root}/"):
+        text = text.removeprefix(f"{workspace.root}/")
+    elif "://" in text:
+        raise ConfigError(
+            f"{one_line(text)} is not in the workspace {workspace.root}",
+            expected="a checkpoint of this workspace, as checkpoints/<cycle>/step-<n>",
+            next_command="give --workspace",
+        )
+    elif folder is not None and Path(text).absolute().is_relative_to(folder):
+        text = Path(text).absolute().relative_to(folder).as_posix()
+    return check_prefix(text)
+
+
+def _lineage(registry: _Registry, prefix: str) -> tuple[tuple[Ancestor, ...], str]:
+    """The lineage, and what is wrong with the checkpoint itself when it has none."""
+    try:
+        return lineage(registry.workspace, prefix), ""
+    except CheckpointError as error:
+        return (), error.seen
+
+
+def _dump(entry: Entry | None) -> dict[str, Any] | None:
+    return None if entry is None else entry.model_dump(mode="json")
+
+
+def _production_line(pointer: Pointer | None) -> str:
+    if pointer is None:
+        return "nothing is in production"
+    by = f"{VERBS[pointer.action]} {_when(pointer)} by {pointer.author.by}"
+    return f"{pointer.checkpoint} | generation {pointer.generation} | {by}"
+
+
+def _when(entry: Entry) -> str:
+    return entry.author.at.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _say_change(before: Pointer | None, now: Pointer, say: Say) -> None:
+    if now == before:
+        say(f"{now.model}: nothing is changed, in production already is {_production_line(now)}")
+        return
+    replaced = now.replaced.checkpoint if now.replaced else "nothing"
+    say(f"{now.model}: {VERBS[now.action]} {now.checkpoint}, in place of {replaced} | every byte verified")
+
+
+def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
+    if ancestors:
+        yield "lineage, back to the root:"
+    for ancestor, parent in zip_longest(ancestors, ancestors[1:]):
+        parts = [ancestor.checkpoint, f"digest {ancestor.digest[:12]}"]
+        if ancestor.watermark:
+            parts.append(f"data to {ancestor.watermark}")
+        if ancestor.partitions:
+            names = sorted(ancestor.partitions)
+            more = f" and {len(names) - SHOWN_PARTITIONS} more" if len(names) > SHOWN_PARTITIONS else ""
+            # What a lost parent had seen is not known.
+            word = "seen" if parent is not None and not parent.settings_hash else "new"
+            parts.append(f"{word} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
+        if ancestor.settings_hash:
+            parts += [f"settings {ancestor.settings_hash[:12]}", f"code {ancestor.code_version}"]
+        if ancestor.note:
+            parts.append(f"the lineage ends here: {ancestor.note}")
+        yield f"  {' | '.join(map(one_line, parts))}"
+        if ancestor.figures:
+            yield f"    {', '.join(f'{name} {_number(value)}' for name, value in ancestor.figures.items())}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value > 1 else f"{value:.4f}"
+
+
+def _history_lines(entries: tuple[Entry, ...]) -> Iterator[str]:
+    if not entries:
+        return
+    shown = entries[-SHOWN_ENTRIES:]
+    yield f"history, the newest first{f' ({len(shown)} of {len(entries)})' if len(shown) < len(entries) else ''}:"
+    for entry in reversed(shown):
+        yield f"  {_when(entry)} | {VERBS[entry.action]} {entry.checkpoint} | by {entry.author.by}"
+        for reason in entry.reasons:
+            yield f"    {reason}"

@@ -1,0 +1,65 @@
+"""The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.backends import Backend
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import CheckpointError, DataError
+from pipeline.graphs.watch import GraphWatch, NoWatch, Place
+from pipeline.model.flat import FlatLayout
+from pipeline.model.forward import Precision, flat_forward
+from pipeline.model.ops import choose_forms
+from pipeline.model.relevance import RelevanceModel
+
+PHASE = "evaluate"
+
+
+class ScoreProgram:
+    """Logits of batches. No optimizer, no gradient; another model of the same shape takes the same graphs."""
+
+    def __init__(
+        self,
+        model: RelevanceModel,
+        backend: Backend,
+        precision: Precision,
+        buckets: Sequence[Bucket],
+        watch: GraphWatch | None = None,
+    ) -> None:
+        """Takes the model over: only its structure stays. Load weights before scoring."""
+        choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
+        self.backend, self._precision = backend, precision
+        self._layout = FlatLayout.of(model)
+        self._model = model.eval().to("meta")
+        self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
+        self._watch: GraphWatch = watch or NoWatch()
+        self._flats: list[Tensor] = []
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Put weights (our names, any dtype, on CPU) on the device. Raises CheckpointError for other shapes."""
+        for names, shapes in zip(self._layout.names, self._layout.shapes, strict=True):
+            for name, shape in zip(names, shapes, strict=True):
+                if name not in weights or weights[name].shape != shape:
+                    seen = list(weights[name].shape) if name in weights else "missing"
+                    raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")
+        self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
+
+    @torch.no_grad()
+    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits over relevance classes, fp32 [B, K], on the device."""
+        rows, query_tokens = batch["query"].shape
+        shape = (query_tokens, batch["product"].shape[1])
+        if shape not in self._shapes:
+            known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
+            raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
+        outputs = flat_forward(
+            self._model, self._layout, self._flats, batch, backend=self.backend, precision=self._precision
+        )
+        logits = outputs.logits.float()
+        place = Place(PHASE, Bucket(*shape).name, rows)
+        self._watch.before(place, lambda: self.backend.hlo_text([logits]))
+        self.backend.step_boundary([logits])
+        self._watch.after(place)
+        return logits

@@ -1,0 +1,41 @@
+"""Vectors of texts with the encoder of a checkpoint, opened when the first text comes."""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.backends import Backend
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import Tokens
+from pipeline.embedding.config import EmbedConfig
+from pipeline.embedding.embedder import Embedder, open_embedder
+from pipeline.evaluation.holdout_rows import Holdout
+from pipeline.evaluation.scores import VectorSample
+from pipeline.graphs.watch import GraphWatch
+
+
+class Vectors:
+    """Windows of texts to unit vectors [n, D]."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, backend: Backend, config: EmbedConfig, watch: GraphWatch, stop: StopSignal
+    ) -> None:
+        self._checkpoint, self._backend, self._config = checkpoint, backend, config
+        self._watch, self._stop = watch, stop
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return open_embedder(self._checkpoint, self._backend, self._config, self._watch, stop=self._stop)
+
+    def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
+        return self._embedder.stream(windows)
+
+    def sample(self, holdout: Holdout, count: int) -> VectorSample | None:
+        """Both embeddings of at most `count` rows of a holdout."""
+        if not count:
+            return None
+        sample_id, query, product = holdout.sample(count)
+        return VectorSample(sample_id, *self([query, product]))

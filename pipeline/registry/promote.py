@@ -1,0 +1,214 @@
+"""Changing what is in production: promote, roll back, and the record of a refusal.
+
+One order of writes for every change: the checkpoint is verified, the entry of the pointer that is to go is in the log,
+the pointer is replaced if it is still that one, its own entry follows into the log. Killed anywhere, the pointer is
+the old one or the new one, and the history (see history.py) tells every change that the pointer went through.
+"""
+
+from collections.abc import Iterable
+
+from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
+from pipeline.io.storage import Storage
+from pipeline.registry.history import append
+from pipeline.registry.pointer import pointer_key, read_pointer
+from pipeline.registry.records import (
+    Author,
+    Decision,
+    Entry,
+    Pointer,
+    Production,
+    changes_of,
+    check_prefix,
+    one_line,
+)
+from pipeline.registry.verified import Known, check_present, read_checkpoint, verify_checkpoint
+
+
+def promote(
+    workspace: Storage, model: str, prefix: str, *, expected: Pointer | None, decision: Decision, author: Author
+) -> Pointer:
+    """Put the checkpoint at `prefix` into production of `model`, in place of `expected`.
+
+    `expected` is the pointer that the decision was made against (None: nothing was in production).
+    Every byte of the checkpoint is verified first. What is in production already is returned as it is.
+    Raises GateRefused, with an entry in the history, when the decision has neither passed nor is forced, is of another
+    content, or the checkpoint was rolled back from; CheckpointError when it does not verify; TransientError when
+    production is not `expected` any more: judge again, against the new one.
+    """
+    found = read_pointer(workspace, model)
+    current, etag = found or (None, "")
+    candidate = verify_checkpoint(workspace, prefix)
+    past = _completed(workspace, model, current)
+    if current is not None and candidate.place == current.place:
+        return current
+    if current != expected:
+        raise _stale(workspace, model)
+    if refusal := _refusal(decision, candidate, past):
+        record_refusal(workspace, model, prefix, decision.model_copy(update={"reasons": refusal}), author)
+        raise GateRefused(
+            f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
+            expected="a passing verdict of this very checkpoint against the one in production",
+            next_command=f"trnpipe evaluate --cycle {candidate.state.cycle}; or, to overrule the gate on record, "
+            f"trnpipe registry promote {prefix} --force REASON",
+        )
+    forced = one_line(decision.forced)
+    entry = Pointer(
+        action="forced" if forced else "promoted",
+        model=model,
+        checkpoint=prefix,
+        digest=candidate.digest,
+        cycle=candidate.state.cycle,
+        step=candidate.state.step,
+        generation=_generation(current, past) + 1,
+        replaced=current.production if current else None,
+        previous=current.production if current else None,
+        reasons=(f"forced: {forced}", *decision.reasons) if forced else decision.reasons,
+        figures=decision.figures,
+        verdict=decision.verdict,
+        author=author,
+    )
+    return _put(workspace, current, etag, entry)
+
+
+def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: Author) -> Pointer:
+    """Put an earlier production checkpoint back: the one at prefix `to`, or with '' the one before this.
+
+    Rolling back again goes further back; to a name that is in production already, changes nothing. What is rolled back
+    from is promoted again only by force.
+    Raises ConfigError when there is no such checkpoint or no reason, CheckpointError when it does not verify or is not
+    what was promoted then, TransientError when production changes meanwhile.
+    """
+    if not (reason := one_line(reason)):
+        raise ConfigError(
+            "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
+        )
+    found = read_pointer(workspace, model)
+    if found is None:
+        raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
+    current, etag = found
+    past = _completed(workspace, model, current)
+    if to and check_prefix(to) == current.checkpoint:
+        return current
+    target = _target(current, changes_of(past), to)
+    restored = verify_checkpoint(workspace, target.checkpoint)
+    if restored.digest != target.digest:
+        raise CheckpointError(
+            f"{workspace.uri(target.checkpoint)} has the digest {restored.digest}",
+            expected=f"{target.digest}, as when it was in production",
+            next_command="trnpipe registry rollback TO, with another of those that trnpipe registry show lists",
+        )
+    then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
+    entry = Pointer(
+        action="rolled_back",
+        model=model,
+        checkpoint=target.checkpoint,
+        digest=target.digest,
+        cycle=restored.state.cycle,
+        step=restored.state.step,
+        generation=_generation(current, past) + 1,
+        replaced=current.production,
+        previous=then.previous if then else None,
+        reasons=(reason,),
+        figures=then.figures if then else {},
+        verdict=then.verdict if then else "",
+        author=author,
+    )
+    return _put(workspace, current, etag, entry)
+
+
+def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> Entry:
+    """Write a refusal into the history; the same one told twice is one entry. Raises CheckpointError."""
+    found = read_pointer(workspace, model)
+    current = found[0] if found else None
+    candidate = read_checkpoint(workspace, prefix)
+    entry = Entry(
+        action="refused",
+        model=model,
+        checkpoint=prefix,
+        digest=candidate.digest,
+        cycle=candidate.state.cycle,
+        step=candidate.state.step,
+        generation=current.generation if current else 0,
+        replaced=current.production if current else None,
+        previous=current.previous if current else None,
+        reasons=decision.reasons,
+        figures=decision.figures,
+        verdict=decision.verdict,
+        author=author,
+    )
+    append(workspace, model, *([current] if current else []), entry)
+    return entry
+
+
+def withdrawn(entries: Iterable[Entry]) -> frozenset[str]:
+    """Digests that production was rolled back from and that were not put there again since."""
+    gone: set[str] = set()
+    for entry in entries:
+        if entry.action == "rolled_back" and entry.replaced is not None:
+            gone.add(entry.replaced.digest)
+        if isinstance(entry, Pointer):
+            gone.discard(entry.digest)
+    return frozenset(gone)
+
+
+def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tuple[str, ...]:
+    """Why the decision does not carry the candidate; empty when it does."""
+    forced = bool(one_line(decision.forced))
+    if not decision.passed and not forced:
+        return decision.reasons or ("the gate did not let it through",)
+    if decision.digest != candidate.digest and (decision.digest or not forced):
+        return (f"the verdict is of content {decision.digest[:12]}, the checkpoint has {candidate.digest[:12]}",)
+    if candidate.digest in withdrawn(past) and not forced:
+        return ("production was rolled back from it",)
+    return ()
+
+
+def _target(current: Pointer, changes: tuple[Pointer, ...], to: str) -> Production:
+    if not to:
+        if current.previous is None:
+            raise ConfigError(
+                f"{current.checkpoint} has nothing before it to roll back to",
+                expected="an earlier production checkpoint",
+                next_command="trnpipe registry rollback TO, or trnpipe registry promote CHECKPOINT --force REASON",
+            )
+        return current.previous
+    found = next((entry for entry in reversed(changes) if entry.checkpoint == to), None)
+    if found is None:
+        raise ConfigError(
+            f"{to} was never in production",
+            expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
+            next_command=f"trnpipe registry promote {to}",
+        )
+    return found.production
+
+
+def _generation(current: Pointer | None, past: Iterable[Entry]) -> int:
+    """Of the last change; that of the history when the pointer was removed by hand."""
+    return max([current.generation if current else 0, *(entry.generation for entry in past)])
+
+
+def _completed(workspace: Storage, model: str, current: Pointer | None) -> tuple[Entry, ...]:
+    """The log, after adding the entry of the pointer: whoever wrote it may have died before that."""
+    return append(workspace, model, *([current] if current else []))
+
+
+def _put(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
+    """Replace the pointer, whose own entry is in the log, and tell it there."""
+    # Verifying took its time; a training run may have let the checkpoint go meanwhile.
+    check_present(workspace, entry.checkpoint)
+    key, data = pointer_key(entry.model), entry.line()
+    written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)
+    if not written:
+        raise _stale(workspace, entry.model)
+    append(workspace, entry.model, entry)
+    return entry
+
+
+def _stale(workspace: Storage, model: str) -> TransientError:
+    found = read_pointer(workspace, model)
+    seen = f"{found[0].checkpoint} (generation {found[0].generation})" if found else "nothing"
+    return TransientError(
+        f"another has changed production of {model} meanwhile: it is {seen} now",
+        expected="the checkpoint that this decision was made against",
+        next_command="run the same command again; it is judged against the new one",
+    )

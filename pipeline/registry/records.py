@@ -1,0 +1,179 @@
+"""What the registry writes down. One entry tells one decision; the pointer is the entry that is in force."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.io.keys import check_key
+
+SCHEMA_VERSION = 1
+Action = Literal["promoted", "forced", "rolled_back", "refused"]
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def is_model(name: str) -> bool:
+    """True for a name that a model may have: it becomes part of a key."""
+    return _MODEL.fullmatch(name) is not None
+
+
+def check_model(name: str) -> str:
+    """The name itself. ConfigError when it is none."""
+    if is_model(name):
+        return name
+    raise ConfigError(
+        f"model name {name!r}",
+        expected="letters, digits, '_', '.' and '-', the first one a letter or digit",
+        next_command="correct --model-name",
+    )
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix itself. ConfigError when it is absolute, leads out of the workspace, or cannot be printed."""
+    if not prefix.isprintable() or "\\" in prefix:
+        raise ConfigError(f"checkpoint {prefix!r}", expected="checkpoints/<cycle>/step-<n>")
+    return check_key(prefix)
+
+
+def one_line(text: str) -> str:
+    """What a person typed, without line ends and control characters."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def _valid_prefix(prefix: str) -> str:
+    try:
+        return check_prefix(prefix)
+    except ConfigError as error:
+        raise ValueError(error.seen) from error
+
+
+def _valid_model(name: str) -> str:
+    try:
+        return check_model(name)
+    except ConfigError as error:
+        raise ValueError(error.seen) from error
+
+
+def _finite(values: Any) -> Any:
+    """JSON has no NaN; a candidate is refused for one, and that must be on record."""
+    if not isinstance(values, dict):
+        return values
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _lines(texts: Any) -> Any:
+    return tuple(one_line(text) for text in texts) if isinstance(texts, list | tuple) else texts
+
+
+Prefix = Annotated[str, AfterValidator(_valid_prefix)]
+ModelName = Annotated[str, AfterValidator(_valid_model)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Figures = Annotated[Mapping[str, float | None], BeforeValidator(_finite)]
+Reasons = Annotated[tuple[str, ...], BeforeValidator(_lines)]
+
+
+class Record(BaseModel):
+    """Frozen; unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Place(Record):
+    """A checkpoint by its place and content."""
+
+    checkpoint: Prefix = Field(description="Prefix in the workspace")
+    digest: Digest = Field(description="Digest of its manifest")
+
+
+class Production(Place):
+    """A checkpoint at the time it was in production."""
+
+    generation: int = Field(ge=1, description="Which change of production brought it there")
+
+
+class Author(Record):
+    """Who decides, when, and with what settings and code."""
+
+    by: str = Field(description="user@host, and the Batch job where there is one")
+    cycle: str = Field("", description="The cycle that decides; empty for a person")
+    settings_hash: str = ""
+    code_version: str = ""
+    at: datetime = Field(default_factory=lambda: datetime.now(UTC), description="UTC")
+
+
+class Decision(Record):
+    """Why a checkpoint is promoted or refused."""
+
+    passed: bool = Field(description="The gate let it through")
+    digest: str = Field("", description="Digest of the checkpoint that was judged; empty when none was (forced)")
+    reasons: Reasons = Field((), description="The verdict in plain lines")
+    figures: Figures = Field({}, description="Metrics of the candidate; null for one that is not finite")
+    verdict: str = Field("", description="Key of the stored verdict in the workspace")
+    forced: str = Field("", description="Why a person overrules the gate")
+
+
+class Entry(Record):
+    """One line of the history."""
+
+    schema_version: Literal[1] = 1
+    id: str = Field("", description="Hash of all but who and when: the same decision told twice is one entry")
+    action: Action
+    model: ModelName
+    checkpoint: Prefix = Field(description="Prefix in the workspace")
+    digest: Digest = Field(description="Digest of its manifest, every byte verified for a change of production")
+    cycle: str = Field(description="The cycle that trained it")
+    step: int = Field(ge=0)
+    generation: int = Field(ge=0, description="Changes of production so far, this one included")
+    replaced: Production | None = Field(description="In production until then; stays there after a refusal")
+    previous: Production | None = Field(description="Where a rollback leads that names nothing")
+    reasons: Reasons
+    figures: Figures
+    verdict: str
+    author: Author
+
+    @model_validator(mode="after")
+    def _name_it(self) -> Self:
+        """`id` may be left out when an entry is made, and must fit when one is read."""
+        # Without defaults, so that a field added later leaves the names of older entries as they are.
+        body = self.model_dump(mode="json", exclude={"id": True, "author": {"by", "at"}}, exclude_defaults=True)
+        name = fingerprint(body)
+        if not self.id:
+            object.__setattr__(self, "id", name)
+        elif self.id != name:
+            raise ValueError("its id does not fit its content")
+        return self
+
+    def line(self) -> bytes:
+        """Its line in history.jsonl."""
+        return self.model_dump_json().encode() + b"\n"
+
+
+class Pointer(Entry):
+    """The entry that put a checkpoint into production: all of production.json."""
+
+    action: Literal["promoted", "forced", "rolled_back"]
+    generation: int = Field(ge=1)
+
+    @property
+    def place(self) -> Place:
+        return Place(checkpoint=self.checkpoint, digest=self.digest)
+
+    @property
+    def production(self) -> Production:
+        return Production(checkpoint=self.checkpoint, digest=self.digest, generation=self.generation)
+
+
+def parse_entry(data: bytes | str) -> Entry:
+    """A line of the history. ValidationError when it is none."""
+    entry = Entry.model_validate_json(data)
+    return entry if entry.action == "refused" else Pointer.model_validate_json(data)
+
+
+def changes_of(entries: Sequence[Entry]) -> tuple[Pointer, ...]:
+    """The changes of production among entries, in order."""
+    return tuple(entry for entry in entries if isinstance(entry, Pointer))

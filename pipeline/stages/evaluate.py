@@ -1,0 +1,233 @@
+"""The evaluate stage: the candidate against the model in production, a verdict, and promotion or refusal."""
+
+from datetime import UTC, datetime
+
+from pipeline.core.errors import GateRefused
+from pipeline.core.events import EventName
+from pipeline.core.fingerprint import fingerprint
+from pipeline.data.token_store import TokenSet, read_token_sets
+from pipeline.evaluation.report import EvaluationReport, load_report, report_key, store_report
+from pipeline.evaluation.table import table_lines
+from pipeline.registry.author import who
+from pipeline.registry.promote import promote, record_refusal
+from pipeline.registry.records import Author, Place, Pointer
+from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.evaluate_models import Models, find_models
+from pipeline.stages.evaluate_work import Evaluation
+from pipeline.stages.prepared import load_prepared
+from pipeline.stages.result import Figure, StageResult, load_result, store_result
+
+NAME = "evaluate"
+_REASONS_TOLD = 3
+
+
+def run(settings: Settings, ctx: StageContext) -> StageResult:
+    """Judge this cycle's candidate and act on it, or say that it is done already. Raises every error of the family.
+
+    A refusal is remembered: the same question is refused again without new work. Production then stays as it is.
+    """
+    started = datetime.now(UTC)
+    sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
+    models = find_models(settings, ctx, sets)
+    inputs = _inputs(settings, ctx, models, sets)
+    earlier = load_result(ctx.workspace, ctx.cycle, NAME)
+    if earlier is not None and _still_holds(earlier, inputs) and not _left_to_do(settings, models, earlier):
+        ctx.console.info(f"evaluate: done already; {_standing(earlier)}, figures in {_report_uri(ctx)}")
+        return earlier.model_copy(update={"status": "already_done"})
+    known = load_report(ctx.workspace, ctx.cycle)
+    if models.is_incumbent:
+        if earlier is None and known is not None and _promoted_by(models.pointer, known):
+            return _finish(settings, ctx, models, known, models.pointer, started)  # killed just before
+        return _nothing_new(ctx, models, inputs, earlier, started)
+    report = known if known is not None and known.inputs == inputs else None
+    if report is None:
+        report = Evaluation(settings, ctx, models, sets, inputs).run()
+    if report is None or not ctx.world.is_main:
+        return _result(ctx, inputs, {}, {}, started)
+    if known is not report:
+        store_report(ctx.workspace, report)
+    for line in table_lines(report):
+        ctx.console.info(line)
+    return _conclude(settings, ctx, models, report, started)
+
+
+def _inputs(settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet]) -> dict[str, str]:
+    """What is judged by what: all that decides the verdict, and whether it is acted on."""
+    acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
+    return {
+        "candidate": models.candidate.digest,
+        "incumbent": models.compared.digest if models.compared else "",
+        "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
+        "evaluate": fingerprint(settings.evaluate.model_dump(mode="json", exclude=acted_on)),
+        "gate": fingerprint(settings.gate.model_dump(mode="json")),
+        "precision": settings.train.precision,
+        "code_version": ctx.code_version,
+    }
+
+
+def _still_holds(earlier: StageResult, inputs: dict[str, str]) -> bool:
+    """The same question was answered and acted on. What was promoted is the incumbent now, or has been."""
+    loose = {"code_version"} | ({"incumbent"} if earlier.figures.get("promoted") else set())
+    return {k: v for k, v in earlier.inputs.items() if k not in loose} == {
+        k: v for k, v in inputs.items() if k not in loose
+    }
+
+
+def _left_to_do(settings: Settings, models: Models, earlier: StageResult) -> bool:
+    """It passed, was not promoted, and now should be."""
+    wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
+    return wanted and not earlier.figures.get("promoted")
+
+
+def _standing(result: StageResult) -> str:
+    return "promoted" if result.figures.get("promoted") else "passed, and not promoted"
+
+
+def _report_uri(ctx: StageContext) -> str:
+    return ctx.workspace.uri(report_key(ctx.cycle))
+
+
+def _nothing_new(
+    ctx: StageContext, models: Models, inputs: dict[str, str], earlier: StageResult | None, started: datetime
+) -> StageResult:
+    """The candidate is in production: there is nothing to judge."""
+    ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
+    figures: dict[str, Figure] = {"promoted": False, "nothing_new": True}
+    result = _result(ctx, inputs, {"checkpoint": models.candidate.prefix}, figures, started)
+    if earlier is None and ctx.world.is_main:
+        store_result(ctx.workspace, result)
+    return result
+
+
+def _conclude(
+    settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport, started: datetime
+) -> StageResult:
+    """Act on a verdict: it is stored first, then production changes or the refusal is written down, then the result."""
+    stored = _stored(settings, ctx, models, report)
+    if models.in_workspace:
+        store_verdict(ctx.workspace, stored)
+    forced = settings.evaluate.force_reason.strip()
+    decision = stored.decision().model_copy(update={"forced": forced})
+    author = Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version)
+    ctx.events.emit(
+        EventName.GATE_JUDGED,
+        promote=report.verdict.promote,
+        forced=bool(forced),
+        candidate=stored.candidate.checkpoint,
+        reasons=list(report.verdict.reasons),
+    )
+    if not report.verdict.promote and not forced:
+        if models.in_workspace and models.against_production:
+            record_refusal(ctx.workspace, settings.model_name, stored.candidate.checkpoint, decision, author)
+        raise _refused(ctx, models, report)
+    pointer = None
+    if settings.evaluate.promote and (models.against_production or forced):
+        pointer = promote(
+            ctx.workspace,
+            settings.model_name,
+            stored.candidate.checkpoint,
+            expected=models.pointer,
+            decision=decision,
+            author=author,
+        )
+    return _finish(settings, ctx, models, report, pointer, started)
+
+
+def _promoted_by(pointer: Pointer | None, report: EvaluationReport) -> bool:
+    """The candidate of this report is in production because of it."""
+    judged = report.candidate.digest
+    return pointer is not None and (pointer.digest, pointer.verdict) == (judged, verdict_key(report.cycle))
+
+
+def _finish(
+    settings: Settings,
+    ctx: StageContext,
+    models: Models,
+    report: EvaluationReport,
+    pointer: Pointer | None,
+    started: datetime,
+) -> StageResult:
+    """The result of a candidate that passed, or was forced; `pointer` when it was promoted."""
+    _tell(ctx, settings, models, report, pointer)
+    figures: dict[str, Figure] = {
+        "promoted": pointer is not None,
+        "forced": pointer is not None and pointer.action == "forced",
+        "generation": pointer.generation if pointer else None,
+        "rows": report.holdout.rows,
+        "queries": report.holdout.queries,
+        **report.figures(),
+    }
+    result = _result(ctx, report.inputs, _outputs(models, report), figures, started)
+    return store_result(ctx.workspace, result) if ctx.world.is_main else result
+
+
+def _stored(settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport) -> StoredVerdict:
+    compared = models.compared
+    inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
+    return StoredVerdict(
+        model=settings.model_name,
+        cycle=ctx.cycle,
+        candidate=Place(checkpoint=models.candidate.prefix, digest=models.candidate.digest),
+        incumbent=Place(checkpoint=compared.prefix, digest=compared.digest) if compared and inside else None,
+        promote=report.verdict.promote,
+        reasons=report.verdict.reasons,
+        figures=report.candidate.figures,
+        checks=tuple(check.model_dump(mode="json") for check in report.verdict.checks),
+        settings_hash=report.settings_hash,
+        code_version=report.code_version,
+        at=report.at,
+    )
+
+
+def _refused(ctx: StageContext, models: Models, report: EvaluationReport) -> GateRefused:
+    reasons = report.verdict.reasons
+    more = f"; and {len(reasons) - _REASONS_TOLD} more" if len(reasons) > _REASONS_TOLD else ""
+    return GateRefused(
+        f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_TOLD])}{more}",
+        expected="a candidate that reaches the floors and is not worse than allowed (gate.*)",
+        next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
+    )
+
+
+def _tell(
+    ctx: StageContext, settings: Settings, models: Models, report: EvaluationReport, pointer: Pointer | None
+) -> None:
+    scores = ctx.workspace.uri(report.candidate.scores)
+    ctx.console.info(f"evaluate: figures in {_report_uri(ctx)}, scores in {scores}")
+    if pointer is not None:
+        how = "promoted by force" if pointer.action == "forced" else "promoted"
+        ctx.console.info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
+    elif not settings.evaluate.promote:
+        ctx.console.info("evaluate: passed, and not promoted (evaluate.promote)")
+    else:
+        ctx.console.info(
+            f"evaluate: passed, and not promoted: it was not held against production, "
+            f"{models.pointer.checkpoint if models.pointer else 'nothing'} (evaluate.incumbent)"
+        )
+
+
+def _outputs(models: Models, report: EvaluationReport) -> dict[str, str]:
+    scores = {"candidate_scores": report.candidate.scores}
+    if report.incumbent is not None:
+        scores["incumbent_scores"] = report.incumbent.scores
+    place = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
+    return place | {"report": report_key(report.cycle)} | scores
+
+
+def _result(
+    ctx: StageContext, inputs: dict[str, str], outputs: dict[str, str], figures: dict[str, Figure], started: datetime
+) -> StageResult:
+    return StageResult(
+        stage=NAME,
+        cycle=ctx.cycle,
+        status="done",
+        inputs=inputs,
+        outputs=outputs,
+        figures=figures,
+        settings_hash=ctx.settings_hash,
+        code_version=ctx.code_version,
+        started=started,
+        finished=datetime.now(UTC),
+    )

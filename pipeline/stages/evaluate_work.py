@@ -1,0 +1,278 @@
+"""The work of an evaluation on all ranks: score both models, search with both, judge. Rank 0 gets the report."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.errors import DataError, TransientError
+from pipeline.core.events import EventName
+from pipeline.core.gate import Verdict, judge
+from pipeline.core.metrics import best_threshold, metric_report, slice_reports
+from pipeline.core.partitions import select_partitions
+from pipeline.core.scored import ScoredRows
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_set import Split
+from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
+from pipeline.evaluation.holdout_rows import Holdout, open_holdout
+from pipeline.evaluation.judged import judged_slices
+from pipeline.evaluation.leak import Leak, find_leak, judge_leak
+from pipeline.evaluation.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluation.scores import ScoreSet, to_rows
+from pipeline.health.after_error import informed
+from pipeline.io.verify import read_manifest
+from pipeline.parallel.device import open_device
+from pipeline.parallel.gang import Gang
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.evaluate_models import Models
+from pipeline.stages.evaluate_scores import ModelScorer
+from pipeline.stages.evaluate_search import Found, ModelSearch
+
+CANDIDATE, INCUMBENT = "candidate", "incumbent"
+VALID: Split = "valid"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model and what it scored; `rows` only on rank 0."""
+
+    checkpoint: Checkpoint
+    rows: ScoredRows | None
+    scores_key: str
+    threshold: float | None
+    found: Found | None
+
+
+@dataclass
+class Evaluation:
+    """One evaluation of one rank."""
+
+    settings: Settings
+    ctx: StageContext
+    models: Models
+    sets: list[TokenSet]
+    inputs: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> EvaluationReport | None:
+        """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
+        ctx, settings = self.ctx, self.settings
+        self.backend = open_device(settings.backend, ctx.world)
+        timeout_s = settings.train.collective_timeout_s
+        with closing(Gang(ctx.world, timeout_s=timeout_s, device_backend=self.backend.process_group)) as self.gang:
+            try:
+                return self._run()
+            except RuntimeError as error:
+                nodes = ctx.world.world_size // ctx.world.local_world_size
+                better = informed(error, self.backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+                if better is error:
+                    raise
+                raise better from error
+
+    def _run(self) -> EvaluationReport | None:
+        self._agree_on_models()
+        holdout = self._open(self.settings.evaluate.split)
+        self._announce(holdout)
+        with self._timed("leak_check"):
+            leak = self._leak(holdout)
+        self.scorer = ModelScorer(self.settings, self.ctx, self.backend, self.gang)
+        self.search = ModelSearch(
+            self.settings,
+            self.ctx,
+            self.backend,
+            self.gang,
+            self.sets,
+            holdout,
+            self.models.candidate.tokenizer(),
+            self._warn,
+        )
+        ours = self._side(CANDIDATE, self.models.candidate, holdout)
+        theirs = None if self.models.compared is None else self._side(INCUMBENT, self.models.compared, holdout)
+        if not self.gang.world.is_main:
+            return None
+        with self._timed("judging"):
+            return self._report(ours, theirs, holdout, leak)
+
+    def _agree_on_models(self) -> None:
+        """Every rank read production for itself; it may have moved between two of them."""
+        if len(set(self.gang.gather((self.inputs["candidate"], self.inputs["incumbent"])))) > 1:
+            raise TransientError(
+                "production changed while the ranks of this job started",
+                expected="one incumbent on all ranks",
+                next_command="run the same command again; it judges against the new one",
+            )
+
+    def _open(self, split: Split) -> Holdout:
+        """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
+        config, sets = self.settings.evaluate, self.sets
+        if config.partitions == "new":
+            new = [one for one in sets if one.info.partition in self._new and split in one.info.splits]
+            if not new:
+                self._warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
+            sets = new or sets
+        return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
+
+    @property
+    def _new(self) -> frozenset[str]:
+        """Partitions the incumbent was not trained on; all of them without one."""
+        state = self.models.compared.state if self.models.compared else None
+        selection = select_partitions(
+            [one.partition for one in self.sets],
+            parent_watermark=state.watermark if state else None,
+            parent_partitions=state.partitions if state else {},
+        )
+        return frozenset(partition.name for partition in selection.new)
+
+    def _announce(self, holdout: Holdout) -> None:
+        compared = self.models.compared
+        self.ctx.console.info(
+            f"evaluate: {self.models.candidate.prefix} against {compared.prefix if compared else 'nothing'} | "
+            f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
+            f"{self.ctx.world.world_size} x {self.backend.name}"
+        )
+
+    def _leak(self, holdout: Holdout) -> Leak | None:
+        """Look for the holdout's queries in what either model was trained on, where that is still prepared."""
+        config, workspace = self.settings.evaluate, self.ctx.workspace
+        if config.leak == "off":
+            return None
+        trained: dict[str, str] = {}
+        for model in (self.models.candidate, self.models.compared):
+            trained |= {mark: name for name, mark in model.state.partitions.items()} if model else {}
+        prefixes = {mark: f"tokens/{self.settings.data.name}/{mark}" for mark in sorted(trained)}
+        there = [mark for mark, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
+        unchecked = tuple(sorted(name for mark, name in trained.items() if mark not in there))
+        rows = self._trained_rows([prefixes[mark] for mark in there])
+        leak = find_leak(holdout.queries(), rows, self.gang, self.ctx.stop, unchecked)
+        if unchecked:
+            self._warn(
+                f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
+                f" holdout queries: {', '.join(unchecked[:3])}"
+            )
+        if warning := judge_leak(leak, config.leak, config.max_leak_share):
+            self._warn(warning)
+        return leak
+
+    def _trained_rows(self, prefixes: Sequence[str]) -> Iterator[TokenRows]:
+        for prefix in prefixes:
+            sets = read_token_sets(self.ctx.workspace, [prefix])
+            yield open_rows(self.ctx.workspace, sets, "train", self.ctx.scratch / "tokens")
+
+    def _side(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> Side:
+        """Score one model and search with it."""
+        vectors = self.scorer.vectors(checkpoint, holdout)
+        with self._timed(f"scoring_{role}"):
+            rows = self.settings.evaluate.vector_rows
+            scores, key = self.scorer.run(role, checkpoint, holdout, vectors, rows)
+            threshold = self._threshold(role, checkpoint, holdout, scores)
+        with self._timed(f"searching_{role}"):
+            found = self.search.run(role, checkpoint, vectors)
+        rows_of = None if scores is None else judged_slices(to_rows(scores), self._new)
+        return Side(checkpoint, rows_of, key, threshold, found)
+
+    def _threshold(self, role: str, checkpoint: Checkpoint, holdout: Holdout, scores: ScoreSet | None) -> float | None:
+        """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
+        if len(holdout.sets[0].info.labels) != 2:
+            return None
+        try:
+            if holdout.split != VALID:
+                valid = self._open(VALID)
+                scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
+            return best_threshold(to_rows(scores)) if scores else None
+        except DataError as error:
+            self._warn(f"no threshold for the {role}: {error.seen}")
+            return None
+
+    def _report(self, ours: Side, theirs: Side | None, holdout: Holdout, leak: Leak | None) -> EvaluationReport:
+        """Measure and judge; rank 0 only."""
+        config, ctx = self.settings.evaluate, self.ctx
+        candidate, incumbent = self._measured(ours), None if theirs is None else self._measured(theirs)
+        verdict = self._judged(ours, theirs)
+        found = ours.found
+        return EvaluationReport(
+            cycle=ctx.cycle,
+            inputs=self.inputs,
+            backend=self.backend.name,
+            device=self.backend.device_name(),
+            precision=self.settings.train.precision,
+            candidate=candidate,
+            incumbent=incumbent,
+            holdout=HoldoutReport(
+                split=holdout.split,
+                partitions=tuple(one.info.partition for one in holdout.sets),
+                new_partitions=tuple(one.info.partition for one in holdout.sets if one.info.partition in self._new),
+                rows=holdout.order.total,
+                rows_in_split=sum(holdout.rows.sizes),
+                queries=candidate.metrics.num_queries,
+                leaked_by_id=leak.by_id if leak else 0,
+                leaked_by_text=leak.by_text if leak else 0,
+                leak_checked=config.leak != "off",
+                unchecked_partitions=leak.unchecked if leak else (),
+                retrieval_queries=found.num_queries if found else 0,
+                retrieval_items=found.num_items if found else 0,
+            ),
+            verdict=verdict,
+            warnings=tuple(self.warnings),
+            seconds=self.seconds,
+            settings_hash=ctx.settings_hash,
+            code_version=ctx.code_version,
+            at=datetime.now(UTC),
+        )
+
+    def _measured(self, side: Side) -> ModelReport:
+        state, metrics = side.checkpoint.state, self.settings.evaluate.metrics
+        rows = _there(side.rows)
+        report = ModelReport(
+            checkpoint=side.checkpoint.uri,
+            digest=side.checkpoint.digest,
+            cycle=state.cycle,
+            step=state.step,
+            scores=side.scores_key,
+            metrics=metric_report(rows, metrics, side.threshold),
+            retrieval=side.found.report if side.found else None,
+            slices=slice_reports(rows, metrics, side.threshold),
+            threshold=side.threshold,
+        )
+        self.ctx.events.emit(
+            EventName.HOLDOUT_EVALUATED,
+            step=state.step,
+            split=self.settings.evaluate.split,
+            checkpoint=side.checkpoint.uri,
+            rows=rows.num_rows,
+            **report.figures,
+        )
+        return report
+
+    def _judged(self, ours: Side, theirs: Side | None) -> Verdict:
+        return judge(
+            _there(ours.rows),
+            _there(theirs.rows) if theirs else None,
+            self.settings.gate,
+            metrics=self.settings.evaluate.metrics,
+            candidate_threshold=ours.threshold,
+            incumbent_threshold=theirs.threshold if theirs else None,
+            candidate_retrieval=ours.found.per_query if ours.found else None,
+            incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
+            seed=self.settings.evaluate.seed,
+        )
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.ctx.console.warn(text)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[part] = round(time.monotonic() - started, 3)
+
+
+def _there(rows: ScoredRows | None) -> ScoredRows:
+    """Rank 0 holds the rows."""
+    if rows is None:
+        raise ValueError("scores are on rank 0 alone")
+    return rows

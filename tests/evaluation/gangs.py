@@ -1,0 +1,40 @@
+"""Ranks as threads, for work that meets more than once."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+
+T = TypeVar("T")
+WAIT_S = 30.0
+
+
+class ThreadGang(Gang):
+    """One rank of several in this process."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(World(), timeout_s=1)
+        self.world = World(rank=rank, world_size=len(slots))
+        self._slots, self._barrier = slots, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._slots[self.world.rank] = value
+        self._barrier.wait(WAIT_S)
+        values = list(self._slots)
+        self._barrier.wait(WAIT_S)
+        return values
+
+
+def alone() -> Gang:
+    return Gang(World(), timeout_s=1)
+
+
+def on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T]:
+    """What each rank returns; the first error of any is raised."""
+    slots, barrier = [None] * world_size, threading.Barrier(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(work, ThreadGang(rank, slots, barrier)) for rank in range(world_size)]
+        return [future.result() for future in futures]

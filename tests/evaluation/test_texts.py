@@ -1,0 +1,34 @@
+"""Texts by their tokens: the same whatever they are padded to, different when any token or place differs."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.evaluation.texts import join_tokens, text_hashes, to_tokens
+
+TEXTS = st.lists(st.lists(st.integers(1, 300), max_size=6), min_size=1, max_size=12)
+
+
+def padded(texts: list[list[int]], width: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
+    result = np.zeros((len(texts), width), dtype=np.int32)
+    for row, text in enumerate(texts):
+        result[row, : len(text)] = text
+    return result
+
+
+@given(TEXTS, st.integers(6, 9))
+def test_hashes_tell_texts_apart(texts: list[list[int]], width: int) -> None:
+    hashes = text_hashes(padded(texts, width), 0)
+    np.testing.assert_array_equal(hashes, text_hashes(padded(texts, 6).astype(np.uint16), 0))
+    assert len(set(hashes.tolist())) == len({tuple(text) for text in texts})
+
+
+@given(TEXTS)
+def test_tokens_back_to_back(texts: list[list[int]]) -> None:
+    tokens = to_tokens(padded(texts, 6), 0)
+    found = [tokens.ids[a:b].tolist() for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+    assert found == texts
+    order = np.arange(len(texts))[::-1].copy()
+    again = join_tokens([tokens, tokens], order)
+    assert again.lengths.tolist() == [len(texts[row]) for row in order]
+    assert len(join_tokens([]).lengths) == 0

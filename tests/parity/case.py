@@ -1,0 +1,128 @@
+"""A workspace with prepared rows and a trained checkpoint, small enough that a side is recorded in a second."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.core.parity_config import ParityConfig
+from pipeline.core.stop import StopSignal
+from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.io.commit import commit_dir
+from pipeline.io.storage import open_storage
+from pipeline.parallel.world import World
+from pipeline.parity.record import RecordedSide, SideRecord, load_side
+from pipeline.parity.recording import record
+from pipeline.parity.side import Side
+from pipeline.parity.task import SideTask, make_task
+from pipeline.settings import LogConfig, Settings
+from pipeline.stages.context import StageContext, open_context
+from pipeline.stages.result import StageResult, store_result
+from pipeline.telemetry.console import Console
+from pipeline.train.inputs import gather_inputs
+from pipeline.train.run import RunConfig, Surroundings, TrainRun
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, write_shard
+
+CYCLE = "c1"
+CPU = Side("cpu", "fp32")
+Rows = Mapping[str, tuple[int, int]]
+"""Of each bucket, by split."""
+ROWS: Rows = {"train": (60, 60), "valid": (40, 40), "test": (6, 6)}
+PARITY = ParityConfig(steps=6, evaluate_every=2, vector_rows=30, first_steps=3)
+
+
+class _NoEvents:
+    def emit(self, event: object, /, **fields: object) -> None:
+        return
+
+    def flush(self, durable: bool = False) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workspace and the settings its sides are recorded with."""
+
+    folder: Path
+    settings: Settings
+
+    @contextmanager
+    def context(self) -> Iterator[StageContext]:
+        with open_context(self.settings, StopSignal(), {}) as ctx:
+            yield ctx
+
+    def task(self, side: Side = CPU, place: str = "", **parity: object) -> SideTask:
+        settings = self.settings.model_copy(update={"parity": PARITY.model_copy(update=parity)})
+        with self.context() as ctx:
+            return make_task(settings, ctx, side, place and f"{self.folder}/{place}")
+
+    def record(self, task: SideTask, stop: StopSignal | None = None) -> SideRecord:
+        return record(task, stop or StopSignal(), Console(stream=io.StringIO()))
+
+    def side(self, task: SideTask) -> RecordedSide:
+        """Recorded in this process, then read."""
+        self.record(task)
+        return load_side(open_storage(task.place), self.folder / "cache")
+
+
+def make_case(folder: Path, rows: Rows = ROWS) -> Case:
+    """Rows as `prepare` leaves them, and a candidate as `train` does."""
+    workspace = folder / "workspace"
+    settings = Settings(
+        workspace=str(workspace), cycle=CYCLE, model=MODEL, train=TRAIN, parity=PARITY, log=LogConfig(every_steps=2)
+    )
+    storage, staging = open_storage(str(workspace)), folder / "staging"
+    staging.mkdir()
+    splits = {}
+    for number, (split, counts) in enumerate(rows.items()):
+        write_shard(staging / f"{split}.safetensors", counts, 1000 * number + 1)
+        splits[split] = (ShardInfo(file=f"{split}.safetensors", rows=counts),)
+    info = TokenSetInfo(
+        dataset="d",
+        partition="flat",
+        watermark="",
+        fingerprint="print",
+        tokenizer_fingerprint="tok",
+        vocab_size=SPEC.vocab_size,
+        pad_id=SPEC.pad_id,
+        buckets=tuple(bucket.name for bucket in BUCKETS),
+        labels=SPEC.labels,
+        label_gains=SPEC.label_gains,
+        numeric=SPEC.numeric,
+        categorical=(CategoricalInfo(column="c", num_ids=5),),
+        splits=splits,  # type: ignore[arg-type]
+        rows_read=1,
+        rows_bad=0,
+        reasons={},
+        truncated_rows=0,
+        tokens=1,
+    )
+    commit_dir(storage, staging, "tokens/d/print", kind="tokens", fields=info.model_dump(mode="json"))
+    storage.write_bytes("tokens/d/tokenizers/tok/tokenizer.json", b"{}")
+    outputs = {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"}
+    store_result(storage, _result("prepare", outputs))
+    around = Surroundings(
+        storage, storage, CYCLE, folder / "scratch", _NoEvents(), Console(quiet=True), StopSignal(), World(), "h", "v"
+    )
+    config = RunConfig(TRAIN, MODEL, settings.checkpoint, "cpu", log_every=2)
+    inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
+    outcome = TrainRun(config, around, inputs, b"{}").run()
+    store_result(storage, _result("train", {"checkpoint": outcome.prefix}))
+    return Case(folder, settings)
+
+
+def _result(stage: str, outputs: dict[str, str]) -> StageResult:
+    now = datetime.now(UTC)
+    return StageResult(
+        stage=stage,
+        cycle=CYCLE,
+        status="done",
+        inputs={},
+        outputs=outputs,
+        settings_hash="h",
+        code_version="v",
+        started=now,
+        finished=now,
+    )

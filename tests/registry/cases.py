@@ -1,0 +1,115 @@
+"""Checkpoints of a few bytes, and everything the registry says of a model."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from pipeline.checkpoint.state import KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
+from pipeline.io.commit import commit_dir
+from pipeline.io.storage import Storage
+from pipeline.io.verify import verify_dir
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.registry.history import read_history
+from pipeline.registry.pointer import read_pointer
+from pipeline.registry.promote import promote
+from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of
+
+MODEL = "relevance"
+SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("no", "yes"), label_gains=(0.0, 1.0))
+AUTHOR = Author(by="tester@host", cycle="c9", settings_hash="5e77", code_version="1.0")
+
+
+def prefix(cycle: str, step: int = 1) -> str:
+    return f"checkpoints/{cycle}/step-{step}"
+
+
+def make_checkpoint(workspace: Storage, scratch: Path, name: str, step: int = 1, **changes: Any) -> str:
+    """Commit a checkpoint of the cycle `name` whose weights are a few bytes; its prefix.
+
+    `changes` are fields of its state.
+    """
+    folder = Path(mkdtemp(dir=scratch))
+    fields: dict[str, Any] = {
+        "cycle": name,
+        "step": step,
+        "max_steps": 100,
+        "identity": "id",
+        "identity_parts": {},
+        "model": ModelConfig(preset="tiny"),
+        "inputs": SPEC,
+        "tokenizer_fingerprint": "tok",
+        "watermark": "2026-01-01",
+        "partitions": {"dt=2026-01-01": "aa"},
+        "parent": None,
+        "best": None,
+        "settings_hash": f"settings-{name}",
+        "code_version": "1.0",
+    }
+    (folder / STATE).write_bytes(TrainState(**fields | changes).model_dump_json().encode())
+    (folder / WEIGHTS).write_bytes(f"weights of {name} {step}".encode())
+    (folder / OPTIMIZER).write_bytes(b"moments")
+    (folder / TOKENIZER).write_bytes(b"{}")
+    commit_dir(workspace, folder, prefix(name, step), kind=KIND, fields={"step": step, "cycle": name})
+    return prefix(name, step)
+
+
+def child_of(workspace: Storage, parent: str, **changes: Any) -> dict[str, Any]:
+    """Fields of the state of a checkpoint that was trained from `parent`."""
+    state = TrainState.model_validate_json(workspace.read_bytes(f"{parent}/{STATE}"))
+    named = Parent(uri=workspace.uri(parent), digest=digest_of(workspace, parent), cycle=state.cycle, step=state.step)
+    return {"parent": named, "best": Best(step=1, metric="ndcg", value=0.5), **changes}
+
+
+def digest_of(workspace: Storage, place: str) -> str:
+    return str(json.loads(workspace.read_bytes(f"{place}/MANIFEST.json"))["digest"])
+
+
+def passed(workspace: Storage, place: str, **changes: Any) -> Decision:
+    """A decision of the gate for the checkpoint as it is now."""
+    fields: dict[str, Any] = {
+        "passed": True,
+        "digest": digest_of(workspace, place),
+        "reasons": ("better",),
+        "figures": {"ndcg": 0.5},
+    }
+    return Decision(**fields | changes)
+
+
+def production(workspace: Storage) -> Pointer | None:
+    found = read_pointer(workspace, MODEL)
+    return found[0] if found else None
+
+
+def put(workspace: Storage, place: str, author: Author = AUTHOR, **changes: Any) -> Pointer:
+    """Promote in place of whatever is in production now."""
+    decision = passed(workspace, place, **changes)
+    return promote(workspace, MODEL, place, expected=production(workspace), decision=decision, author=author)
+
+
+@dataclass(frozen=True)
+class Told:
+    """Pointer and history of a model, held against each other and against the checkpoints."""
+
+    pointer: Pointer | None
+    history: tuple[Entry, ...]
+
+    @property
+    def actions(self) -> list[tuple[str, str]]:
+        return [(entry.action, entry.checkpoint) for entry in self.history]
+
+
+def consistent(workspace: Storage) -> Told:
+    """What the registry says, after checking all that must hold at any time."""
+    pointer, history = production(workspace), read_history(workspace, MODEL)
+    changes = changes_of(history)
+    assert [change.generation for change in changes] == list(range(1, len(changes) + 1)), "each change is told once"
+    assert len({entry.id for entry in history}) == len(history)
+    assert (changes[-1] if changes else None) == pointer, "the history ends with what is in production"
+    for before, after in pairwise(changes):
+        assert after.replaced == before.production
+    if pointer is not None:
+        assert verify_dir(workspace, pointer.checkpoint, deep=True).digest == pointer.digest
+    return Told(pointer, history)

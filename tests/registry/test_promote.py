@@ -1,0 +1,346 @@
+"""Promotion, refusal and rollback, on files and on S3."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
+from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.history import append, history_key, list_models, read_history
+from pipeline.registry.pointer import pointer_key, read_pointer
+from pipeline.registry.promote import promote, record_refusal, roll_back, withdrawn
+from pipeline.registry.protected import in_use
+from pipeline.registry.records import Decision, Entry, Pointer
+from pipeline.stages.incumbent import incumbent_prefix
+from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put
+from tests.registry.conftest import ON_BOTH, Make
+
+
+def back(workspace: Storage, to: str = "", reason: str = "clicks fell") -> Pointer:
+    return roll_back(workspace, MODEL, to, reason=reason, author=AUTHOR)
+
+
+@ON_BOTH
+def test_the_first_and_the_next(workspace: Storage, make: Make) -> None:
+    assert production(workspace) is None and consistent(workspace).history == ()
+    first = put(workspace, make("a"))
+    assert (first.generation, first.replaced, first.previous) == (1, None, None)
+    second = put(workspace, make("b", 20), figures={"ndcg": 0.7}, reasons=("ndcg +0.2",))
+    told = consistent(workspace)
+    assert told.pointer == second
+    assert told.actions == [("promoted", prefix("a")), ("promoted", prefix("b", 20))]
+    assert second.replaced == second.previous == first.production
+    assert (second.cycle, second.step, second.digest) == ("b", 20, digest_of(workspace, prefix("b", 20)))
+    assert (second.figures, second.reasons, second.author) == ({"ndcg": 0.7}, ("ndcg +0.2",), AUTHOR)
+    assert list_models(workspace) == [MODEL]
+    assert incumbent_prefix(workspace, MODEL) == prefix("b", 20), "what the next cycle starts from"
+    # The log itself, not only what readers make of it.
+    assert len(workspace.read_bytes(history_key(MODEL)).splitlines()) == 2
+
+
+def test_what_is_in_production_stays_as_it_is(workspace: Storage, make: Make) -> None:
+    first = put(workspace, make("a"))
+    files = {key: workspace.read_bytes(key) for key in (pointer_key(MODEL), history_key(MODEL))}
+    assert put(workspace, prefix("a")) == first
+    refused = Decision(passed=False, reasons=("worse",))
+    assert promote(workspace, MODEL, prefix("a"), expected=None, decision=refused, author=AUTHOR) == first
+    assert {key: workspace.read_bytes(key) for key in files} == files
+
+
+@ON_BOTH
+def test_a_stale_decision_is_refused(workspace: Storage, make: Make) -> None:
+    """Whatever it was made against, unless that is in production: nothing, the one before, one that came back."""
+    first = put(workspace, make("a"))
+    second = put(workspace, make("b"))
+    third = back(workspace)
+    make("c")
+    for expected in (None, first, second):
+        with pytest.raises(TransientError, match=r"it is checkpoints/a/step-1 \(generation 3\) now"):
+            promote(
+                workspace,
+                MODEL,
+                prefix("c"),
+                expected=expected,
+                decision=passed(workspace, prefix("c")),
+                author=AUTHOR,
+            )
+    assert consistent(workspace).pointer == third
+
+
+@pytest.mark.parametrize("changes", [{"reasons": ("ndcg fell",)}, {}, {"forced": " \n "}])
+def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: Make, changes: dict[str, Any]) -> None:
+    first = put(workspace, make("a"))
+    figures = {"ndcg": math.nan, "accuracy": 0.5}
+    decision = Decision(passed=False, digest=digest_of(workspace, make("b")), figures=figures, **changes)
+    for _ in range(2):
+        with pytest.raises(GateRefused, match=r"ndcg fell|the gate did not let it through") as caught:
+            promote(workspace, MODEL, prefix("b"), expected=first, decision=decision, author=AUTHOR)
+    assert "--force REASON" in str(caught.value) and caught.value.exit_code == 80
+    told = consistent(workspace)
+    assert told.pointer == first
+    assert told.actions == [("promoted", prefix("a")), ("refused", prefix("b"))], "told twice, recorded once"
+    refused = told.history[-1]
+    assert refused.figures == {"ndcg": None, "accuracy": 0.5}
+    assert refused.replaced == first.production and refused.generation == 1
+
+
+def test_a_refusal_before_anything_was_promoted(workspace: Storage, make: Make) -> None:
+    decision = Decision(passed=False, reasons=("below the floor",))
+    entry = record_refusal(workspace, MODEL, make("a"), decision, AUTHOR)
+    assert (entry.generation, entry.replaced, entry.previous) == (0, None, None)
+    assert put(workspace, prefix("a")).generation == 1
+    assert consistent(workspace).actions == [("refused", prefix("a")), ("promoted", prefix("a"))]
+
+
+def test_force_needs_a_reason_and_keeps_what_the_gate_said(workspace: Storage, make: Make) -> None:
+    first = put(workspace, make("a"))
+    decision = Decision(passed=False, reasons=("ndcg fell",), forced="the holdout\nis broken\x1b[2J")
+    forced = promote(workspace, MODEL, make("b"), expected=first, decision=decision, author=AUTHOR)
+    assert forced.action == "forced"
+    assert forced.reasons == ("forced: the holdout is broken [2J", "ndcg fell")
+    assert consistent(workspace).pointer == forced
+
+
+@pytest.mark.parametrize("forced", ["", "why"])
+def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Make, forced: str) -> None:
+    """Not even by force: its figures would be told of a model that they are not of."""
+    decision = passed(workspace, make("a"), forced=forced)
+    with pytest.raises(GateRefused, match="the verdict is of content"):
+        promote(workspace, MODEL, make("b"), expected=None, decision=decision, author=AUTHOR)
+    assert production(workspace) is None
+
+
+def damage(workspace: Storage, key: str, how: str) -> None:
+    data = bytearray(workspace.read_bytes(key))
+    if how == "remove":
+        workspace.delete([key])
+    elif how == "cut":
+        workspace.write_bytes(key, bytes(data[:-2]))
+    else:
+        data[len(data) // 2] ^= 1
+        workspace.write_bytes(key, bytes(data))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, TOKENIZER, MANIFEST_NAME])
+def test_a_damaged_checkpoint_never_gets_there(workspace: Storage, make: Make, name: str, how: str) -> None:
+    first = put(workspace, make("a"))
+    decision = passed(workspace, make("b"), forced="I insist")
+    damage(workspace, f"{prefix('b')}/{name}", how)
+    with pytest.raises(CheckpointError, match="checkpoints/b/step-1"):
+        promote(workspace, MODEL, prefix("b"), expected=first, decision=decision, author=AUTHOR)
+    assert consistent(workspace).pointer == first
+
+
+@pytest.mark.fault
+@ON_BOTH
+def test_damage_is_seen_where_it_lies(workspace: Storage, make: Make) -> None:
+    """Also after somebody has fetched it: a whole copy on this machine proves nothing."""
+    decision = passed(workspace, make("b"))
+    damage(workspace, f"{prefix('b')}/{WEIGHTS}", "flip")
+    with pytest.raises(CheckpointError, match=r"checkpoints/b/step-1/model\.safetensors has"):
+        promote(workspace, MODEL, prefix("b"), expected=None, decision=decision, author=AUTHOR)
+    assert production(workspace) is None
+
+
+@pytest.mark.fault
+def test_a_checkpoint_deleted_after_it_was_verified(
+    workspace: Storage, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifying a large one takes minutes, in which retention may have let it go."""
+    first = put(workspace, make("a"))
+    decision = passed(workspace, make("b"))
+
+    def delete_first(workspace: Storage, model: str, *entries: Entry) -> tuple[Entry, ...]:
+        workspace.delete([f"{prefix('b')}/{MANIFEST_NAME}"])
+        return append(workspace, model, *entries)
+
+    monkeypatch.setattr("pipeline.registry.promote.append", delete_first)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        promote(workspace, MODEL, prefix("b"), expected=first, decision=decision, author=AUTHOR)
+    assert production(workspace) == first
+
+
+@pytest.mark.parametrize("place", ["../a", "/etc", "checkpoints/../../x", "", "a//b", "s3://b/c", "a\nb", "a\\b"])
+def test_a_prefix_does_not_lead_out_of_the_workspace(workspace: Storage, place: str) -> None:
+    with pytest.raises(ConfigError):
+        promote(workspace, MODEL, place, expected=None, decision=Decision(passed=True, forced="x"), author=AUTHOR)
+
+
+@pytest.mark.parametrize("name", ["../a", "", "a/b", ".hidden", "-x", "a\n", "a b"])
+def test_a_model_name_does_not_lead_elsewhere(workspace: Storage, make: Make, name: str) -> None:
+    decision = passed(workspace, make("a"))
+    with pytest.raises(ConfigError, match="model name"):
+        promote(workspace, name, prefix("a"), expected=None, decision=decision, author=AUTHOR)
+    with pytest.raises(ConfigError, match="model name"):
+        read_history(workspace, name)
+
+
+# Rollback
+
+
+def test_rolling_back_twice_goes_further_back(workspace: Storage, make: Make) -> None:
+    for name in ("a", "b", "c"):
+        put(workspace, make(name))
+    assert back(workspace).checkpoint == prefix("b")
+    again = back(workspace, reason="still bad")
+    assert (again.checkpoint, again.previous, again.reasons) == (prefix("a"), None, ("still bad",))
+    assert again.figures == {"ndcg": 0.5}, "those of the promotion"
+    with pytest.raises(ConfigError, match="nothing before it"):
+        back(workspace)
+    assert [action for action, _ in consistent(workspace).actions] == ["promoted"] * 3 + ["rolled_back"] * 2
+
+
+@ON_BOTH
+def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
+    for name in ("a", "b", "c"):
+        put(workspace, make(name))
+    make("never")
+    rolled = back(workspace, prefix("a"))
+    assert rolled.checkpoint == prefix("a") and rolled.replaced is not None
+    assert rolled.replaced.checkpoint == prefix("c")
+    assert back(workspace, prefix("a")) == rolled, "it is there already"
+    with pytest.raises(ConfigError, match="was never in production"):
+        back(workspace, prefix("never"))
+    with pytest.raises(ConfigError, match="storage key"):
+        back(workspace, "checkpoints/../a")
+    assert consistent(workspace).pointer == rolled
+
+
+def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
+    with pytest.raises(ConfigError, match="nothing is in production"):
+        back(workspace)
+    put(workspace, make("a"))
+    put(workspace, make("b"))
+    with pytest.raises(ConfigError, match="no reason"):
+        back(workspace, reason=" \t")
+    assert production(workspace) == read_history(workspace, MODEL)[-1]
+
+
+def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, make: Make) -> None:
+    """A cycle that is run again must not undo what a person did."""
+    put(workspace, make("a"))
+    put(workspace, make("b"))
+    back(workspace)
+    with pytest.raises(GateRefused, match="rolled back from it"):
+        put(workspace, prefix("b"))
+    assert put(workspace, prefix("b"), forced="it was not the model").action == "forced"
+    put(workspace, make("c"))
+    assert put(workspace, prefix("b")).checkpoint == prefix("b"), "put there again since, so it is like any other"
+    assert consistent(workspace).actions[3] == ("refused", prefix("b"))
+
+
+@pytest.mark.fault
+def test_a_rollback_verifies_first(workspace: Storage, make: Make) -> None:
+    put(workspace, make("a"))
+    second = put(workspace, make("b"))
+    damage(workspace, f"{prefix('a')}/{WEIGHTS}", "flip")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        back(workspace)
+    workspace.delete_prefix(prefix("a"))
+    make("a", settings_hash="trained again")
+    with pytest.raises(CheckpointError, match="has the digest"):
+        back(workspace)
+    assert consistent(workspace).pointer == second
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(-3, 3), max_size=9))
+def test_rollback_is_a_stack(tmp_path_factory: pytest.TempPathFactory, moves: list[int]) -> None:
+    """n >= 0 promotes checkpoint n by force, below 0 rolls back; a list of what was in production is the oracle."""
+    folder = tmp_path_factory.mktemp("stack")
+    workspace = open_storage(f"file://{folder}/workspace")
+    names = [make_checkpoint(workspace, folder, f"c{number}") for number in range(4)]
+    stack: list[str] = []
+    for move in moves:
+        if move >= 0:
+            put(workspace, names[move], forced="property")
+            stack += [] if stack and stack[-1] == names[move] else [names[move]]
+        elif len(stack) > 1:
+            back(workspace)
+            stack.pop()
+        else:
+            with pytest.raises(ConfigError):
+                back(workspace)
+        pointer = consistent(workspace).pointer
+        assert (pointer.checkpoint if pointer else None) == (stack[-1] if stack else None)
+    assert in_use(workspace) == {entry.checkpoint for entry in read_history(workspace, MODEL)} >= set(stack)
+    history = read_history(workspace, MODEL)
+    assert not stack or digest_of(workspace, stack[-1]) not in withdrawn(history)
+
+
+# Files that were touched by hand
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("content", [b"", b"{}", b"3", b"\xff", b'{"checkpoint": "checkpoints/a/step-1"}'])
+def test_a_damaged_pointer_is_named(workspace: Storage, make: Make, content: bytes) -> None:
+    put(workspace, make("a"))
+    workspace.write_bytes(pointer_key(MODEL), content)
+    for action in (
+        lambda: put(workspace, prefix("a")),
+        lambda: back(workspace),
+        lambda: read_history(workspace, MODEL),
+    ):
+        with pytest.raises(CheckpointError, match=r"production\.json is no pointer"):
+            action()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"checkpoints/a/", b"checkpoints/b/"), (b"checkpoints/a/step-1", b"../../secret"), (b'"relevance"', b'"other"')],
+)
+def test_an_altered_pointer_is_refused(workspace: Storage, make: Make, old: bytes, new: bytes) -> None:
+    put(workspace, make("a"))
+    workspace.write_bytes(pointer_key(MODEL), workspace.read_bytes(pointer_key(MODEL)).replace(old, new))
+    with pytest.raises(CheckpointError, match="is no pointer"):
+        read_pointer(workspace, MODEL)
+
+
+@pytest.mark.fault
+def test_a_pointer_of_another_model_is_refused(workspace: Storage, make: Make) -> None:
+    put(workspace, make("a"))
+    workspace.write_bytes(pointer_key("other"), workspace.read_bytes(pointer_key(MODEL)))
+    with pytest.raises(CheckpointError, match="it is of model relevance"):
+        read_pointer(workspace, "other")
+
+
+@pytest.mark.fault
+def test_a_damaged_line_of_the_history_is_named_and_nothing_changes(workspace: Storage, make: Make) -> None:
+    first = put(workspace, make("a"))
+    workspace.write_bytes(history_key(MODEL), workspace.read_bytes(history_key(MODEL)) + b"rubbish\n")
+    with pytest.raises(DataError, match=r"line 2 of .*history\.jsonl is no entry"):
+        put(workspace, make("b"))
+    assert production(workspace) == first
+
+
+@pytest.mark.fault
+def test_a_history_without_its_last_line_end_and_with_blank_lines(workspace: Storage, make: Make) -> None:
+    put(workspace, make("a"))
+    workspace.write_bytes(history_key(MODEL), b"\n" + workspace.read_bytes(history_key(MODEL)).rstrip())
+    put(workspace, make("b"))
+    assert [place for _, place in consistent(workspace).actions] == [prefix("a"), prefix("b")]
+
+
+@pytest.mark.fault
+def test_a_pointer_removed_by_hand_starts_no_new_count(workspace: Storage, make: Make) -> None:
+    put(workspace, make("a"))
+    workspace.delete([pointer_key(MODEL)])
+    assert put(workspace, make("b")).generation == 2
+    assert [entry.checkpoint for entry in read_history(workspace, MODEL)] == [prefix("a"), prefix("b")]
+
+
+@pytest.mark.fault
+def test_a_history_that_is_lost_leaves_production_and_the_one_before(workspace: Storage, make: Make) -> None:
+    for name in ("a", "b"):
+        put(workspace, make(name))
+    workspace.delete([history_key(MODEL)])
+    assert [entry.checkpoint for entry in read_history(workspace, MODEL)] == [prefix("b")]
+    assert back(workspace).checkpoint == prefix("a")

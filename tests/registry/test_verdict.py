@@ -1,0 +1,84 @@
+"""The stored verdict carries a promotion only for what it was made of."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.io.storage import Storage
+from pipeline.registry.records import Place
+from pipeline.registry.verdict import StoredVerdict, load_verdict, store_verdict, stored_decision, verdict_key
+from pipeline.registry.verified import read_checkpoint
+from tests.registry.cases import MODEL, digest_of, prefix
+from tests.registry.conftest import Make
+
+OTHER = Place(checkpoint=prefix("z"), digest="00" * 32)
+
+
+def verdict(workspace: Storage, place: str, cycle: str, **changes: Any) -> StoredVerdict:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "cycle": cycle,
+        "candidate": Place(checkpoint=place, digest=digest_of(workspace, place)),
+        "incumbent": None,
+        "promote": True,
+        "reasons": ("better\neverywhere",),
+        "figures": {"ndcg": 0.5, "ece": float("inf")},
+        "checks": ({"name": "ndcg floor", "outcome": "pass"},),
+        "settings_hash": "h",
+        "code_version": "v",
+        "at": datetime.now(UTC),
+    }
+    return StoredVerdict(**fields | changes)
+
+
+def test_it_comes_back(workspace: Storage, make: Make) -> None:
+    assert load_verdict(workspace, "c1") is None
+    stored = verdict(workspace, make("c1"), "c1")
+    assert store_verdict(workspace, stored) == "cycles/c1/evaluate/verdict.json"
+    assert load_verdict(workspace, "c1") == stored
+    assert stored.reasons == ("better everywhere",) and stored.figures == {"ndcg": 0.5, "ece": None}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"promote": true}'])
+def test_a_damaged_one_is_named_and_carries_nothing(workspace: Storage, make: Make, content: bytes) -> None:
+    place = make("c1")
+    workspace.write_bytes(verdict_key("c1"), content)
+    with pytest.raises(DataError, match=r"verdict\.json is no verdict"):
+        load_verdict(workspace, "c1")
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), None, ["c1"])
+    assert not decision.passed and "is no verdict" in decision.reasons[0]
+
+
+def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: Make) -> None:
+    place = make("c1")
+    store_verdict(workspace, verdict(workspace, place, "c2", incumbent=OTHER))
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), OTHER, ["c1", "c2", "c2"])
+    assert decision.passed and decision.digest == digest_of(workspace, place)
+    assert (decision.reasons, decision.verdict) == (("better everywhere",), "cycles/c2/evaluate/verdict.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "incumbent", "reason"),
+    [
+        ({"promote": False, "reasons": ("worse",)}, None, "worse"),
+        ({"model": "other"}, None, "judged as a model other"),
+        ({"incumbent": OTHER}, None, "judged against checkpoints/z/step-1 in production, which is nothing now"),
+        ({}, OTHER, "judged against nothing in production, which is checkpoints/z/step-1 now"),
+        (
+            {"incumbent": OTHER.model_copy(update={"digest": "11" * 32})},
+            OTHER,
+            "which is checkpoints/z/step-1 now (other content)",
+        ),
+        ({"candidate": OTHER}, None, "no verdict of checkpoints/c1/step-1 is stored"),
+    ],
+)
+def test_and_of_nothing_else(
+    workspace: Storage, make: Make, changes: dict[str, Any], incumbent: Place | None, reason: str
+) -> None:
+    place = make("c1")
+    store_verdict(workspace, verdict(workspace, place, "c1", **changes))
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), incumbent, ["c1"])
+    assert not decision.passed and reason in decision.reasons[-1]

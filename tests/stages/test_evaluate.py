@@ -1,0 +1,298 @@
+"""The evaluate stage: what is promoted, what is refused, and what is left when it is asked again."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data import synthetic
+from pipeline.data.config import SyntheticConfig
+from pipeline.evaluation.leak import Leak
+from pipeline.evaluation.scores import load_scores, to_rows
+from pipeline.registry.promote import promote
+from pipeline.registry.records import Author, Decision
+from pipeline.stages import evaluate, evaluate_work
+from pipeline.stages.evaluate_work import Evaluation
+from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
+
+pytestmark = pytest.mark.stage
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Path]:
+    """A workspace in which cycle c1 is prepared and trained."""
+    from pipeline.cli import main
+
+    folder = Path(mkdtemp(prefix="trnpipe-evaluate-"))
+    for stage in ("prepare", "train"):
+        assert main([stage, *FLAGS, f"--workspace={folder}/workspace", "--cycle=c1"]) == 0
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def case(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Case:
+    shutil.copytree(trained / "workspace", tmp_path / "workspace")
+    capsys.readouterr()
+    return Case(tmp_path, capsys)
+
+
+@pytest.fixture
+def promoted(case: Case) -> Case:
+    """The trained checkpoint is in production."""
+    case.run()
+    return case
+
+
+def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> None:
+    told = case.run()
+    report, result, pointer = case.report(), case.result(), case.pointer
+    assert pointer is not None and result is not None
+    assert pointer.checkpoint == case.trained() and case.history == [("promoted", case.trained())]
+    assert result.outputs["checkpoint"] == case.trained() and result.figures["promoted"] is True
+    train = json.loads(case.storage.read_bytes("cycles/c1/train/result.json"))["figures"]
+    assert report.candidate.metrics.values["accuracy"] == pytest.approx(train["test_accuracy"])
+    assert report.candidate.metrics.values["ndcg@10"] == pytest.approx(train["test_ndcg"])
+    assert report.candidate.retrieval is not None
+    assert result.figures["retrieval_mrr"] == report.candidate.retrieval.values["retrieval_mrr"]
+    assert {part.column for part in report.candidate.slices} == {"brand", "query_tokens"}
+    assert report.holdout.rows == train["test_rows"] and report.holdout.leak_checked
+    assert "metric " in told and "ndcg@10" in told and "promote: " in told and "generation 1" in told
+    scores = load_scores(case.storage, report.candidate.scores, case.folder / "cache")
+    assert scores.info.rows == len(scores.sample_id) == report.holdout.rows
+    assert scores.vectors is not None and len(scores.vectors.sample_id) == 20
+    np.testing.assert_allclose(np.linalg.norm(scores.vectors.query, axis=1), 1, rtol=1e-5)
+    assert set(scores.slices) == {"brand", "partition", "query_tokens"}
+    assert not case.storage.list_dirs("cycles/c1/evaluate/parts/")
+
+    before = {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
+    assert "done already; promoted" in case.run()
+    assert before == {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
+
+
+def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = promoted.made("worse", noisy(1.0))
+    flag = f"--evaluate.candidate={worse}"
+    told = promoted.run(flag, cycle="c1", code=80)
+    assert "refuse: " in told and "is not promoted" in told and "--evaluate.force-reason" in told
+    assert promoted.pointer is not None and promoted.pointer.checkpoint == promoted.trained()
+    assert promoted.history == [("promoted", promoted.trained()), ("refused", worse)]
+    report = promoted.report()
+    assert report.incumbent is not None and report.incumbent.checkpoint.endswith(promoted.trained())
+    assert report.incumbent.metrics.values["ndcg@10"] > report.candidate.metrics.values["ndcg@10"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
+        again = promoted.run(flag, code=80)
+    assert "refuse: " in again and len(promoted.history) == 2
+
+    forced = promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+    assert "promoted by force, generation 2" in forced
+    assert promoted.history[-1] == ("forced", worse)
+    assert "forced: a rehearsal" in promoted.entries[-1].reasons
+    assert "done already" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+
+
+def test_scores_that_are_no_numbers_are_refused(promoted: Case) -> None:
+    bad = promoted.made("bad", not_a_number)
+    told = promoted.run(f"--evaluate.candidate={bad}", code=80)
+    assert "rows have NaN or infinite scores of the candidate" in told
+    assert promoted.history[-1] == ("refused", bad)
+    assert promoted.report().candidate.metrics.values == {}
+
+
+def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
+    def change(weights: dict[str, Any]) -> None:
+        next(tensor for name, tensor in weights.items() if "word_embeddings" in name)[:] = float("nan")
+
+    told = case.run(f"--evaluate.candidate={case.made('bad', change)}", code=80)
+    assert "vectors hold NaN or infinity" in told
+
+
+def test_what_is_in_production_already_is_nothing_new(promoted: Case) -> None:
+    told = promoted.run(f"--evaluate.candidate={promoted.trained()}", cycle="c2", code=65)
+    assert "no prepared data" in told
+    promoted.run(stage="prepare", cycle="c2")
+    told = promoted.run(f"--evaluate.candidate={promoted.trained()}", cycle="c2")
+    assert "nothing new, the candidate is the model in production" in told
+    result = promoted.result("c2")
+    assert result is not None and result.figures["nothing_new"] is True
+    assert len(promoted.history) == 1
+
+
+def test_production_that_moves_meanwhile_is_judged_against_next_time(
+    promoted: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate, other = promoted.made("same"), promoted.made("other", noisy(0.01))
+    first, run = promoted.pointer, Evaluation.run
+
+    def slow(self: Evaluation) -> Any:
+        report = run(self)
+        decision = Decision(passed=False, forced="somebody else")
+        promote(promoted.storage, "relevance", other, expected=first, decision=decision, author=Author(by="else"))
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", slow)
+        assert "production" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
+    assert promoted.pointer is not None and promoted.pointer.checkpoint == other
+    scored = promoted.report().candidate.scores
+    promoted.run(f"--evaluate.candidate={candidate}")
+    assert promoted.pointer.checkpoint == candidate
+    report = promoted.report()
+    assert report.incumbent is not None and report.incumbent.checkpoint.endswith(other)
+    assert report.candidate.scores == scored, "the candidate is not scored again"
+
+
+def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = promoted.made("same")
+    monkeypatch.setattr("pipeline.parallel.gang.Gang.gather", lambda self, value: [value, ("other", "other")])
+    assert "production changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
+
+
+def test_judged_first_and_promoted_later(case: Case) -> None:
+    told = case.run("--no-evaluate.promote")
+    assert "passed, and not promoted (evaluate.promote)" in told and case.pointer is None
+    assert "done already; passed, and not promoted" in case.run("--no-evaluate.promote")
+    assert "generation 1" in case.run()
+    assert case.history == [("promoted", case.trained())]
+
+
+def test_killed_after_the_verdict_it_goes_on_from_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "promote", killed)
+        case.run(code=143)
+    assert case.pointer is None and case.result() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
+        case.run()
+    assert case.pointer is not None
+
+
+def test_killed_after_the_promotion_the_result_still_tells_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "store_result", killed)
+        case.run(code=143)
+    assert case.pointer is not None and case.result() is None
+    assert "promoted, generation 1" in case.run()
+    result = case.result()
+    assert result is not None and result.figures["promoted"] is True and result.figures["generation"] == 1
+    assert len(case.history) == 1
+    assert "done already; promoted" in case.run()
+
+
+def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:
+    candidate = promoted.made("same")
+    promoted.storage.write_bytes(f"{promoted.trained()}/model.safetensors", b"")
+    told = promoted.run(f"--evaluate.candidate={candidate}", code=74)
+    assert "what is in production cannot be opened" in told and "registry rollback" in told
+
+
+def test_another_incumbent_than_production_promotes_nothing(promoted: Case) -> None:
+    candidate, other = promoted.made("same"), promoted.made("other", noisy(0.5))
+    flags = [f"--evaluate.candidate={candidate}", f"--evaluate.incumbent={other}"]
+    assert "it was not held against production" in promoted.run(*flags)
+    assert "not held against production" in promoted.run(flags[0], "--evaluate.incumbent=none")
+    assert promoted.history == [("promoted", promoted.trained())]
+    promoted.run(flags[0], "--evaluate.incumbent=none", "--evaluate.force-reason=a new tokenizer")
+    assert promoted.history[-1] == ("forced", candidate)
+
+
+def test_a_candidate_from_elsewhere_is_judged_and_not_promoted(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "workspace" / case.trained(), tmp_path / "elsewhere" / "step-7")
+    flag = f"--evaluate.candidate={tmp_path}/elsewhere/step-7"
+    assert "lies outside the workspace" in case.run(flag, code=78)
+    assert "passed, and not promoted" in case.run(flag, "--no-evaluate.promote")
+    assert case.pointer is None
+    inside = f"--evaluate.candidate=file://{tmp_path}/workspace/{case.trained()}"
+    assert "generation 1" in case.run(inside)
+
+
+def test_new_and_old_partitions_are_slices_and_may_be_the_holdout(case: Case) -> None:
+    days = [f"dt=2026-01-0{day}" for day in (1, 2)]
+    old = case.made("old", noisy(0.3), watermark=days[0].removeprefix("dt="), partitions={days[0]: "x"})
+    flags = (f"--evaluate.incumbent={old}", "--no-evaluate.promote", "--gate.drops=ndcg@10=0.5")
+    told = case.run(*flags)
+    report = case.report()
+    assert report.holdout.new_partitions == (days[1],) and report.holdout.unchecked_partitions == (days[0],)
+    assert {(part.column, part.value) for part in report.candidate.slices} >= {("age", "new"), ("age", "old")}
+    assert "are not prepared any more" in told
+    case.run(*flags, "--evaluate.partitions=new")
+    fewer = case.report().holdout
+    assert fewer.partitions == (days[1],) and fewer.rows < report.holdout.rows
+
+
+def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_work, "find_leak", lambda *args: Leak(30, 4, 2))
+    assert "6 of 30 holdout queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
+    assert not case.storage.stat("cycles/c1/evaluate/report.json")
+    assert "better than they would be" in case.run("--evaluate.leak=warn")
+    assert (case.report().holdout.leaked_by_id, case.report().holdout.leaked_by_text) == (4, 2)
+    assert any("were trained on" in warning for warning in case.report().warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "code", "message"),
+    [
+        ({"tokenizer_fingerprint": "other"}, (), 78, "the data has tokenizer"),
+        ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "no committed checkpoint"),
+        ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
+        ({}, ("--gate.drops=nonsense=0.1",), 78, "no metric is called 'nonsense'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named(
+    case: Case, change: dict[str, Any], flags: tuple[str, ...], code: int, message: str
+) -> None:
+    made = (f"--evaluate.candidate={case.made('made', **change)}",) if change else ()
+    assert message in case.run(*made, *flags, code=code)
+
+
+def test_a_cycle_without_a_model(case: Case) -> None:
+    case.storage.delete(["cycles/c1/train/result.json"])
+    assert "cycle c1 has no trained model" in case.run(code=65)
+
+
+def test_the_scores_tell_the_metrics(promoted: Case) -> None:
+    """What is in the report can be computed again from what is saved."""
+    report = promoted.report()
+    rows = to_rows(load_scores(promoted.storage, report.candidate.scores, promoted.folder / "cache"))
+    found = float((rows.probabilities.argmax(axis=1) == rows.label).mean())
+    assert found == pytest.approx(report.candidate.metrics.values["accuracy"])
+
+
+def test_two_classes_get_a_threshold_on_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.Table.from_batches(synthetic.generate(SyntheticConfig(num_queries=90), "dt=2026-01-01"))
+    is_match = pc.equal(table["label"], "exact")
+    table = table.set_column(table.schema.get_field_index("label"), "label", pc.if_else(is_match, "match", "other"))
+    table = table.drop_columns(["gain"]).append_column("gain", pc.cast(is_match, pa.float64()))
+    pq.write_table(table, tmp_path / "pairs.parquet")
+    flags = (*FLAGS, f"--data.path={tmp_path}/pairs.parquet", "--train.max-steps=20", "--gate.floors=f1=0.01")
+    case = Case(tmp_path, capsys, flags)
+    for stage in ("prepare", "train"):
+        case.run(stage=stage)
+    case.run()
+    report = case.report()
+    names = {"precision", "recall", "f1", "roc_auc", "average_precision"}
+    assert names <= report.candidate.metrics.values.keys()
+    assert report.candidate.threshold is not None and 0 < report.candidate.threshold < 1
+    keys = case.storage.list_dirs("cycles/c1/evaluate/scores/")
+    assert [key.partition("-")[0] for key in keys] == ["test", "valid"]
+    assert any(check.metric == "f1" and check.outcome == "pass" for check in report.verdict.checks)
+
+    case.made("other", noisy(0.1))
+    case.run("--evaluate.candidate=checkpoints/other/step-20", "--evaluate.split=valid", "--gate.drops=f1=0.5")
+    assert case.report().holdout.split == "valid"
+    assert len(case.storage.list_dirs("cycles/c1/evaluate/scores/")) == 4, "valid is scored once for each model"

@@ -1,0 +1,72 @@
+"""Evaluation as real processes: stopped, killed, and finished by other ranks."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+
+from pipeline.cli import main
+from pipeline.evaluation.report import load_report
+from pipeline.evaluation.scores import ScoreSet, load_scores
+from pipeline.io.storage import Storage
+from pipeline.registry.pointer import read_pointer
+from tests.fault.harness import Place
+from tests.stages.evaluate_case import FLAGS
+
+pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow]
+
+SLOW = ("--train.micro-batch-size=2", "--evaluate.save-every-s=0.001", "--evaluate.retrieval.max-queries=20")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    flags = (*FLAGS, *SLOW)
+    for stage in ("prepare", "train"):
+        assert main([stage, *FLAGS, f"--workspace={tmp_path}/workspace", "--cycle=c1"]) == 0
+    here = Place(str(tmp_path / "workspace"), tmp_path, flags)
+    yield here
+    here.close()
+
+
+def parts(storage: Storage) -> int:
+    """Rows in committed parts."""
+    folders = storage.list_dirs("cycles/c1/evaluate/parts/")
+    return sum(len(storage.list_dirs(f"cycles/c1/evaluate/parts/{name}/")) for name in folders)
+
+
+def scores_in(place: Place) -> ScoreSet:
+    report = load_report(place.storage, "c1")
+    assert report is not None
+    return load_scores(place.storage, report.candidate.scores, place.folder / "cache")
+
+
+def test_stopped_and_killed_it_goes_on_with_other_ranks(place: Place) -> None:
+    whole = Path(mkdtemp(dir=place.folder)) / "workspace"
+    shutil.copytree(place.path, whole)
+
+    run = place.start("evaluate")
+    assert run.until(lambda: parts(place.storage) > 1)
+    assert run.terminate() == 143, run.err
+    assert "stopped by SIGTERM while scoring a holdout" in run.err
+    stopped_at = parts(place.storage)
+
+    run = place.start("evaluate")
+    assert run.until(lambda: parts(place.storage) > stopped_at)
+    run.kill()
+    assert read_pointer(place.storage, "relevance") is None
+
+    refused = place.run("evaluate", "--launch.processes=2", "--gate.floors=accuracy=1.0", code=80)
+    assert "2 x cpu" in refused.out and "is not promoted" in refused.err
+    assert not place.storage.list_dirs("cycles/c1/evaluate/parts/")
+    assert main(["evaluate", *FLAGS, *SLOW, f"--workspace={place.path}", "--cycle=c1"]) == 0
+    assert read_pointer(place.storage, "relevance") is not None
+
+    alone = Place(str(whole), place.folder / "alone", place.flags)
+    assert main(["evaluate", *FLAGS, f"--workspace={whole}", "--cycle=c1"]) == 0
+    seen, expected = scores_in(place), scores_in(alone)
+    np.testing.assert_array_equal(seen.sample_id, expected.sample_id)
+    np.testing.assert_array_equal(seen.query_id, expected.query_id)
+    np.testing.assert_allclose(seen.logits, expected.logits, atol=1e-5)
