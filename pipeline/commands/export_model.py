@@ -1,0 +1,157 @@
+"""`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.command_table import ToolCall
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
+from pipeline.core.format import format_bytes
+from pipeline.core.stop import StopSignal
+from pipeline.data.token_store import read_token_sets
+from pipeline.exchange.destination import destination
+from pipeline.exchange.exporting import ExportPlan, check_plan, write_export
+from pipeline.exchange.place import place_of
+from pipeline.exchange.programs import default_shapes, parse_shapes
+from pipeline.exchange.record import Format
+from pipeline.io import atomic
+from pipeline.io.storage import Storage
+from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
+from pipeline.registry.pointer import read_pointer
+from pipeline.registry.records import check_prefix
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext, open_context
+from pipeline.stages.prepared import find_prepared
+
+Say = Callable[[str], object]
+
+TO, FORMAT, MAX_TOKENS, SHAPES, BATCH_SIZE = "--to", "--format", "--max-tokens", "--shapes", "--batch-size"
+FORMATS: tuple[Format, ...] = get_args(Format)
+PROGRAMS = ("torchscript", "torch-export")
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Export one checkpoint. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
+    to, format_ = _asked(call)
+    with open_context(settings, stop) as ctx, atomic.temp_dir(ctx.scratch / "export") as scratch:
+        atomic.sweep_temps(ctx.scratch)
+        checkpoint, prefix = _checkpoint(settings, ctx, call, ctx.scratch / "exported")
+        plan = _plan(settings, ctx, checkpoint, prefix, call)
+        check_plan(checkpoint, plan)
+        fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
+        with destination(
+            to, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
+        ) as new:
+            record = write_export(checkpoint, plan, new, stop)
+            size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
+        say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
+        for program in record.programs:
+            say(f"  {program.file}: {program.text}, {' and '.join(str(list(one.shape)) for one in program.inputs)}")
+        say(f"committed: {to}, {format_bytes(size_bytes)}; its README.md tells how to load it")
+    return EXIT_OK
+
+
+def _asked(call: ToolCall) -> tuple[str, Format]:
+    """Where to, and as what. Raises ConfigError for what is missing, unknown or of no use together."""
+    to, asked = call.options.get(TO, ""), call.options.get(FORMAT, FORMATS[0])
+    if not to:
+        raise ConfigError("no folder to export to is given", expected="--to DIR", next_command="trnpipe export --help")
+    format_ = next((known for known in FORMATS if known == asked), None)
+    if format_ is None:
+        raise ConfigError(
+            f"format {asked!r}", expected=f"one of {', '.join(FORMATS)}", next_command="give another --format"
+        )
+    idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ not in PROGRAMS]
+    if idle:
+        raise ConfigError(
+            f"{idle[0]} says nothing to format {format_}",
+            expected=f"it with {' or '.join(PROGRAMS)}",
+            next_command=f"leave {idle[0]} out",
+        )
+    return to, format_
+
+
+def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint, and its prefix in the workspace; '' for one of another place. Raises CheckpointError."""
+    if not call.arguments:
+        return _promoted(settings, ctx, cache_dir)
+    text = call.arguments[0].rstrip("/")
+    root = f"{ctx.workspace.root}/"
+    if text.startswith(CHECKPOINTS):
+        return open_checkpoint(ctx.workspace, check_prefix(text), cache_dir), text
+    checkpoint = open_checkpoint(*place_of(text, retry=settings.storage, stop=ctx.stop), cache_dir)
+    return checkpoint, checkpoint.uri.removeprefix(root) if checkpoint.uri.startswith(root) else ""
+
+
+def _promoted(settings: Settings, ctx: StageContext, cache_dir: Path) -> tuple[Checkpoint, str]:
+    found = read_pointer(ctx.workspace, settings.model_name)
+    if found is None:
+        raise ConfigError(
+            f"nothing is promoted as {settings.model_name} in {ctx.workspace.root}",
+            expected="a model in production, or a checkpoint by name",
+            next_command="trnpipe export checkpoints/<cycle>/step-<n> --to DIR",
+        )
+    pointer, _ = found
+    checkpoint = open_checkpoint(ctx.workspace, pointer.checkpoint, cache_dir)
+    if checkpoint.digest != pointer.digest:
+        raise CheckpointError(
+            f"{checkpoint.uri} has digest {checkpoint.digest}",
+            expected=f"{pointer.digest}, as it was promoted",
+            next_command="trnpipe registry rollback",
+        )
+    return checkpoint, pointer.checkpoint
+
+
+def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
+    state = checkpoint.state
+    buckets = _buckets(settings, replace(ctx, cycle=state.cycle))
+    longest = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
+    known = state.max_tokens or min(longest, state.model.max_positions)
+    batch_size = _number(call, BATCH_SIZE, 1)
+    shapes = call.options.get(SHAPES)
+    return ExportPlan(
+        format=_asked(call)[1],
+        max_tokens=_number(call, MAX_TOKENS, known),
+        shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
+        model_name=settings.model_name,
+        ancestors=_ancestors(ctx.workspace, checkpoint, prefix),
+    )
+
+
+def _buckets(settings: Settings, ctx: StageContext) -> tuple[Bucket, ...]:
+    """Those of the data that the checkpoint was trained on, while it is there; else of the settings."""
+    prepared = find_prepared(ctx)
+    if prepared is None:
+        return settings.data.bucket_shapes
+    return tuple(Bucket.parse(text) for text in read_token_sets(ctx.workspace, prepared.token_sets)[0].info.buckets)
+
+
+def _ancestors(workspace: Storage, checkpoint: Checkpoint, prefix: str) -> tuple[Ancestor, ...]:
+    if prefix:
+        return lineage(workspace, prefix)
+    state = checkpoint.state
+    return (
+        Ancestor(
+            checkpoint=checkpoint.uri,
+            digest=checkpoint.digest,
+            cycle=state.cycle,
+            step=state.step,
+            watermark=state.watermark,
+            partitions=state.partitions,
+            settings_hash=state.settings_hash,
+            code_version=state.code_version,
+            note="it is of another workspace, where its parents and metrics are",
+        ),
+    )
+
+
+def _number(call: ToolCall, name: str, default: int) -> int:
+    text = call.options.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or not 0 < int(text) <= 65_536:
+        raise ConfigError(f"{name} {text!r}", expected="a whole number from 1 to 65536")
+    return int(text)

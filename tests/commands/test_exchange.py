@@ -1,0 +1,183 @@
+"""`trnpipe import` and `trnpipe export`: from a foreign folder to a trained model and out again."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline import cli
+from pipeline.checkpoint.store import open_checkpoint
+from pipeline.io.storage import open_storage
+from tests.exchange.conftest import Folder, source_of
+
+CONFIG, CHECKPOINT = 78, 74
+DATA = (
+    "--data.buckets=8x12,16x24",
+    "--data.num-workers=1",
+    "--data.valid-fraction=0.2",
+    "--data.synthetic.num-queries=20",
+    "--data.synthetic.candidates-per-query=4",
+)
+MODEL = (
+    "--model.hidden-size=16",
+    "--model.num-layers=2",
+    "--model.num-heads=2",
+    "--model.intermediate-size=24",
+    "--model.max-positions=32",
+    "--model.interaction-size=8",
+    "--model.cross-layers=1",
+    "--model.mlp-sizes=8",
+)
+TRAIN = ("--train.max-steps=3", "--train.global-batch-size=16", "--train.micro-batch-size=16", "--backend=cpu")
+
+Ask = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs one command in a workspace; asserts the exit code. What it printed: (out, err)."""
+
+    def run(*words: str, code: int = 0, **flags: Any) -> tuple[str, str]:
+        found = cli.main([*words, f"--workspace={tmp_path}/workspace", *MODEL, *DATA])
+        out, err = capsys.readouterr()
+        assert found == code, f"exit {found}\n{out}\n{err}"
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    made = Folder(tmp_path / "theirs")
+    made.sentence()
+    return made
+
+
+def uri_in(out: str) -> str:
+    (line,) = [line for line in out.splitlines() if line.startswith(("committed: ", "imported already: "))]
+    return line.partition(": ")[2]
+
+
+@pytest.mark.stage
+def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> None:
+    """Classes and features are those of the prepared data; training goes on from the imported encoder."""
+    ask("prepare", f"--data.tokenizer.path={folder.path}/tokenizer.json", "--cycle=c1")
+    out, _ = ask("import", str(folder.path), "--cycle=c1")
+    start = uri_in(out)
+    assert "19 numeric and 0 categorical features: new, from seed 1" in out and "assumed" not in out
+    assert "texts to 20 tokens" in out and f"--train.start {start}\n" in out, "no model flag is missing"
+    assert uri_in(ask("import", str(folder.path), "--cycle=c1")[0]) == start
+
+    out, _ = ask("train", "--cycle=c1", f"--train.start={start}", *TRAIN)
+    assert "steps 0 to 3" in out
+    workspace = open_storage(f"{tmp_path}/workspace")
+    child = open_checkpoint(workspace, "checkpoints/c1/step-3", tmp_path / "cache")
+    assert child.state.parent is not None and child.state.parent.uri == start
+    assert child.state.max_tokens == 24, "the longest bucket, which is longer than the 20 of the parent"
+    name = "bert.encoder.layer.0.output.dense.weight"
+    before = folder.weights[name.removeprefix("bert.")]
+    moved = (child.weights()[name] - before).abs()
+    assert 0 < moved.max() < 0.01, "three steps away from the imported weights"
+
+    _, err = ask("export", f"--to={tmp_path}/out", code=CONFIG)
+    assert "nothing is promoted as relevance" in err
+    ask("registry", "promote", child.prefix, "--force", "a test")
+    out, _ = ask("export", "--to", f"{tmp_path}/out", "--format=sentence-transformers")
+    assert "step-3 as sentence-transformers, texts to 24 tokens" in out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "it was imported from" in card and str(folder.path) in card
+    assert "| checkpoints/c1/step-3 | c1 | 3 |" in card and "| valid_accuracy | " in card
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(weights[name.removeprefix("bert.")], child.weights()[name])
+
+    out, _ = ask("import", f"{tmp_path}/out")
+    assert "came with it" in out
+    back = open_checkpoint(*_place(uri_in(out)), tmp_path / "cache")
+    assert all(torch.equal(tensor, child.weights()[name]) for name, tensor in back.weights().items())
+    assert back.state.partitions == child.state.partitions != {}
+    assert back.state.watermark == child.state.watermark
+    shown, _ = ask("registry", "show", uri_in(out))
+    assert all(f"checkpoints/{place}" in shown for place in ("c1/step-3", start.partition("checkpoints/")[2]))
+
+    out, _ = ask("export", child.prefix, "--to", f"{tmp_path}/programs", "--format=torchscript", "--batch-size=2")
+    files = {path.name for path in (tmp_path / "programs").glob("*.pt")}
+    assert files == {"encoder-12.pt", "encoder-24.pt", "relevance-8x12.pt", "relevance-16x24.pt"}, "the data's shapes"
+    program = torch.jit.load(tmp_path / "programs" / "encoder-12.pt")  # type: ignore[no-untyped-call]
+    assert program(torch.ones(2, 12, dtype=torch.int32)).shape == (2, 16)
+
+
+def _place(uri: str) -> tuple[Any, str]:
+    root, _, name = uri.rpartition("/")
+    return open_storage(root), name
+
+
+def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -> None:
+    out, _ = ask("import", str(folder.path))
+    assert "nothing is prepared and data.labels is empty, so the classes are assumed" in out
+    out, _ = ask("import", str(folder.path), "--data.labels=bad,good", "--train.seed=4", "--model.pooling=cls")
+    assert "head of 2 classes (bad: 0, good: 1)" in out and "seed 4" in out and "assumed" not in out
+    assert out.rstrip().endswith("step-0 --model.pooling mean"), "the flag that the settings lack"
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (("import",), "0 of 1 arguments"),
+        (("import", "nowhere"), "nowhere does not exist"),
+        (("import", "s3://bucket"), "names no folder or file"),
+        (("export", "checkpoints/none/step-1"), "no folder to export to"),
+        (("export", "--to=x", "--format=onnx"), "format 'onnx'"),
+        (("export", "--to=x", "--shapes=16"), "--shapes says nothing to format sentence-transformers"),
+        (("export", "--to=x", "--format=torch", "--batch-size=2"), "--batch-size says nothing to format torch"),
+    ],
+)
+def test_wrong_calls(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, seen: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert seen in ask(*words, code=CONFIG)[1]
+
+
+def test_wrong_numbers_and_places(ask: Ask, folder: Folder, tmp_path: Path) -> None:
+    uri = uri_in(ask("import", str(folder.path))[0])
+    out = f"{tmp_path}/out"
+    for words, seen in (
+        (("--max-tokens=33",), "texts of 33 tokens"),
+        (("--max-tokens=many",), "--max-tokens 'many'"),
+        (("--format=torchscript", "--batch-size=0"), "--batch-size '0'"),
+        (("--format=torchscript", "--shapes=16,8x64"), "a text of 64 tokens"),
+        ((f"--to={folder.path}",), "which trnpipe export did not write"),
+    ):
+        assert seen in ask("export", uri, f"--to={out}", *words, code=CONFIG)[1]
+    assert not Path(out).exists()
+    assert "holds no committed checkpoint" in ask("export", f"{tmp_path}/x/step-1", f"--to={out}", code=CHECKPOINT)[1]
+    for name in (uri, uri.removeprefix("file://"), uri.partition("workspace/")[2]):
+        ask("export", name, f"--to={out}", "--format=safetensors", "--max-tokens=9")
+    assert json.loads((Path(out) / "trnpipe.json").read_text())["max_tokens"] == 9
+    assert source_of(out).manifest is not None
+
+
+class Hostile:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_hostile_weights_end_the_import_with_nothing_done(ask: Ask, folder: Folder, tmp_path: Path) -> None:
+    mark = tmp_path / "was-run"
+    (folder.path / "model.safetensors").unlink()
+    torch.save({**folder.weights, "extra": Hostile(mark)}, folder.path / "pytorch_model.bin")
+    _, err = ask("import", str(folder.path), code=CHECKPOINT)
+    assert "pytorch_model.bin would run posix.mkdir when it is loaded" in err and "nothing of it was run" in err
+    assert not mark.exists() and "Traceback" not in err
+    assert not (tmp_path / "workspace" / "checkpoints").exists()
+    pickle.loads(pickle.dumps(Hostile(mark)))  # noqa: S301 - the bait works
+    assert mark.exists()
