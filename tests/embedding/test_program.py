@@ -1,34 +1,63 @@
-"""The embedding program: unit vectors, the same as the encoder's, in static batches."""
+"""Rows of several texts: each has the vector the encoder gives it alone, whatever its neighbours are."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.backends import open_backend
+from pipeline.data.tokenizer import Tokens, take
 from pipeline.embedding.config import EmbedConfig
-from pipeline.embedding.program import EmbedProgram
-from pipeline.model.config import ModelConfig
-from pipeline.model.relevance import build_model
-from tests.train.rows import SPEC
+from pipeline.embedding.program import EmbedProgram, RowEncoder, row_shapes
+from pipeline.embedding.windows import row_batches
+from tests.embedding.models import CONFIG, SPEC, encoder, one_by_one, texts
 
-MODEL = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64, max_positions=16)
+LENGTHS = [2, 3, 24, 25, 80, 7, 7, 7, 11, 24, 40, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-2)])
-def test_vectors_are_the_encoders_and_of_length_one(precision: str, tolerance: float) -> None:
-    tokens = torch.randint(1, SPEC.vocab_size, (4, 12), dtype=torch.int32)
-    tokens[1, 5:] = SPEC.pad_id
-    expected = torch.nn.functional.normalize(build_model(MODEL, SPEC, 1).encoder.eval()(tokens), dim=1)
-    config = EmbedConfig(batch_size=4, precision=precision)  # type: ignore[arg-type]
-    program = EmbedProgram(build_model(MODEL, SPEC, 1).encoder, open_backend("cpu"), config)
-    vectors = program.vectors(tokens)
+def in_rows(program: EmbedProgram, tokens: Tokens) -> Tensor:
+    result = torch.full((len(tokens.lengths), 32), float("nan"))
+    for batch in row_batches(tokens, program.shapes, SPEC.pad_id):
+        result[batch.texts] = program.vectors(batch.tensors)[batch.places]
+    return result
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-2)])
+def test_vectors_are_those_of_each_text_alone(pooling: str, precision: str, tolerance: float) -> None:
+    tokens = texts(LENGTHS)
+    config = EmbedConfig.model_validate({**CONFIG.model_dump(), "precision": precision})
+    program = EmbedProgram(encoder(pooling), open_backend("cpu"), config)
+    vectors = in_rows(program, tokens)
     assert vectors.dtype is torch.float32
-    torch.testing.assert_close(vectors, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(4))
-    # A text's vector does not depend on its neighbours.
-    torch.testing.assert_close(program.vectors(tokens.flip(0)).flip(0), vectors, rtol=0, atol=1e-6)
+    torch.testing.assert_close(vectors, one_by_one(encoder(pooling), tokens), rtol=0, atol=tolerance)
 
 
-def test_another_batch_size_would_be_another_graph() -> None:
-    program = EmbedProgram(build_model(MODEL, SPEC, 1).encoder, open_backend("cpu"), EmbedConfig(batch_size=4))
-    with pytest.raises(ValueError, match="every batch has 4"):
-        program.vectors(torch.ones(3, 8, dtype=torch.int32))
+def test_neighbours_make_no_difference() -> None:
+    program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
+    tokens = texts(LENGTHS)
+    alone = torch.cat([in_rows(program, take(tokens, torch.tensor([i]).numpy())) for i in range(len(LENGTHS))])
+    torch.testing.assert_close(in_rows(program, tokens), alone, rtol=0, atol=1e-6)
+
+
+def test_a_batch_without_texts_has_no_nan() -> None:
+    program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
+    assert all(program.vectors(shape.blank()).isfinite().all() for shape in program.shapes)
+
+
+def test_another_shape_would_be_another_graph() -> None:
+    program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
+    assert program.shapes == row_shapes((24, 80), 160)
+    for rows, length in ((program.shapes[0].rows - 1, 24), (6, 16)):
+        with pytest.raises(ValueError, match=f"{rows} rows of {length} tokens"):
+            program.vectors({name: torch.zeros(rows, length, dtype=torch.int32) for name in ("tokens", "positions")})
+
+
+def test_the_whole_of_it_is_one_graph_for_a_compiler() -> None:
+    """As on cuda; captured here without generating code."""
+    plain = RowEncoder(encoder())
+    compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend="eager")
+    (shape, _) = row_shapes(CONFIG.buckets, 160)
+    (batch,) = row_batches(texts([24, 7, 7]), (shape,), SPEC.pad_id)
+    inputs = (batch.tensors["tokens"], batch.tensors["positions"], batch.tensors["segments"], shape.texts)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), plain(*inputs))

@@ -1,0 +1,109 @@
+"""`trnpipe embed verify`: are a cycle's vectors whole, right and those of its catalogue; exit 65 when they are not."""
+
+from collections.abc import Callable
+from functools import partial
+
+from pipeline.backends import open_backend
+from pipeline.command_table import ToolCall
+from pipeline.core.errors import EXIT_OK, DataError
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embedding.ann import check_ann
+from pipeline.embedding.drift import check_drift
+from pipeline.embedding.embedder import open_embedder
+from pipeline.embedding.plan import pinned_plan
+from pipeline.embedding.vector_set import VectorSet, open_vectors
+from pipeline.embedding.verify_catalogue import Picked, check_catalogue, judge_processes
+from pipeline.embedding.verify_parts import check_files, check_numbers, check_unique
+from pipeline.embedding.verify_report import Check, VerifyReport, guarded, skipped
+from pipeline.embedding.verify_sample import check_sample
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext, open_context
+from pipeline.stages.embed_model import catalogue_storage, open_pinned
+
+Say = Callable[[str], object]
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
+    with open_context(settings, stop) as ctx:
+        vectors = open_vectors(ctx.workspace, ctx.cycle)
+        checks: list[Check] = []
+        for check in _checks(settings, ctx, vectors):
+            checks.append(found := check())
+            if "--json" not in call.switches:
+                say(found.line())
+    report = VerifyReport(cycle=vectors.info.cycle, rows=vectors.info.rows, checks=tuple(checks))
+    if "--json" in call.switches:
+        say(report.model_dump_json(indent=1))
+    if report.failed:
+        raise DataError(
+            f"the vectors of cycle {report.cycle} are not as they should be: "
+            + "; ".join(f"{check.name}: {check.seen}" for check in report.failed),
+            expected="every check to pass",
+            next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
+        )
+    return EXIT_OK
+
+
+def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[Callable[[], Check]]:
+    """The cheap ones first; the sample is picked while the catalogue is read."""
+    config = settings.embed.verify
+    picked: list[Picked] = []
+
+    def catalogue() -> Check:
+        if not config.catalogue:
+            return skipped("catalogue", "embed.verify.catalogue is off")
+        plan = pinned_plan(ctx.workspace, ctx.cycle)
+        if plan is None or plan.fingerprint != vectors.info.plan:
+            return skipped("catalogue", "the plan of these vectors is gone, and with it what the catalogue was")
+        check, found = check_catalogue(
+            vectors,
+            plan,
+            catalogue_storage(plan, settings, ctx),
+            sample=config.sample,
+            workers=judge_processes(settings.embed.tokenise_processes, ctx.stop),
+        )
+        picked.extend(found)
+        return check
+
+    def previous() -> Check:
+        name = vectors.info.previous
+        if name is None:
+            return skipped("drift", "there was no finished cycle before")
+        if not ctx.workspace.stat(f"embeddings/{name}/MANIFEST.json"):
+            return skipped("drift", f"the vectors of cycle {name} are gone")
+        return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
+
+    checks: dict[str, Callable[[], Check]] = {
+        "files": lambda: check_files(vectors),
+        "numbers": lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop),
+        "unique": lambda: check_unique(vectors, ctx.scratch, ctx.stop),
+        "catalogue": catalogue,
+        "sample": lambda: _sample(settings, ctx, vectors, picked),
+        "drift": previous,
+        "ann": lambda: check_ann(
+            vectors,
+            rows=config.ann_rows,
+            queries=config.ann_queries,
+            min_recall=config.min_recall,
+            stop=ctx.stop,
+        ),
+    }
+    return [partial(guarded, name, check) for name, check in checks.items()]
+
+
+def _sample(settings: Settings, ctx: StageContext, vectors: VectorSet, picked: list[Picked]) -> Check:
+    if not picked:
+        return skipped("sample", "no text was picked: the catalogue was not read, or embed.verify.sample is 0")
+    checkpoint = open_pinned(vectors.info.model, settings, ctx)
+    fp32 = settings.embed.model_copy(update={"precision": "fp32"})
+    limit = vectors.info.made_by["max_tokens"]
+    return check_sample(
+        vectors,
+        picked,
+        TextTokenizer(checkpoint.tokenizer()),
+        open_embedder(checkpoint, open_backend("cpu"), fp32, stop=ctx.stop),
+        max_tokens=int(str(limit)),
+        min_cosine=settings.embed.verify.min_cosine,
+    )

@@ -1,0 +1,180 @@
+"""The catalogue: Parquet files with an id and a text in each row, looked at by their footers alone."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.work_shards import WorkShard, plan_shards
+from pipeline.data.chunks import QuarantinedRow
+from pipeline.data.columns import FILTER, ColumnPlan
+from pipeline.data.readers import open_parquet
+from pipeline.io.parallel import run_parallel
+from pipeline.io.storage import ObjectStat, Storage
+
+IdType = Literal["int64", "uint64", "string"]
+NUM_FOOTER_THREADS = 8
+_DEFAULT_TEXT = "text"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CatalogueColumns(_Record):
+    """What the columns are called. One named `text` may be missing; any other name was a wish."""
+
+    id: str
+    title: str
+    text: str = _DEFAULT_TEXT
+    filter: dict[str, str] = {}
+
+    def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
+        """The columns to read of one file. Raises DataError listing those there are."""
+        pairs = [("id", self.id), ("title", self.title)]
+        if self.text != self.title and (self.text in available or self.text != _DEFAULT_TEXT):
+            pairs.append(("text", self.text))
+        pairs += [(FILTER + column, column) for column in self.filter]
+        for field, column in pairs:
+            if column not in available:
+                setting = "filter" if field.startswith(FILTER) else field
+                raise DataError(
+                    f"{file} has no column {column!r} (for {setting})",
+                    expected="one of its columns: " + ", ".join(available),
+                    next_command=f"name the right column with --embed.catalogue.{setting}",
+                )
+        return ColumnPlan(tuple(pairs))
+
+
+class CatalogueFile(_Record):
+    """One Parquet file as it was when the work was planned; `groups` are the rows of its row groups."""
+
+    key: str
+    etag: str
+    size_bytes: int
+    groups: tuple[int, ...]
+
+
+class Catalogue(_Record):
+    """All files, in order of their keys below `root`; an empty root is the workspace."""
+
+    root: str
+    columns: CatalogueColumns
+    id_type: IdType
+    files: tuple[CatalogueFile, ...]
+    unreadable: dict[str, int] = Field(
+        {}, description="Rows that are in no file, as no reader made them out, by reason"
+    )
+    unreadable_sample: tuple[QuarantinedRow, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(sum(file.groups) for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """Names the content: files, columns, filter."""
+        return fingerprint(self.model_dump(mode="json"))
+
+    def shards(self, rows_per_part: int) -> tuple[WorkShard, ...]:
+        """The work, cut up: a function of this alone."""
+        return plan_shards([file.groups for file in self.files], rows_per_part)
+
+
+def look_at(storage: Storage, stats: Sequence[ObjectStat], columns: CatalogueColumns) -> Catalogue:
+    """Read the footers. Raises DataError for a file that is no Parquet, lacks a column or has ids of another type."""
+    found = run_parallel(
+        lambda stat: _footer(storage, stat, columns),
+        sorted(stats, key=lambda stat: stat.key.encode()),
+        num_threads=NUM_FOOTER_THREADS,
+        stop=storage.stop,
+        doing="looking at the catalogue",
+    )
+    types: dict[IdType, str] = {}
+    for file, id_type in found:
+        if id_type is not None:
+            types.setdefault(id_type, file.key)
+    if len(types) > 1:
+        seen = " and ".join(f"{name} in {key}" for name, key in types.items())
+        raise DataError(
+            f"the ids in column {columns.id!r} are {seen}",
+            expected="one type of id in all files",
+            next_command="write the files with one type, or set --embed.catalogue.id to another column",
+        )
+    catalogue = Catalogue(
+        root=storage.root,
+        columns=columns,
+        id_type=next(iter(types), "string"),
+        files=tuple(file for file, _ in found),
+    )
+    if not catalogue.rows:
+        raise DataError(
+            f"the catalogue {storage.root} has {len(found)} files and no row",
+            expected="at least one row",
+            next_command="correct --embed.catalogue.path",
+        )
+    return catalogue
+
+
+def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tuple[CatalogueFile, IdType | None]:
+    uri = storage.uri(stat.key)
+    try:
+        with open_parquet(storage, stat.key) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            plan = columns.plan(schema.names, uri)
+            groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    except (pa.ArrowException, OSError) as error:
+        raise not_parquet(uri, error) from error
+    for field, column in plan.pairs:
+        if field != "id" and pa.types.is_nested(_value_type(schema.field(column).type)):
+            raise DataError(
+                f"column {column!r} of {uri} holds {schema.field(column).type}",
+                expected="text",
+                next_command="name a column of text with --embed.catalogue.title, .text or .filter",
+            )
+    id_type = _id_type(schema.field(columns.id).type, columns.id, uri)
+    return CatalogueFile(key=stat.key, etag=stat.etag, size_bytes=stat.size_bytes, groups=groups), id_type
+
+
+def not_parquet(uri: str, error: Exception) -> DataError:
+    """The one wording for a file that cannot be read."""
+    return DataError(
+        f"{uri} cannot be read as parquet: {error}",
+        expected="a whole Parquet file",
+        next_command="write the file again, or set --embed.catalogue.format",
+    )
+
+
+def _id_type(kind: pa.DataType, column: str, uri: str) -> IdType | None:
+    """What ids of a column become; None for a column of nulls, which fits any."""
+    kind = _value_type(kind)
+    if pa.types.is_null(kind):
+        return None
+    if pa.types.is_integer(kind):
+        return "uint64" if kind == pa.uint64() else "int64"
+    if any(test(kind) for test in (_is_text, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)):
+        return "string"
+    raise DataError(
+        f"the id column {column!r} of {uri} holds {kind}",
+        expected="text or whole numbers",
+        next_command="name another column with --embed.catalogue.id, or write the ids as text",
+    )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def row_bytes(metadata: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
+    """Bytes of one row in the columns to be read, as Parquet holds them before compression; at least 1."""
+    chunks = (metadata.column(place) for place in range(metadata.num_columns))
+    total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in columns)
+    return max(1, total // max(1, int(metadata.num_rows)))

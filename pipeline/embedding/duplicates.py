@@ -1,0 +1,78 @@
+"""Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.stop import StopSignal
+from pipeline.embedding.index import part_and_row, place_of
+from pipeline.embedding.spill import HashSpill
+
+RECORD = np.dtype([("hash", "<u8"), ("place", "<i8")])
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+
+def find_duplicates(
+    hashes: Iterable[UInt64s],
+    ids_of: Callable[[int, Int64s], list[Any]],
+    *,
+    folder: Path,
+    expected: int,
+    limit: int,
+    stop: StopSignal,
+) -> dict[int, Int64s]:
+    """Rows, by part, whose id is in an earlier part: the first in the order of the catalogue stays.
+
+    Args:
+        hashes: those of the ids of each part, in order.
+        ids_of: the ids of some rows of a part; asked only where hashes meet.
+        folder: for sorting on disk.
+        limit: give up once more rows than these are found; the result then has at least so many.
+    """
+    groups: list[Int64s] = []
+    found = 0
+    with HashSpill(folder, RECORD, expected) as spill:
+        for part, values in enumerate(hashes):
+            stop.raise_if_set("looking for ids in several parts")
+            records = np.empty(len(values), dtype=RECORD)
+            records["hash"], records["place"] = values, place_of(part, np.arange(len(values), dtype=np.int64))
+            spill.add(records)
+        for records in spill.sorted():
+            stop.raise_if_set("looking for ids in several parts")
+            starts = np.flatnonzero(np.diff(records["hash"], prepend=~records["hash"][:1]))
+            sizes = np.diff(starts, append=len(records))
+            for start, size in zip(starts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
+                groups.append(records["place"][start : start + size])
+                found += size - 1
+            if found > limit:
+                break
+    return _by_part(_later_ones(groups, ids_of))
+
+
+def _later_ones(groups: list[Int64s], ids_of: Callable[[int, Int64s], list[Any]]) -> Int64s:
+    """Places of rows whose id is that of an earlier place of their group; equal hashes alone prove nothing."""
+    if not groups:
+        return np.zeros(0, dtype=np.int64)
+    places = np.unique(np.concatenate(groups))
+    parts, rows = part_and_row(places)
+    names: dict[int, Any] = {}
+    for part in np.unique(parts).tolist():
+        chosen = parts == part
+        names.update(zip(places[chosen].tolist(), ids_of(part, rows[chosen]), strict=True))
+    later: list[int] = []
+    for group in groups:
+        seen = set()
+        for place in group.tolist():
+            if names[place] in seen:
+                later.append(place)
+            seen.add(names[place])
+    return np.array(sorted(later), dtype=np.int64)
+
+
+def _by_part(places: Int64s) -> dict[int, Int64s]:
+    parts, rows = part_and_row(places)
+    return {part: rows[parts == part] for part in np.unique(parts).tolist()}

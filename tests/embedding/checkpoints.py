@@ -1,0 +1,56 @@
+"""A tiny model that was never trained, committed as a checkpoint and promoted."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint.state import TrainState
+from pipeline.checkpoint.writer import Snapshot, commit_snapshot
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.storage import Storage
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import hf_config, to_hf
+from pipeline.model.relevance import build_model
+from tests.embedding.catalogues import MAX_TOKENS, tokenizer_json
+from tests.registry.cases import put
+
+MODEL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, max_positions=32)
+
+
+@cache
+def _snapshot(cycle: str, seed: int) -> Snapshot:
+    tokenizer = TextTokenizer(tokenizer_json())
+    spec = InputSpec(
+        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, labels=("no", "yes"), label_gains=(0.0, 1.0)
+    )
+    state = TrainState(
+        cycle=cycle,
+        step=1,
+        max_steps=1,
+        identity="identity",
+        identity_parts={},
+        model=MODEL,
+        inputs=spec,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        watermark="",
+        partitions={},
+        parent=None,
+        best=None,
+        max_tokens=MAX_TOKENS,
+        settings_hash="settings",
+        code_version="1.0",
+    )
+    weights = to_hf(build_model(MODEL, spec, seed).state_dict())
+    return Snapshot(state, weights, {"moment": torch.zeros(1)}, hf_config(MODEL, spec), tokenizer_json())
+
+
+def make_checkpoint(
+    workspace: Storage, scratch: Path, cycle: str = "c0", seed: int = 1, *, promoted: bool = True
+) -> str:
+    """The prefix of a fresh checkpoint; other seeds are other models."""
+    commit_snapshot(workspace, _snapshot(cycle, seed), scratch / "snapshot")
+    prefix = f"checkpoints/{cycle}/step-1"
+    if promoted:
+        put(workspace, prefix)
+    return prefix

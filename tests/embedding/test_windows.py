@@ -1,0 +1,84 @@
+"""Windows to batches: equal texts once, every token where it belongs."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
+from pipeline.embedding.config import EmbedConfig
+from pipeline.embedding.program import row_shapes
+from pipeline.embedding.windows import distinct_texts, flat_batches, row_batches
+from tests.embedding.models import CLS, SEP, SPEC, texts
+
+OFFERS = Path("/work/shared/data/pricerunner_offers.parquet")
+SHAPES = row_shapes((24, 80), 160)
+
+
+def parts(tokens: Tokens) -> list[list[int]]:
+    return [part.tolist() for part in np.split(tokens.ids, tokens.offsets[1:-1])] if len(tokens.lengths) else []
+
+
+@given(st.lists(st.lists(st.integers(3, 5), max_size=4), max_size=30))
+def test_equal_texts_are_taken_once(inner: list[list[int]]) -> None:
+    whole = [[CLS, *ids, SEP] for ids in inner]
+    ids = np.array([token for text in whole for token in text], dtype=np.int32)
+    window = Tokens(ids, np.concatenate([[0], np.cumsum([len(text) for text in whole])]).astype(np.int64))
+    distinct = distinct_texts(window, 5, SEP)
+    found = parts(distinct.tokens)
+    assert len(found) == len({tuple(text) for text in found})
+    assert [found[place] for place in distinct.place] == [
+        text if len(text) <= 5 else [*text[:4], SEP] for text in whole
+    ]
+
+
+def test_a_text_without_a_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="text 1 of a window has no token"):
+        distinct_texts(Tokens(np.array([CLS, SEP], dtype=np.int32), np.array([0, 2, 2])), 5, SEP)
+
+
+@given(lengths=st.lists(st.integers(2, 80), max_size=60))
+def test_rows_hold_every_token_with_its_place_and_text(lengths: list[int]) -> None:
+    tokens = texts(lengths)
+    found: dict[int, list[int]] = {}
+    for batch in row_batches(tokens, SHAPES, SPEC.pad_id):
+        ids, positions, segments = (batch.tensors[name].numpy() for name in ("tokens", "positions", "segments"))
+        shape = next(shape for shape in SHAPES if (shape.rows, shape.length) == ids.shape)
+        assert (segments > 0).sum() == batch.lengths.sum() and not ids[segments == 0].any()
+        for text, place in zip(batch.texts.tolist(), batch.places.tolist(), strict=True):
+            row, slot = divmod(place, shape.texts)
+            inside = segments[row] == slot + 1
+            assert positions[row][inside].tolist() == list(range(lengths[text]))
+            found[text] = ids[row][inside].tolist()
+    assert [found[text] for text in range(len(lengths))] == parts(tokens)
+
+
+def test_flat_batches_are_whole_texts_and_a_little_padding() -> None:
+    tokens = texts([80, 3, 20, 20, 70, 2])
+    whole = parts(tokens)
+    for batch in flat_batches(tokens, 100, SPEC.pad_id):
+        ids = batch.tensors["ids"].tolist()
+        expected = [token for text in batch.texts.tolist() for token in whole[text]]
+        assert ids[: len(expected)] == expected and not any(ids[len(expected) :])
+        assert len(ids) % 64 == 0 and len(ids) - len(expected) < 64
+        assert batch.num_slots == len(ids)
+
+
+@pytest.mark.skipif(not OFFERS.exists(), reason="the real offers are not on this machine")
+def test_padding_of_real_titles_in_static_shapes_is_small() -> None:
+    titles = pq.read_table(OFFERS, columns=["title"])["title"].to_pylist()
+    tokenizer = TextTokenizer(train_tokenizer(titles[::10], TokenizerConfig(vocab_size=8192)))
+    config = EmbedConfig()
+    shapes = row_shapes(config.buckets, config.batch_tokens("xla"))
+    assert len(shapes) <= 6
+    slots = used = 0
+    for first in range(0, len(titles), 16_384):
+        window = distinct_texts(tokenizer.encode(titles[first : first + 16_384]), 128, tokenizer.sep_id)
+        for batch in row_batches(window.tokens, shapes, tokenizer.pad_id):
+            assert tuple(batch.tensors["tokens"].shape) in {(shape.rows, shape.length) for shape in shapes}
+            slots, used = slots + batch.num_slots, used + int(batch.lengths.sum())
+    assert used > 0.95 * slots

@@ -1,0 +1,189 @@
+"""The embed stage as a user runs it, on the CPU with a model of a few weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import cli
+from pipeline.embedding.share import ARRAY_INDEX
+from pipeline.embedding.vector_set import VectorSet, open_vectors
+from pipeline.io.storage import Storage, open_storage
+from pipeline.stages.result import StageResult, load_result
+from tests.embedding.catalogues import products, rows_of, write_catalogue
+from tests.embedding.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.stage
+
+SMALL = ("--backend=cpu", "--embed.tokenise-processes=1", "--embed.output.rows-per-part=45")
+SYNTHETIC = ("--data.synthetic.num-queries=10",)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Storage:
+    """With a promoted model, and a catalogue of p0 to p99 beside it."""
+    storage = open_storage(str(tmp_path / "workspace"))
+    make_checkpoint(storage, tmp_path)
+    write_catalogue(tmp_path / "in", [products(range(60)), products(range(60, 100))])
+    return storage
+
+
+def embed(workspace: Storage, *words: str, cycle: str = "c1", action: str = "", catalogue: str = "in") -> int:
+    root = workspace.local_path("")
+    assert root is not None
+    flags = [f"--workspace={root}", f"--cycle={cycle}", f"--embed.catalogue.path={root.parent / catalogue}", *SMALL]
+    return cli.main(["embed", *([action] if action else []), *flags, *words])
+
+
+def vectors_of(workspace: Storage, cycle: str = "c1") -> VectorSet:
+    return open_vectors(workspace, cycle)
+
+
+def result_of(workspace: Storage, cycle: str = "c1") -> StageResult:
+    result = load_result(workspace, cycle, "embed")
+    assert result is not None
+    return result
+
+
+def events_of(workspace: Storage, cycle: str = "c1") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in workspace.read_bytes(f"cycles/{cycle}/events.jsonl").splitlines()]
+
+
+def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert embed(workspace) == 0
+    out = capsys.readouterr().out
+    assert "100 rows in 3 parts, 0 done | worker 0 of 1: 3 to do" in out
+    assert "embed: 100 vectors of 16 x fp16 in 3 parts" in out and "idle" in out
+    vectors, result = vectors_of(workspace), result_of(workspace)
+    assert rows_of(vectors).keys() == {f"p{n}" for n in range(100)}
+    assert result.outputs == {"embeddings": "embeddings/c1"}
+    assert result.inputs["checkpoint"] == vectors.info.model.digest
+    assert (result.figures["rows"], result.figures["rows_embedded"], result.figures["parts"]) == (100, 100, 3)
+    assert result.figures["usd_per_million_texts"] is None, "nobody told the price of this machine"
+    told = [event["event"] for event in events_of(workspace)]
+    assert told == ["stage_started", "embed_started", *["part_embedded"] * 3, "stage_finished"]
+    metadata = {name.decode() for name in vectors.schema(0).metadata}
+    wanted = {"model", "checkpoint", "checkpoint_digest", "tokenizer", "pooling", "dtype", "dim", "max_tokens"}
+    assert {f"trnpipe.{name}" for name in wanted} <= metadata
+
+    assert embed(workspace, action="verify") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["pass", "files"],
+        ["pass", "numbers"],
+        ["pass", "unique"],
+        ["pass", "catalogue"],
+        ["pass", "sample"],
+        ["skipped", "drift"],
+        ["pass", "ann"],
+    ]
+    assert embed(workspace) == 0
+    assert "done already, 100 vectors" in capsys.readouterr().out
+    workspace.delete(["cycles/c1/embed/result.json"])
+    assert embed(workspace) == 0
+    assert result_of(workspace).figures["rows"] == 100
+
+
+def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert embed(workspace, action="verify") == 65
+    assert "holds no finished vectors" in capsys.readouterr().err
+    assert embed(workspace) == 0
+    path = workspace.local_path("embeddings/c1/part-00002.parquet")
+    assert path is not None
+    path.write_bytes(b"PAR1")
+    capsys.readouterr()
+    assert embed(workspace, "--embed.verify.ann-queries=0", "--json", action="verify") == 65
+    told = capsys.readouterr()
+    assert "part-00002.parquet" in told.err and "next: delete" in told.err
+    outcomes = {check["name"]: check["outcome"] for check in json.loads(told.out)["checks"]}
+    assert outcomes["files"] == outcomes["numbers"] == outcomes["catalogue"] == "fail"
+
+
+def test_workers_of_an_array(workspace: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Any order; the last one signs. Only the first writes events."""
+    for index in (2, 0, 1):
+        assert load_result(workspace, "c1", "embed") is None
+        monkeypatch.setenv(ARRAY_INDEX, str(index))
+        assert embed(workspace, "--embed.workers=3") == 0
+    assert rows_of(vectors_of(workspace)).keys() == {f"p{n}" for n in range(100)}
+    assert result_of(workspace).figures["parts"] == 3
+    assert {event.get("part") for event in events_of(workspace)} == {None, 0}
+    monkeypatch.delenv(ARRAY_INDEX)
+    assert embed(workspace, "--embed.output.carry-over=none", cycle="c2") == 0
+    files = [(tmp_path / f"workspace/embeddings/{cycle}/part-00000.parquet") for cycle in ("c1", "c2")]
+    one, other = (pq.read_table(file).replace_schema_metadata() for file in files)
+    assert one.equals(other), "the same vectors, bit by bit"
+
+
+def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path) -> None:
+    assert embed(workspace) == 0
+    write_catalogue(tmp_path / "next", [products(range(30, 110))])
+    assert embed(workspace, cycle="c2", catalogue="next") == 0
+    figures = result_of(workspace, "c2").figures
+    assert (figures["rows_carried"], figures["rows_embedded"], figures["rows_deleted"]) == (70, 10, 30)
+    make_checkpoint(workspace, tmp_path, "c9", seed=2)
+    assert embed(workspace, cycle="c3", catalogue="next") == 0
+    assert result_of(workspace, "c3").figures["rows_carried"] == 0, "another model was promoted"
+    assert embed(workspace, cycle="c3", catalogue="next", action="verify") == 0
+
+
+def test_the_model_is_pinned_when_the_cycle_begins(workspace: Storage, tmp_path: Path) -> None:
+    assert embed(workspace, "--embed.workers=2", "--embed.worker=0") == 0
+    make_checkpoint(workspace, tmp_path, "c9", seed=2)
+    assert embed(workspace, "--embed.workers=2", "--embed.worker=1") == 0
+    assert vectors_of(workspace).info.model.place == "checkpoints/c0/step-1"
+
+
+def test_without_a_catalogue_the_products_of_the_data_are_embedded(workspace: Storage) -> None:
+    assert embed(workspace, "--embed.catalogue.path=null", *SYNTHETIC) == 0
+    assert len(rows_of(vectors_of(workspace))) == 120
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (("--embed.output.dimensions=17",), 78, "the model's vectors have 16"),
+        (("--embed.workers=2",), 78, "nothing says which of them this is"),
+        (("--embed.catalogue.path=nowhere",), 65, "nowhere does not exist"),
+        (("--embed.catalogue.id=sku",), 65, "no column 'sku'"),
+        (("--model-name=other",), 74, "no checkpoint of model other is promoted"),
+        (("--embed.checkpoint=checkpoints/c7/step-1",), 74, "holds no committed checkpoint"),
+        (("--embed.output.carry-over=c7",), 65, "no finished vectors"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_work(
+    workspace: Storage, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, reason: str
+) -> None:
+    assert embed(workspace, *words) == code
+    err = capsys.readouterr().err
+    assert reason in err and "Traceback" not in err
+    assert not workspace.stat("cycles/c1/embed/plan.json")
+
+
+def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert embed(workspace, "--embed.workers=2", "--embed.worker=0") == 0
+    assert embed(workspace, "--embed.output.dtype=int8") == 78
+    assert "embed.output.dtype is 'int8'; cycle c1 was begun with 'fp16'" in capsys.readouterr().err
+    assert embed(workspace) == 0, "with the same it is, by any number of workers"
+    workspace.delete_prefix("cycles/c1")
+    assert embed(workspace, "--embed.output.dtype=int8") == 78
+    assert "holds vectors that another plan led to" in capsys.readouterr().err
+
+
+def test_too_many_bad_rows_end_it_early(workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = products(range(100)).set_column(1, "title", [["phone"] * 30 + [None] * 70])
+    write_catalogue(tmp_path / "in", [table])
+    (tmp_path / "in" / "file-1.parquet").unlink()
+    assert embed(workspace) == 65
+    assert "rows of the catalogue are bad: empty text" in capsys.readouterr().err
+    assert not workspace.stat("embeddings/c1/MANIFEST.json")
+
+
+def test_the_price_of_the_machine(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert embed(workspace, "--estimate.price-usd-per-hour=2.5") == 0
+    assert "a million texts" in capsys.readouterr().out
+    usd, rate = (result_of(workspace).figures[name] for name in ("usd_per_million_texts", "texts_per_s"))
+    assert isinstance(usd, float) and isinstance(rate, float)
+    assert usd == pytest.approx(2.5 / 3600 / rate * 1e6, rel=0.01)
