@@ -1,0 +1,1 @@
+"""What `trnjobs` can be asked."""

@@ -1,0 +1,1 @@
+"""Pure decisions about jobs: no AWS, no clock, no files."""
