@@ -4,6 +4,9 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 TORCH   := torch==2.9.1
+# Come with PyTorch's CUDA build and stay out of the lock: the CPU build needs none of them.
+CUDA_PACKAGES := $(foreach name,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn cufft cufile curand cusolver cusparse \
+  nccl nvjitlink nvshmem nvtx,nvidia-$(name)-cu12) nvidia-cusparselt-cu12
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 # make train DATA=file-or-folder CONFIG=configs/small.toml CYCLE=2026-11-20 ARGS="--train.max-steps 100"
@@ -17,7 +20,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compile health prepare test test-fast lint bench lock clean
+.PHONY: help setup train evaluate embed compile health prepare test test-thorough test-fast lint bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +40,15 @@ train: $(STAMP)  ## prepare data, train, evaluate, leave a verified checkpoint; 
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe train $(FLAGS)
 
+evaluate: $(STAMP)  ## train, then hold the model against the one in production: promote it, or refuse it (exit 80)
+	$(BIN)/trnpipe prepare $(FLAGS)
+	$(BIN)/trnpipe train $(FLAGS)
+	$(BIN)/trnpipe evaluate $(FLAGS)
+
+embed: evaluate  ## the same, then the whole catalogue to vectors with the promoted model, and a look at all of them
+	$(BIN)/trnpipe embed $(FLAGS)
+	$(BIN)/trnpipe embed verify $(FLAGS)
+
 compile: $(STAMP)  ## prepare data, then meet and compile every graph of the cycle ahead of time
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe compile $(FLAGS)
@@ -49,6 +61,9 @@ prepare: $(STAMP)  ## only prepare the data
 
 test: $(STAMP) lint  ## lint, types and all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants
+	$(BIN)/python -m pytest -n 2 -m thorough $(TESTS)
 
 test-fast: $(STAMP)  ## unit tests only, seconds
 	$(BIN)/python -m pytest -n 2 -m "not stage and not fault" $(TESTS)

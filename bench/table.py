@@ -50,7 +50,7 @@ def _target(result: Result) -> str:
         return "none"
     bound = result.target.value
     unit = result.figure(result.target.figure).unit
-    return f"{_COMPARISONS[result.target.comparison]} {f'{bound:.0%}' if unit == 'share' else f'{bound:g} {unit}'}"
+    return f"{_COMPARISONS[result.target.comparison]} {f'{100 * bound:g}%' if unit == 'share' else f'{bound:g} {unit}'}"
 
 
 def _verdict(result: Result) -> str:

@@ -1,16 +1,15 @@
 """The `trnpipe` command: a table of stages, one of tools, one place where errors become exit codes."""
 
 import contextlib
-import difflib
 import faulthandler
 import os
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 
+from pipeline.command_line import hint, parse, take_action, take_arguments
+from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
 from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
 from pipeline.core.events import EventName
@@ -21,50 +20,6 @@ from pipeline.runtime_signals import LAUNCHER_GRACE_S, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
 
-
-@dataclass(frozen=True)
-class Tool:
-    """A command beside the stages: `pipeline/commands/<name>.py` with `run(settings, stop, say, *words) -> exit code`.
-
-    `words`: the action, when it has actions, then the switches that were typed. `say` prints a line.
-    """
-
-    text: str
-    actions: Mapping[str, str] = field(default_factory=dict)
-    switches: frozenset[str] = frozenset()
-
-
-# A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
-STAGES: dict[str, str] = {
-    "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
-    "prepare": "read new input, tokenise it once, commit token shards",
-    "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
-    "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
-}
-PARALLEL = frozenset({"compile", "train"})  # stages that --launch.processes runs in several ranks
-TOOLS: dict[str, Tool] = {
-    "doctor": Tool(
-        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
-        switches=frozenset({"--hlo"}),
-    ),
-    "cache": Tool(
-        "the compiled graphs of this machine: status, doctor, repair, sync",
-        actions={
-            "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "doctor": "also read every byte; say what is wrong and the next command; exit 65 when something is",
-            "repair": "remove stale locks, remembered failures, half and damaged entries, versions not kept",
-            "sync": "exchange finished entries with --compile.sync-url, both ways",
-        },
-    ),
-}
-SWITCHES: dict[str, frozenset[str]] = {name: tool.switches for name, tool in TOOLS.items()} | {
-    "config": frozenset({"--json"})
-}
-COMMANDS: dict[str, str] = (
-    STAGES
-    | {name: tool.text for name, tool in TOOLS.items()}
-    | {"config": "print every setting with its value and source; --json for machines"}
-)
 HELP = frozenset({"--help", "-h"})
 
 _USAGE = "usage: trnpipe <command> [--config FILE.toml ...] [--section.key value ...]"
@@ -74,15 +29,6 @@ _COMMON = """\
 
 Order: defaults < --config files < environment < flags. --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the
 environment and max_steps under [train] in a file. Lists: a,b or JSON; no value: null; booleans also as --no-key."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A command line taken apart; nothing is interpreted yet."""
-
-    files: tuple[Path, ...]
-    flags: tuple[tuple[str, str | None], ...]
-    switches: frozenset[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,19 +60,27 @@ def _command(words: list[str]) -> int:
 
         return _show(f"trnpipe {code_version()}")
     if name not in COMMANDS:
-        hint = _hint(name, COMMANDS)
         raise ConfigError(
-            f"no command {name!r}{hint}", expected=f"one of {', '.join(COMMANDS)}", next_command="trnpipe --help"
+            f"no command {name!r}{hint(name, COMMANDS)}",
+            expected=f"one of {', '.join(COMMANDS)}",
+            next_command="trnpipe --help",
         )
-    action = _action(name, rest)
-    arguments = parse(rest[len(action) :], switches=HELP | SWITCHES.get(name, frozenset()))
+    asks_help = bool(HELP & set(rest))
+    tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
+    action = take_action(name, tool, rest, required=name not in STAGES and not asks_help)
+    rest = rest[1:] if action else rest
+    given = take_arguments(f"{name} {action}".strip(), () if asks_help else tool.arguments.get(action, ()), rest)
+    if name in STAGES and not action:
+        tool = Tool("")  # its flags belong to its actions
+    arguments = parse(rest[len(given) :], HELP | tool.switches, tool.options)
     if arguments.switches & HELP:
         return _show(_help(name))
     resolved = resolve(arguments.files, os.environ, arguments.flags)
     if name == "config":
         return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
-    if name in TOOLS:
-        return run_tool(name, resolved.settings, [*action, *sorted(arguments.switches)])
+    if name in TOOLS and (action or name not in STAGES):
+        call = ToolCall(action, given, arguments.switches, arguments.options)
+        return run_tool(tool.module or name, resolved.settings, call)
     if name in PARALLEL:
         settings = resolved.settings
         told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
@@ -137,60 +91,12 @@ def _command(words: list[str]) -> int:
     return run_stage(name, resolved.settings, words)
 
 
-def _action(name: str, rest: Sequence[str]) -> Sequence[str]:
-    """The action of a tool that has actions, as a list of one word; an empty one where none is needed."""
-    actions = TOOLS[name].actions if name in TOOLS else {}
-    given = rest[:1] if rest and not rest[0].startswith("-") else []
-    if not actions or (not given and HELP & set(rest)):
-        return []
-    if given and given[0] in actions:
-        return given
-    seen = f"trnpipe {name} has no action {given[0]!r}{_hint(given[0], actions)}" if given else "no action is given"
-    raise ConfigError(
-        seen, expected=f"one of {', '.join(actions)}, before the flags", next_command=f"trnpipe {name} --help"
-    )
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _launch_ranks(words: list[str], settings: Settings) -> int:
     from pipeline.stages.context import cycle_name
 
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):  # the cycle is named once: ranks may start around midnight
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
-
-
-def parse(words: Sequence[str], switches: Collection[str]) -> Arguments:
-    """Split into --config files, flags and switches. `--flag value`, `--flag=value` and a bare `--flag` are taken.
-
-    Raises ConfigError for words that belong to no flag.
-    """
-    files: list[Path] = []
-    flags: list[tuple[str, str | None]] = []
-    seen: set[str] = set()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in switches:
-            seen.add(word)
-            continue
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"unexpected argument {word!r}", expected="--section.key value", next_command="trnpipe --help"
-            )
-        flag, equals, text = word.partition("=")
-        value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
-        if flag != "--config":
-            flags.append((flag, value))
-        elif value:
-            files.append(Path(value))
-        else:
-            raise ConfigError("--config has no value", expected="--config FILE.toml")
-    return Arguments(tuple(files), tuple(flags), frozenset(seen))
 
 
 def needs_ranks(name: str, settings: Settings) -> bool:
@@ -234,17 +140,21 @@ def run_stage(name: str, settings: Settings, words: Sequence[str] = ()) -> int:
     return EXIT_OK
 
 
-def run_tool(name: str, settings: Settings, words: Sequence[str]) -> int:
+def run_tool(module: str, settings: Settings, call: ToolCall) -> int:
     """Run one tool under the signal handlers."""
     stop = StopSignal()
     with stop_on_signals(stop):
-        return int(import_module(f"pipeline.commands.{name}").run(settings, stop, _show, *words))
+        return int(import_module(f"pipeline.commands.{module}").run(settings, stop, _show, call))
 
 
 def _help(name: str) -> str:
-    actions = TOOLS[name].actions if name in TOOLS else {}
-    words = f"{name} <{'|'.join(actions)}>" if actions else name
-    about = "\n".join([COMMANDS[name], *_rows(actions)])
+    tool = TOOLS.get(name, Tool(""))
+    words = name
+    if tool.actions:
+        words += f" [{'|'.join(tool.actions)}]" if name in STAGES else f" <{'|'.join(tool.actions)}>"
+    words = " ".join([words, *tool.arguments.get("", ())])
+    actions = {" ".join([one, *tool.arguments.get(one, ())]): text for one, text in tool.actions.items()}
+    about = "\n".join([COMMANDS[name], *_rows(actions), *_rows(tool.options)])
     return "\n\n".join([_USAGE.replace("<command>", words), about, _COMMON, flags_text()])
 
 

@@ -7,8 +7,11 @@ from pydantic.main import IncEx
 
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.gate.config import GateConfig
+from pipeline.core.parity_config import ParityConfig
 from pipeline.data.config import DataConfig
 from pipeline.embedding.config import EmbedConfig
+from pipeline.evaluation.config import EvaluateConfig
 from pipeline.graphs.config import CompileConfig, EstimateConfig
 from pipeline.health.config import HealthConfig
 from pipeline.io.retry import RetryPolicy
@@ -56,6 +59,9 @@ class Settings(BaseModel):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     embed: EmbedConfig = EmbedConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    gate: GateConfig = GateConfig()
+    parity: ParityConfig = ParityConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
     health: HealthConfig = HealthConfig()
@@ -73,10 +79,13 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "compile": True,
     "estimate": True,
     "health": True,
+    "parity": True,
     "storage": True,
     "log": True,
     "data": {"num_workers": True},
     "train": {"deadline": True, "collective_timeout_s": True},
+    "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
+    "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
 }
 
 

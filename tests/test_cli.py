@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline import cli
+from pipeline import cli, command_table
 from pipeline.core import errors
 from pipeline.core.events import EventName
 from pipeline.settings import Settings
@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
         module = types.ModuleType("pipeline.stages.fake")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "pipeline.stages.fake", module)
-        monkeypatch.setitem(cli.COMMANDS, "fake", "a stage of the tests")
+        monkeypatch.setitem(command_table.COMMANDS, "fake", "a stage of the tests")
 
     return add
 
@@ -253,6 +253,75 @@ def test_prepare_does_not_import_torch() -> None:
     packages = imported_by("-c", "import pipeline.stages.prepare")
     assert "pyarrow" in packages
     assert not packages & {"torch", "torch_xla", "transformers"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[command_table.ToolCall]:
+    """Adds a tool named `probe` and actions beside the train stage; collects how they were called."""
+    calls: list[command_table.ToolCall] = []
+    tool = command_table.Tool(
+        "a tool of the tests",
+        actions={"look": "look at one", "list": "list all"},
+        arguments={"look": ("THING", "[OTHER]")},
+        switches=frozenset({"--json"}),
+        options={"--why": "the reason"},
+        module="probe_module",
+    )
+    module = types.ModuleType("pipeline.commands.probe_module")
+    module.run = lambda settings, stop, say, call: calls.append(call) or 0  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "pipeline.commands.probe_module", module)
+    for name in ("probe", "train"):
+        monkeypatch.setitem(command_table.TOOLS, name, tool)
+    monkeypatch.setitem(command_table.COMMANDS, "probe", tool.text)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (["list"], command_table.ToolCall("list")),
+        (["look", "a", "--train.seed", "3"], command_table.ToolCall("look", ("a",))),
+        (
+            ["look", "a", "b", "--why", "it is late", "--json"],
+            command_table.ToolCall("look", ("a", "b"), frozenset({"--json"}), {"--why": "it is late"}),
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["probe", "train"])
+def test_a_tool_gets_its_action_words_switches_and_options(
+    name: str, words: list[str], call: command_table.ToolCall, asked: list[command_table.ToolCall]
+) -> None:
+    assert cli.main([name, *words]) == 0
+    assert asked == [call]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["probe", "look"], "0 of 1 arguments are given"),
+        (["probe", "look", "--json", "a"], "probe look THING [OTHER], before the flags"),
+        (["probe", "look", "a", "--why"], "--why has no value"),
+        (["probe", "list", "a"], "unexpected argument 'a'"),
+        (["train", "--why", "x"], "unknown setting why"),
+        (["train", "watch"], "trnpipe train has no action 'watch'"),
+    ],
+)
+def test_a_tool_asked_wrongly_says_how(
+    words: list[str], text: str, asked: list[command_table.ToolCall], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 78
+    assert text in capsys.readouterr().err
+    assert asked == []
+
+
+def test_help_of_a_tool_shows_actions_words_and_options(
+    asked: list[command_table.ToolCall], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["probe", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: trnpipe probe <look|list>" in text
+    assert "look THING [OTHER]" in text
+    assert "--why" in text
 
 
 def test_a_closed_pipe_is_no_failure() -> None:

@@ -16,20 +16,25 @@ LAYERS = (
     ("core",),
     ("io", "backends", "telemetry", "runtime_signals", "settings_fields"),
     ("data", "model", "parallel", "checkpoint", "graphs", "health"),
+    ("registry", "embedding"),
     ("evaluation",),
-    ("train", "embedding"),
+    ("train", "exchange"),
     ("settings",),
-    ("config_sources", "settings_text"),
+    ("config_sources", "settings_text", "command_table", "command_line"),
     ("stages",),
+    ("parity",),
     ("commands",),
     ("cli", "__main__"),
 )
+JOBS_LAYERS = (("core",), ("commands",), ("cli",), ("__main__",))
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+JOBS_LEVEL = {unit: level for level, units in enumerate(JOBS_LAYERS) for unit in units}
 CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 
 # A third-party package and the only places (files, or folders ending in /) that may import it.
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
+    "matplotlib": ("pipeline/parity/plot.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/",),
     "botocore": ("pipeline/io/",),
@@ -40,12 +45,14 @@ ONLY_IN = {
         "pipeline/data/loader.py",  # turns memory-mapped rows into tensors; nothing else of data/ knows torch
         "pipeline/embedding/",
         "pipeline/evaluation/",
+        "pipeline/exchange/",
         "pipeline/health/collectives.py",
         "pipeline/health/device.py",
         "pipeline/health/operations.py",
         "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
+        "pipeline/parity/scoring.py",
         "pipeline/stages/",
         "pipeline/telemetry/tensorboard.py",
         "pipeline/train/",
@@ -78,6 +85,8 @@ def problems(root: Path) -> list[str]:
                 target = words[1] if len(words) > 1 and not words[1].startswith("__version") else unit
                 edges.setdefault(unit, set()).add(target)
                 found += [f"{where}: {unit} must not import {target}"] if not may_import(unit, target) else []
+            if where.parts[0] == "jobs":
+                found += [f"{where}: {reason}" for reason in jobs_problems(unit, words)]
             found += [f"{where}: {reason}" for reason in outside_problems(where, unit, words[0])]
     within = {unit: {t for t in targets if t != unit} for unit, targets in edges.items()}
     try:
@@ -92,6 +101,15 @@ def may_import(unit: str, target: str) -> bool:
     return unit == target or (known and LEVEL[target] <= LEVEL[unit])
 
 
+def jobs_problems(unit: str, words: list[str]) -> Iterator[str]:
+    """Within `jobs` imports run down its layers; its core knows of `pipeline` the core alone."""
+    target = words[1] if len(words) > 1 else ""
+    if words[0] == "jobs" and target != unit and JOBS_LEVEL.get(target, 0) >= JOBS_LEVEL.get(unit, 99):
+        yield f"{unit} must not import {target}"
+    if unit == "core" and words[0] == "pipeline" and target != "core":
+        yield f"core must not import pipeline.{target}"
+
+
 def outside_problems(where: Path, unit: str, top: str) -> Iterator[str]:
     text = where.as_posix()
     if top == "jobs" and where.parts[0] == "pipeline":
@@ -100,7 +118,7 @@ def outside_problems(where: Path, unit: str, top: str) -> Iterator[str]:
         text == place or (place.endswith("/") and text.startswith(place)) for place in ONLY_IN[top]
     ):
         yield f"{top} is only for {', '.join(ONLY_IN[top])}"
-    if unit == "core" and top not in {"pipeline", *CORE_MAY_IMPORT, *sys.stdlib_module_names}:
+    if unit == "core" and top not in {where.parts[0], "pipeline", *CORE_MAY_IMPORT, *sys.stdlib_module_names}:
         yield f"core must not import {top}"
 
 
@@ -142,6 +160,9 @@ def test_config_modules_do_not_import_torch(package: str) -> None:
         ("pipeline/commands/a.py", "import torch", "torch is only for"),
         ("pipeline/stages/a.py", "from jobs import plan", "pipeline must not import jobs"),
         ("pipeline/novel/a.py", "from pipeline.core import errors", "novel must not import core"),
+        ("jobs/core/a.py", "from jobs.commands import simulate", "core must not import commands"),
+        ("jobs/core/a.py", "from pipeline.io import storage", "core must not import pipeline.io"),
+        ("jobs/commands/a.py", "from jobs import cli", "commands must not import cli"),
         ("jobs/a.py", "import boto3", "boto3 is only for"),
         ("jobs/a.py", "import torch", "torch is only for"),
     ],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.command_table import ToolCall
 from pipeline.commands import cache_checksums
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
@@ -40,13 +41,13 @@ class Host:
     clock: Clock = time.time
 
 
-def run(settings: Settings, stop: StopSignal, say: Say, action: str, *, host: Host | None = None) -> int:
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall, *, host: Host | None = None) -> int:
     """One action on the live cache. The exit code: that of DataError when the doctor finds something wrong, else 0.
 
     Raises ConfigError for settings that do not allow the action, DiskFull, TransientError, Preempted.
     """
     live = open_storage(settings.compile.cache_root(settings.workspace), retry=settings.storage, stop=stop)
-    return ACTIONS[action](_Cache(settings, live, host or Host()), say)
+    return ACTIONS[call.action](_Cache(settings, live, host or Host()), say)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pipeline.backends import TRACED, open_backend
+from pipeline.command_table import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.lint import lint_all, lint_counters
@@ -21,7 +22,7 @@ from pipeline.train.share import batch_share
 Say = Callable[[str], object]
 
 
-def run(settings: Settings, stop: StopSignal, say: Say, *switches: str) -> int:
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Estimate, and lint the traced graphs. The exit code: that of ConfigError when something cannot work, else 0.
 
     Raises ConfigError, Preempted.
@@ -33,7 +34,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, *switches: str) -> int:
     for line in estimate_lines(found):
         say(line)
     errors = sum(not one.fits() for one in found.values())
-    if "--hlo" in switches:
+    if "--hlo" in call.switches:
         errors += _lint(settings, shapes, stop, say)
     return ConfigError.exit_code if errors else EXIT_OK
 

@@ -60,6 +60,20 @@ def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
         temp.unlink(missing_ok=True)
 
 
+@contextmanager
+def temp_dir(path: Path) -> Iterator[Path]:
+    """A locked temp folder beside `path`, removed on leaving with all that is in it."""
+    temp = temp_beside(path)
+    temp.mkdir()
+    descriptor = os.open(temp, os.O_RDONLY)
+    try:
+        _lock_softly(descriptor)
+        yield temp
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+        os.close(descriptor)
+
+
 def write_atomic(path: Path, fill: Callable[[BinaryIO], None]) -> None:
     """Replace `path` by what `fill` writes. OSError passes through, the temp file removed."""
     with temp_file(path) as (file, temp):

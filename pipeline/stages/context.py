@@ -13,6 +13,7 @@ from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.embedding.share import ARRAY_INDEX
 from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.health.report import FOLDER_VARIABLE
 from pipeline.io.storage import Storage, open_storage
@@ -32,7 +33,7 @@ class Events(Protocol):
 
 
 class NoEvents:
-    """Ranks other than 0 write no events."""
+    """Ranks other than 0, and jobs of an array other than the first, write no events."""
 
     def emit(self, event: EventName, /, **fields: object) -> None:
         return
@@ -78,8 +79,10 @@ def open_context(
     cycle = cycle_name(settings)
     scratch = scratch_folder(settings, workspace, env)
     world = world_from_env(env)
-    # Processes that a stage starts for itself, a trial run or ranks under test, leave the log to it.
-    logs = world.is_main and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
+    # Processes that a stage starts for itself, a trial run or ranks under test, leave the log to it. Of an array of
+    # jobs the first one writes: a thousand would only hinder each other.
+    is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0" and not settings.embed.worker
+    logs = is_first and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
     events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if logs else NoEvents()
     try:
         yield StageContext(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
+from pipeline import cli, command_table
+from pipeline.command_table import ToolCall
 from pipeline.commands import cache
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME
@@ -72,7 +73,7 @@ def ask(
     settings = base.model_copy(update={"compile": base.compile.model_copy(update=change)})
     lines: list[str] = []
     host = cache.Host(compilers, mounts, lambda: NOW_S)
-    code = cache.run(settings, stop or StopSignal(), lines.append, action, host=host)
+    code = cache.run(settings, stop or StopSignal(), lines.append, ToolCall(action), host=host)
     return code, lines
 
 
@@ -98,7 +99,7 @@ def s3_uri(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 def test_the_command_line_offers_what_there_is() -> None:
-    assert cli.TOOLS["cache"].actions.keys() == cache.ACTIONS.keys()
+    assert command_table.TOOLS["cache"].actions.keys() == cache.ACTIONS.keys()
 
 
 # Status

@@ -70,7 +70,20 @@ def test_the_incumbent_gives_the_tokenizer(workspace: Storage) -> None:
     assert parent_tokenizer(Settings(), workspace) == b"T"
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"3"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"3",
+        b"\xff",
+        b'{"checkpoint": 3}',
+        b'{"checkpoint": "../other/step-1"}',
+        b'{"checkpoint": "/checkpoints/c0/step-1"}',
+        b'{"checkpoint": "s3://bucket/step-1"}',
+    ],
+)
 def test_a_broken_pointer_is_a_checkpoint_error(workspace: Storage, content: bytes) -> None:
     workspace.write_bytes(POINTER, content)
     with pytest.raises(CheckpointError, match="no pointer"):

@@ -1,0 +1,117 @@
+"""Simulated pairs of models with a known difference: a large population of queries, from which holdouts are drawn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.core.gate import GateConfig, Verdict, judge
+from pipeline.core.metrics import MetricsConfig, metric_report
+from pipeline.core.scored import Bools, Float64s, Int64s, ScoredRows, SliceColumn
+
+LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
+ROWS = 10  # of each query
+METRICS = MetricsConfig()
+Change = Callable[[Float64s, np.random.Generator], Float64s]
+"""Signal [N, K] of the incumbent to that of the candidate, both without their own noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """Queries scored by both models. What the metrics say of all of them is the truth; a holdout is an even sample."""
+
+    candidate: ScoredRows
+    incumbent: ScoredRows
+
+    @property
+    def num_queries(self) -> int:
+        return self.candidate.num_rows // ROWS
+
+    def drop(self, metric: str, rows: Bools | None = None) -> float:
+        """By how much the candidate is worse, in all rows or some."""
+        sides = (self.candidate, self.incumbent)
+        ours, theirs = (
+            metric_report(one if rows is None else one.select(rows), METRICS).values[metric] for one in sides
+        )
+        return theirs - ours
+
+    def holdout(self, num_queries: int, stream: np.random.Generator) -> tuple[ScoredRows, ScoredRows]:
+        """Candidate and incumbent on queries drawn with replacement, each draw a query of its own."""
+        taken = stream.integers(0, self.num_queries, num_queries)
+        rows = (taken[:, None] * ROWS + np.arange(ROWS)).ravel()
+        query = np.repeat(np.arange(num_queries), ROWS)
+        return _taken(self.candidate, rows, query), _taken(self.incumbent, rows, query)
+
+    def verdicts(self, config: GateConfig, num_queries: int, num_holdouts: int, seed: int) -> list[Verdict]:
+        """What the gate says of the same two models on different holdouts."""
+        stream = np.random.default_rng([seed, num_queries])
+        found = []
+        for number in range(num_holdouts):
+            candidate, incumbent = self.holdout(num_queries, stream)
+            found.append(judge(candidate, incumbent, config, metrics=METRICS, seed=seed + number))
+        return found
+
+
+def population(change: Change, *, num_queries: int = 20_000, num_slices: int = 0, seed: int = 1) -> Population:
+    """Two models that see the same rows with shared and own noise: they agree on most rows, as two retrainings do."""
+    stream = np.random.default_rng(seed)
+    rows = num_queries * ROWS
+    label = stream.choice(4, rows, p=[0.2, 0.1, 0.3, 0.4]).astype(np.int64)
+    signal = 1.5 * np.eye(4)[label] + stream.normal(0, 1.0, (rows, 4))
+    sides = [_probabilities(one + stream.normal(0, 0.4, (rows, 4))) for one in (change(signal, stream), signal)]
+    query = np.repeat(np.arange(num_queries), ROWS)
+    slices: dict[str, SliceColumn] = {}
+    if num_slices:
+        names = tuple(f"category {number}" for number in range(num_slices))
+        slices["category"] = SliceColumn(query % num_slices, names)
+    gain = np.array(GAINS)[label]
+    candidate, incumbent = (ScoredRows(query, label, gain, side, LABELS, GAINS, slices) for side in sides)
+    return Population(candidate, incumbent)
+
+
+def equal(signal: Float64s, stream: np.random.Generator) -> Float64s:
+    """As good as the incumbent; only its own noise differs."""
+    return signal
+
+
+def evenly_worse(noise: float) -> Change:
+    """Every row is seen less clearly."""
+    return lambda signal, stream: signal + stream.normal(0, noise, signal.shape)
+
+
+def broken_queries(share: float, noise: float = 6.0) -> Change:
+    """Few queries are lost, the others are as before: the tail that a mean hides."""
+
+    def change(signal: Float64s, stream: np.random.Generator) -> Float64s:
+        lost = np.repeat(stream.random(len(signal) // ROWS) < share, ROWS)
+        return signal + lost[:, None] * stream.normal(0, noise, signal.shape)
+
+    return change
+
+
+def worse_slice(num_slices: int, noise: float) -> Change:
+    """The queries of the first slice are seen less clearly."""
+
+    def change(signal: Float64s, stream: np.random.Generator) -> Float64s:
+        first = np.repeat(np.arange(len(signal) // ROWS) % num_slices == 0, ROWS)
+        return signal + first[:, None] * stream.normal(0, noise, signal.shape)
+
+    return change
+
+
+def _probabilities(logits: Float64s) -> Float64s:
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities: Float64s = odds / odds.sum(axis=1, keepdims=True)
+    return probabilities
+
+
+def _taken(side: ScoredRows, rows: Int64s, query: Int64s) -> ScoredRows:
+    slices = {name: SliceColumn(column.codes[rows], column.names) for name, column in side.slices.items()}
+    return replace(
+        side,
+        query_id=query,
+        label=side.label[rows],
+        gain=side.gain[rows],
+        probabilities=side.probabilities[rows],
+        slices=slices,
+    )

@@ -1,0 +1,108 @@
+"""What `trnpipe` can be asked: the stages of a cycle, and the tools beside them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A command beside the stages: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
+
+    `say` prints a line. A stage may have actions of a tool beside it, under the same name.
+    """
+
+    text: str
+    actions: Mapping[str, str] = field(default_factory=dict)
+    """One of them must be typed, where there are any."""
+    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Words by action ('' without actions), as shown in the usage; those in brackets may be left out."""
+    switches: frozenset[str] = frozenset()
+    """Flags of the tool itself without a value, such as --json."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the tool itself with a value, and a line of help for each."""
+    module: str = ""
+    """When it is not the name."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """How a tool was asked: what stood on the command line beside the settings."""
+
+    action: str = ""
+    arguments: tuple[str, ...] = ()
+    switches: frozenset[str] = frozenset()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+# A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
+STAGES: dict[str, str] = {
+    "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
+    "prepare": "read new input, tokenise it once, commit token shards",
+    "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
+    "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
+    "evaluate": "hold the new model against the one in production; promote it, or refuse it with exit 80",
+    "embed": "the whole catalogue to vectors, part by part; what an earlier cycle embedded is taken over",
+}
+PARALLEL = frozenset({"compile", "train", "evaluate", "embed"})  # stages that --launch.processes runs in several ranks
+TOOLS: dict[str, Tool] = {
+    "doctor": Tool(
+        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
+        switches=frozenset({"--hlo"}),
+    ),
+    "cache": Tool(
+        "the compiled graphs of this machine: status, doctor, repair, sync",
+        actions={
+            "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
+            "doctor": "also read every byte; say what is wrong and the next command; exit 65 when something is",
+            "repair": "remove stale locks, remembered failures, half and damaged entries, versions not kept",
+            "sync": "exchange finished entries with --compile.sync-url, both ways",
+        },
+    ),
+    "registry": Tool(
+        "which checkpoint is in production: list, show, promote, rollback",
+        actions={
+            "list": "every model and its checkpoint in production",
+            "show": "production, or one checkpoint: its lineage back to the root, and the history",
+            "promote": "put a checkpoint into production that has passed the gate against the one there; else exit 80",
+            "rollback": "put back the checkpoint that was in production before, or a named one; verified first",
+        },
+        arguments={"show": ("[CHECKPOINT]",), "promote": ("CHECKPOINT",), "rollback": ("[TO]",)},
+        switches=frozenset({"--json"}),
+        options={
+            "--force": "REASON  promote: overrule the gate; the reason goes on record",
+            "--reason": "TEXT  rollback: why; goes on record",
+        },
+    ),
+    "parity": Tool(
+        "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
+        " far from A",
+        arguments={"": ("A", "[B]")},
+        options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
+    ),
+    "import": Tool(
+        "make a checkpoint of a Hugging Face or sentence-transformers folder, or a file of weights",
+        arguments={"": ("PATH",)},
+        module="import_model",
+    ),
+    "export": Tool(
+        "write a checkpoint (default: the promoted one) as a folder for other tools",
+        arguments={"": ("[CHECKPOINT]",)},
+        options={
+            "--to": "DIR  folder or URI to write; new, empty, or an earlier export",
+            "--format": "sentence-transformers (default), transformers, safetensors, torch, torchscript, torch-export",
+            "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
+            "--shapes": "16,32,16x32  torchscript, torch-export: lengths to embed, pairs to score (default: data's)",
+            "--batch-size": "N  torchscript, torch-export: texts or pairs of one call (default: 1)",
+        },
+        module="export_model",
+    ),
+    "embed": Tool(
+        STAGES["embed"],
+        actions={
+            "verify": "read every byte of the vectors: ids, numbers, a recomputed sample, drift; exit 65 when wrong"
+        },
+        switches=frozenset({"--json"}),
+    ),
+}
+CONFIG = Tool("print every setting with its value and source; --json for machines", switches=frozenset({"--json"}))
+COMMANDS: dict[str, str] = {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text}
