@@ -26,7 +26,15 @@ LAYERS = (
     ("commands",),
     ("cli", "__main__"),
 )
-JOBS_LAYERS = (("core",), ("commands",), ("cli",), ("__main__",))
+JOBS_LAYERS = (
+    ("core",),
+    ("settings", "store"),
+    ("local", "batch", "entry", "ledger"),
+    ("targets",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 JOBS_LEVEL = {unit: level for level, units in enumerate(JOBS_LAYERS) for unit in units}
 CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
@@ -36,8 +44,8 @@ ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "matplotlib": ("pipeline/parity/plot.py",),
     "torch_neuronx": ("pipeline/backends/",),
-    "boto3": ("pipeline/io/",),
-    "botocore": ("pipeline/io/",),
+    "boto3": ("pipeline/io/", "jobs/batch/"),
+    "botocore": ("pipeline/io/", "jobs/batch/"),
     "s3transfer": ("pipeline/io/",),
     "torch": (
         "pipeline/backends/",

@@ -1,0 +1,78 @@
+"""What is known of the jobs of a cycle, the same for this machine and AWS Batch."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class JobState(StrEnum):
+    """States of AWS Batch, in the order in which a job passes them. A retry goes back to RUNNABLE."""
+
+    SUBMITTED = "SUBMITTED"
+    PENDING = "PENDING"
+    RUNNABLE = "RUNNABLE"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED)
+
+
+class AttemptRecord(_Record):
+    """One try of one job. Times are seconds since 1970; None where it has not come to that."""
+
+    started_at: float | None = None
+    stopped_at: float | None = None
+    exit_code: int | None = Field(None, description="Of the container, or of the main node's; none: it never ran")
+    status_reason: str = ""
+    reason: str = Field("", description="Of the container, such as OutOfMemoryError")
+    log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
+
+
+class JobRecord(_Record):
+    """One job, or one child of an array."""
+
+    name: str = Field(description="As in the plan; of a child: name:index")
+    id: str
+    state: JobState
+    status_reason: str = ""
+    created_at: float
+    started_at: float | None = None
+    stopped_at: float | None = None
+    attempts: tuple[AttemptRecord, ...] = ()
+    children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
+    num_nodes: int = Field(0, description="0: an ordinary container")
+
+    def leaves(self) -> Iterator["JobRecord"]:
+        """What runs: the children of an array, else the job itself."""
+        yield from self.children or (self,)
+
+
+Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
+"""Of a cycle. refused: the gate did its work, production stays as it is."""
+
+
+class Submission(_Record):
+    """A job that was handed over. Written before the next one is submitted."""
+
+    job: str
+    id: str
+    definition: str = ""
+    submitted_at: float
+
+
+class Closed(_Record):
+    """The end of a cycle: from then on the next one may start."""
+
+    outcome: Outcome
+    at: float
+    reason: str = ""

@@ -1,0 +1,31 @@
+"""Where jobs run: this machine, or AWS Batch. Both keep the same words, states and records."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from jobs.core.records import JobRecord
+from jobs.core.spec import CyclePlan
+
+
+class Target(Protocol):
+    """One place that runs the jobs of a cycle."""
+
+    @property
+    def name(self) -> str:
+        """`local` or `batch`."""
+
+    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+        """Hand over these jobs of a claimed plan, in its order; those that were handed over in this round stay as they are.
+
+        `local` also runs them, and returns when the last has ended. Dependencies on jobs that are not among `jobs` are
+        those of earlier rounds, which have succeeded.
+        """
+
+    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+        """What is known of every submitted job now, in the order of the plan."""
+
+    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+        """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""
+
+    def cancel(self, plan: CyclePlan, reason: str) -> None:
+        """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""

@@ -1,0 +1,1 @@
+"""What a cycle of jobs keeps in the workspace."""
