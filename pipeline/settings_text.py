@@ -2,19 +2,20 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from pipeline.config_sources import DEFAULT, FIELDS, Resolved
+from pipeline.config_sources import DEFAULT, PIPELINE, Resolved, S
 from pipeline.settings import settings_hash
 from pipeline.settings_fields import Leaf
 
 
-def flags_text(width: int = 110) -> str:
+def flags_text(fields: Mapping[str, Leaf] = PIPELINE.fields, width: int = 110) -> str:
     """Every flag with what it takes, its help and its default, grouped by section."""
     lines: list[str] = []
     section: type[BaseModel] | None = None
-    for leaf in FIELDS.values():
+    for leaf in fields.values():
         if leaf.section is not section:
             section = leaf.section
             title = ".".join(leaf.path[:-1]) or "general"
@@ -23,15 +24,15 @@ def flags_text(width: int = 110) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def table_text(resolved: Resolved) -> str:
+def table_text(resolved: Resolved[S], fields: Mapping[str, Leaf] = PIPELINE.fields) -> str:
     """One line per value: name, value, source."""
-    values = {name: shown(_value(resolved, leaf)) for name, leaf in FIELDS.items()}
+    values = {name: shown(_value(resolved, leaf)) for name, leaf in fields.items()}
     names, widest = max(map(len, values)), min(48, max(map(len, values.values())))
-    rows = [f"{name:<{names}}  {values[name]:<{widest}}  {resolved.sources[name]}" for name in FIELDS]
+    rows = [f"{name:<{names}}  {values[name]:<{widest}}  {resolved.sources[name]}" for name in fields]
     return "\n".join([*rows, "", f"settings hash {settings_hash(resolved.settings)}"])
 
 
-def as_json(resolved: Resolved) -> str:
+def as_json(resolved: Resolved[S]) -> str:
     """The resolved tree, the source of each value that is not a default, and the hash."""
     sources = {name: source for name, source in resolved.sources.items() if source != DEFAULT}
     return json.dumps(
@@ -54,7 +55,7 @@ def _flag_lines(leaf: Leaf, width: int) -> list[str]:
     return [head, *textwrap.wrap(text, width, initial_indent=pad, subsequent_indent=pad)]
 
 
-def _value(resolved: Resolved, leaf: Leaf) -> object:
+def _value(resolved: Resolved[S], leaf: Leaf) -> object:
     value: object = resolved.settings
     for word in leaf.path:
         value = getattr(value, word)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.config_sources import DEFAULT, FIELDS, Resolved, resolve
+from pipeline.config_sources import DEFAULT, PIPELINE, Resolved, resolve
 from pipeline.core.errors import ConfigError
 from pipeline.settings import Settings, settings_hash
 from pipeline.settings_fields import Leaf, nearest
 from pipeline.settings_text import as_json, flags_text, shown, table_text
 
 Flags = list[tuple[str, str | None]]
-LEAVES = list(FIELDS.values())
+LEAVES = list(PIPELINE.fields.values())
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
 
@@ -32,7 +32,7 @@ def toml(folder: Path, text: str, name: str = "a.toml") -> Path:
     return path
 
 
-def value_of(resolved: Resolved, leaf: Leaf) -> object:
+def value_of(resolved: Resolved[Settings], leaf: Leaf) -> object:
     value: object = resolved.settings
     for word in leaf.path:
         value = getattr(value, word)
@@ -291,4 +291,25 @@ def test_tables_name_the_source() -> None:
     ],
 )
 def test_nearest(name: str, expected: str | None) -> None:
-    assert nearest(name, FIELDS) == expected
+    assert nearest(name, PIPELINE.fields) == expected
+
+
+def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
+    """What `trnjobs` leaves for the jobs of a cycle; null is a value there."""
+    said = {"train": {"max_steps": 7, "deadline": None}, "data": {"filter": {"tier": "large"}}}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(said))
+    resolved = resolve([path], {}, [])
+    assert (resolved.settings.train.max_steps, resolved.settings.data.filter) == (7, {"tier": "large"})
+    assert resolved.sources["train.max_steps"] == str(path)
+    for text, reason in (("{", "is not JSON"), ("[1]", "holds no table"), ('{"x": 1}', "unknown setting x")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            resolve([path], {}, [])
+
+
+def test_the_settings_of_the_jobs_stand_in_the_same_files(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[jobs]\nanything = 1\n[train]\nmax_steps = 9")
+    assert resolve([path], {"TRNPIPE_JOBS__QUEUE": "q"}, []).settings.train.max_steps == 9
+    with pytest.raises(ConfigError, match=r"unknown setting jobs\.queue"):
+        resolve([], {}, [("--jobs.queue", "q")])
