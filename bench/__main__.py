@@ -28,6 +28,7 @@ BENCHES: dict[str, Bench] = {
     "resume": Bench("resume", "process start to first new step, split"),
     "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
     "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
+    "embed_flow": Bench("embed_flow", "memory of embedding stays flat from 1 to 10 million rows, time grows with them"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
 }
 

@@ -1,7 +1,7 @@
 """Titles a second against sentence-transformers with the same weights: `python -m bench.embed TITLES.parquet MODEL`.
 
 TITLES: a Parquet file with a column `title`. MODEL: the folder of a sentence-transformers BERT or MiniLM (config.json,
-model.safetensors, tokenizer.json). Neither is part of the project, nor is sentence-transformers among its dependencies.
+model.safetensors, tokenizer.json). Neither is part of the project; sentence-transformers comes with the extra `dev`.
 """
 
 import argparse

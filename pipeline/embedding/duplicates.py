@@ -32,9 +32,9 @@ def find_duplicates(
         ids_of: the ids of some rows of a part; asked only where hashes meet.
         folder: for sorting on disk.
         limit: give up once more rows than these are found; the result then has at least so many.
+    Memory: a part's hashes, a file of the spill, and the ids of rows whose hash is not the only one.
     """
-    groups: list[Int64s] = []
-    found = 0
+    places, found = [np.zeros(0, dtype=np.int64)], 0
     with HashSpill(folder, RECORD, expected) as spill:
         for part, values in enumerate(hashes):
             stop.raise_if_set("looking for ids in several parts")
@@ -45,31 +45,26 @@ def find_duplicates(
             stop.raise_if_set("looking for ids in several parts")
             starts = np.flatnonzero(np.diff(records["hash"], prepend=~records["hash"][:1]))
             sizes = np.diff(starts, append=len(records))
-            for start, size in zip(starts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
-                groups.append(records["place"][start : start + size])
-                found += size - 1
+            places.append(records["place"][np.repeat(sizes > 1, sizes)])
+            found += len(records) - len(starts)
             if found > limit:
                 break
-    return _by_part(_later_ones(groups, ids_of))
+    return _by_part(_later_ones(np.concatenate(places), ids_of))
 
 
-def _later_ones(groups: list[Int64s], ids_of: Callable[[int, Int64s], list[Any]]) -> Int64s:
-    """Places of rows whose id is that of an earlier place of their group; equal hashes alone prove nothing."""
-    if not groups:
-        return np.zeros(0, dtype=np.int64)
-    places = np.unique(np.concatenate(groups))
+def _later_ones(places: Int64s, ids_of: Callable[[int, Int64s], list[Any]]) -> Int64s:
+    """Places whose id was at one before them; equal hashes alone prove nothing. In: by hash, then by place."""
     parts, rows = part_and_row(places)
-    names: dict[int, Any] = {}
+    names = np.empty(len(places), dtype=object)
     for part in np.unique(parts).tolist():
-        chosen = parts == part
-        names.update(zip(places[chosen].tolist(), ids_of(part, rows[chosen]), strict=True))
-    later: list[int] = []
-    for group in groups:
-        seen = set()
-        for place in group.tolist():
-            if names[place] in seen:
-                later.append(place)
-            seen.add(names[place])
+        chosen = np.flatnonzero(parts == part)
+        chosen = chosen[np.argsort(rows[chosen])]
+        names[chosen] = ids_of(part, rows[chosen])
+    later, seen = list[int](), set[Any]()
+    for place, name in zip(places.tolist(), names.tolist(), strict=True):
+        if name in seen:
+            later.append(place)
+        seen.add(name)
     return np.array(sorted(later), dtype=np.int64)
 
 

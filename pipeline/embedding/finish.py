@@ -53,7 +53,7 @@ def finish(
     dropped = PartCounts()
     for index, rows in _duplicates(draft, scratch, limit, stop).items():
         stop.raise_if_set("taking out duplicate ids")
-        bad += _quarantined(draft, index, rows)
+        bad += _quarantined(draft, index, rows[: max(0, plan.quarantine_rows - len(bad))])
         dropped += PartCounts(bad=len(rows))
         if earlier is not None:
             places = RowIndex(index_of(earlier, scratch, stop)).find(draft.hashes(index)[0][rows])

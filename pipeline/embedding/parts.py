@@ -27,6 +27,8 @@ from pipeline.io.parallel import run_parallel
 from pipeline.io.storage import Storage
 
 NUM_READ_THREADS = 16
+_RECORDS_AT_A_TIME = 64
+"""Each may hold as many bad rows as are kept of all."""
 
 
 class _Record(BaseModel):
@@ -168,14 +170,23 @@ def finished_parts(storage: Storage, plan: EmbedPlan) -> set[int]:
 
 
 def load_records(storage: Storage, plan: EmbedPlan, stop: StopSignal) -> list[PartRecord]:
-    """The records of all parts, in order. Raises KeyNotFound when one is missing, DataError when one is damaged."""
-    return run_parallel(
-        lambda index: _load(storage, _record_key(plan, index)),
-        range(len(plan.shards)),
-        num_threads=NUM_READ_THREADS,
-        stop=stop,
-        doing="reading the records of the parts",
-    )
+    """The records of all parts, in order, with the first `plan.quarantine_rows` bad rows of them all.
+
+    Raises KeyNotFound when a record is missing, DataError when one is damaged.
+    """
+    records: list[PartRecord] = []
+    room = plan.quarantine_rows
+    for first in range(0, len(plan.shards), _RECORDS_AT_A_TIME):
+        for record in run_parallel(
+            lambda index: _load(storage, _record_key(plan, index)),
+            range(first, min(first + _RECORDS_AT_A_TIME, len(plan.shards))),
+            num_threads=NUM_READ_THREADS,
+            stop=stop,
+            doing="reading the records of the parts",
+        ):
+            records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
+            room -= len(records[-1].quarantined)
+    return records
 
 
 def _record_key(plan: EmbedPlan, index: int) -> str:

@@ -18,6 +18,7 @@ from pipeline.data.validate import filter_mask, not_utf8
 from pipeline.embedding.catalogue import IdType
 from pipeline.embedding.index import RowIndex
 from pipeline.embedding.reading import RawWindow
+from pipeline.embedding.word_cache import WordCache
 
 NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
 UInt64s = npt.NDArray[np.uint64]
@@ -177,8 +178,8 @@ def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(data: bytes) -> TextTokenizer:
-    return TextTokenizer(data)
+def _tokenizer(data: bytes) -> WordCache:
+    return WordCache(TextTokenizer(data))
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,10 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,19 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeline.backends import open_backend
+from pipeline.backends import Backend, Batch, open_backend
 from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
+from pipeline.embedding import embedder as embedder_module
 from pipeline.embedding.config import EmbedConfig
-from pipeline.embedding.embedder import open_embedder
+from pipeline.embedding.embedder import Embedder, open_embedder
+from pipeline.embedding.engines import Float32s, Start, Wait
 from pipeline.embedding.texts import cut_tokens
+from pipeline.embedding.windows import HostBatch, flat_batches
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embedding.catalogues import title, tokenizer_json
-from tests.embedding.models import CONFIG, MODEL, SPEC, embedder, encoder, one_by_one, texts, vectors_of
+from tests.embedding.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, one_by_one, texts, vectors_of
 
 WINDOWS = [texts(lengths, seed) for seed, lengths in enumerate([[5, 80, 3, 9, 9], [], [24] * 40, [2], []])]
 
@@ -83,6 +89,48 @@ def test_figures_count_what_was_computed() -> None:
     assert figures.tokens + figures.padded_tokens == 2 * 80 + 6 * 24  # the first window in one row, the second in one
     assert figures.padding_share == pytest.approx(1 - 65 / 304)
     assert figures.batches == 2 and 0 < figures.idle_s <= figures.seconds
+
+
+class Timed:
+    """An engine that needs a second for a batch, one batch a window, and a backend that feeds it in the same thread."""
+
+    dim, ahead = 4, 0
+
+    def __init__(self, now: list[float]) -> None:
+        self._now = now
+
+    def batches(self, window: Tokens) -> Iterator[HostBatch]:
+        return flat_batches(window, 1000, 0)
+
+    def opened(self) -> AbstractContextManager[Start]:
+        return nullcontext(self._start)
+
+    def _start(self, batch: Batch, host: HostBatch) -> Wait:
+        def wait() -> Float32s:
+            self._now[0] += 1.0
+            return np.ones((len(host.lengths), self.dim), dtype=np.float32)
+
+        return wait
+
+    def loader(self, batches: Iterator[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return nullcontext(batches)
+
+
+def test_idle_is_the_time_in_which_nothing_is_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(embedder_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def windows() -> Iterator[Tokens]:
+        for number in range(4):
+            now[0] += 3.0
+            yield texts([5, 6], number)
+
+    timed = Timed(now)
+    made = Embedder(timed, cast(Backend, timed), limit=80, sep_id=SEP, stop=StopSignal())
+    for _ in made.stream(windows()):
+        now[0] += 2.0
+    assert made.figures.seconds == 4 * (3 + 1 + 2)
+    assert made.figures.idle_share == (3 + 2) / (3 + 1 + 2)
 
 
 def endless(stop: StopSignal | None = None) -> Iterator[Tokens]:

@@ -183,3 +183,18 @@ def test_other_settings_are_refused_by_name(case: Case, tmp_path: Path) -> None:
     check_asked(asked, {"embed.output.dtype": "fp16", "embed.catalogue.path": "a"}, case.workspace)
     with pytest.raises(ConfigError, match=r"embed\.output\.dtype is 'int8'; cycle c1 was begun with 'fp16'"):
         check_asked(asked, {"embed.output.dtype": "int8", "embed.catalogue.path": "a"}, case.workspace)
+
+
+def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path) -> None:
+    """However many parts there are: what is kept of them all is what a part may keep."""
+    titles = [None if number % 10 == 0 else title(number) for number in range(100)]
+    table = pa.table({"product_id": [f"p{number}" for number in range(100)], "title": titles})
+    catalogue = write_catalogue(tmp_path / "in", [table, products([1, 2, 3])])
+    plan = case.plan(catalogue).model_copy(update={"quarantine_rows": 7})
+    case.work(plan)
+    kept = [row for record in parts_module.load_records(case.workspace, plan, case.stop) for row in record.quarantined]
+    assert [row.row for row in kept] == [0, 10, 20, 30, 40, 50, 60]
+    info = case.finish(plan, max_bad_fraction=0.5).info
+    assert info.reasons == {EMPTY_TEXT: 10, DUPLICATE_ID: 3}
+    lines = [json.loads(line)["row"] for line in case.files()["quarantine.jsonl"].splitlines()]
+    assert lines == [0, 10, 20, 30, 40, 50, 60]

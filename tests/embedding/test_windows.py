@@ -1,5 +1,6 @@
 """Windows to batches: equal texts once, every token where it belongs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from pipeline.embedding.program import row_shapes
 from pipeline.embedding.windows import distinct_texts, flat_batches, row_batches
 from tests.embedding.models import CLS, SEP, SPEC, texts
 
-OFFERS = Path("/work/shared/data/pricerunner_offers.parquet")
+OFFERS = Path(__file__).parents[3] / "shared" / "data" / "pricerunner_offers.parquet"
 SHAPES = row_shapes((24, 80), 160)
 
 
@@ -68,17 +69,33 @@ def test_flat_batches_are_whole_texts_and_a_little_padding() -> None:
         assert batch.num_slots == len(ids)
 
 
+def padding_share(lengths: Iterable[np.ndarray[tuple[int], np.dtype[np.int64]]], config: EmbedConfig) -> float:
+    """Of windows of texts with these lengths on a device with static shapes; asserts that there are only these."""
+    shapes = row_shapes(config.buckets, config.batch_tokens("xla"))
+    assert len(shapes) <= 6
+    slots = used = 0
+    for window in lengths:
+        tokens = Tokens(np.ones(window.sum(), dtype=np.int32), np.concatenate([[0], np.cumsum(window)]))
+        for batch in row_batches(tokens, shapes, SPEC.pad_id):
+            assert tuple(batch.tensors["tokens"].shape) in {(shape.rows, shape.length) for shape in shapes}
+            slots, used = slots + batch.num_slots, used + int(batch.lengths.sum())
+        assert used
+    return 1 - used / slots
+
+
+@pytest.mark.parametrize("buckets", [(128, 512), (32, 64, 128), (128,)])
+@pytest.mark.parametrize("mean", [6, 18, 60])
+def test_padding_of_any_lengths_in_static_shapes_is_small(buckets: tuple[int, ...], mean: int) -> None:
+    """Windows of titles, names or paragraphs: their lengths scatter by half of the mean and more."""
+    random = np.random.default_rng(mean)
+    windows = [random.lognormal(np.log(mean), 0.6, 16_384).astype(np.int64).clip(2, 128) for _ in range(2)]
+    assert padding_share(windows, EmbedConfig(buckets=buckets)) < 0.1
+
+
 @pytest.mark.skipif(not OFFERS.exists(), reason="the real offers are not on this machine")
 def test_padding_of_real_titles_in_static_shapes_is_small() -> None:
     titles = pq.read_table(OFFERS, columns=["title"])["title"].to_pylist()
     tokenizer = TextTokenizer(train_tokenizer(titles[::10], TokenizerConfig(vocab_size=8192)))
-    config = EmbedConfig()
-    shapes = row_shapes(config.buckets, config.batch_tokens("xla"))
-    assert len(shapes) <= 6
-    slots = used = 0
-    for first in range(0, len(titles), 16_384):
-        window = distinct_texts(tokenizer.encode(titles[first : first + 16_384]), 128, tokenizer.sep_id)
-        for batch in row_batches(window.tokens, shapes, tokenizer.pad_id):
-            assert tuple(batch.tensors["tokens"].shape) in {(shape.rows, shape.length) for shape in shapes}
-            slots, used = slots + batch.num_slots, used + int(batch.lengths.sum())
-    assert used > 0.95 * slots
+    windows = (tokenizer.encode(titles[first : first + 16_384]) for first in range(0, len(titles), 16_384))
+    distinct = [distinct_texts(window, 128, tokenizer.sep_id).tokens.lengths for window in windows]
+    assert padding_share(distinct, EmbedConfig()) < 0.05

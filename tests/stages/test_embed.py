@@ -2,15 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli
+from pipeline.backends import Backend
+from pipeline.core.prices import PRICES_USD_PER_HOUR
 from pipeline.embedding.share import ARRAY_INDEX
 from pipeline.embedding.vector_set import VectorSet, open_vectors
+from pipeline.graphs.config import EstimateConfig
 from pipeline.io.storage import Storage, open_storage
+from pipeline.parallel.world import World
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.embed import _price
 from pipeline.stages.result import StageResult, load_result
 from tests.embedding.catalogues import products, rows_of, write_catalogue
 from tests.embedding.checkpoints import make_checkpoint
@@ -187,3 +195,23 @@ def test_the_price_of_the_machine(workspace: Storage, capsys: pytest.CaptureFixt
     usd, rate = (result_of(workspace).figures[name] for name in ("usd_per_million_texts", "texts_per_s"))
     assert isinstance(usd, float) and isinstance(rate, float)
     assert usd == pytest.approx(2.5 / 3600 / rate * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "estimate", "ranks", "expected"),
+    [
+        ("xla:NEURON", {"instance": "trn1.32xlarge"}, 32, PRICES_USD_PER_HOUR["trn1.32xlarge"] / 32),
+        ("xla:NEURON", {"instance": "trn1.2xlarge", "price_usd_per_hour": 1.0}, 1, 0.5),
+        ("xla:NEURON", {"instance": "trn9.unheard"}, 1, None),
+        ("cpu", {"instance": "trn1.32xlarge"}, 1, None),
+        ("cuda:H200", {"price_usd_per_hour": 20.0}, 8, 2.5),
+    ],
+)
+def test_the_price_is_that_of_the_part_of_the_machine(
+    device: str, estimate: dict[str, Any], ranks: int, expected: float | None
+) -> None:
+    """A rank of a Neuron machine has a core of it, any other an equal share of a machine whose price was told."""
+    settings = Settings(estimate=EstimateConfig.model_validate(estimate))
+    ctx = cast(StageContext, SimpleNamespace(world=World(world_size=ranks, local_world_size=ranks)))
+    backend = cast(Backend, SimpleNamespace(device_name=lambda: device))
+    assert _price(settings, ctx, backend) == expected
