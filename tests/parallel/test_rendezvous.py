@@ -41,3 +41,11 @@ def test_half_a_set_of_variables_is_refused() -> None:
     env = {name: value for name, value in BATCH.items() if "ADDRESS" not in name}
     with pytest.raises(ConfigError, match="AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"):
         torchrun_arguments(1, env)
+
+
+def test_gangs_of_one_machine_meet_on_ports_of_their_own() -> None:
+    assert torchrun_arguments(1, BATCH)[5] == "--master-port=41000"
+    given = {**BATCH, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23654"}
+    expected = ["--master-addr=127.0.0.1", "--master-port=23654"]
+    for index in ("0", "2"):
+        assert torchrun_arguments(1, {**given, "AWS_BATCH_JOB_NODE_INDEX": index})[4:] == expected

@@ -1,0 +1,179 @@
+"""Keeps the command of one node: starts it once, ends it in time, and writes down how it ended.
+
+    python -I -S keeper.py FOLDER TIMEOUT_S GRACE_S COMMAND...
+
+One keeper a node and attempt, so that the engine may die at any moment. It takes the node by creating
+FOLDER/started.json, which it locks for as long as it lives: of two keepers one runs the command, and a lock that
+nobody holds, without FOLDER/ended.json, is a keeper that died. SIGTERM, SIGINT and the time-out end the command with
+SIGTERM, and all that is left with SIGKILL GRACE_S later. When the command ends, so does everything it started
+(a container ends with its first process): found by TRNJOBS_ATTEMPT_ID in the environment, in sessions of their own too
+(Linux; elsewhere only the command itself is found).
+
+It is run by its path and imports the standard library alone: it starts in 50 ms.
+"""
+# pathlib and subprocess would double that.
+# ruff: noqa: PTH105, PTH108, PTH112, PTH118, PTH123, PTH208
+
+import errno
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+MARK = "TRNJOBS_ATTEMPT_ID"
+STARTED, ENDED = "started.json", "ended.json"
+AGAIN_S = 0.5  # a full disk may have room again
+GONE_S = 0.02
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 also when another keeper has the node."""
+    folder, timeout_s, grace_s, command = argv[1], float(argv[2]), float(argv[3]), argv[4:]
+    told = list[str]()
+    pause = _pauses_that_signals_end(told)
+    lock = _when_there_is_room(lambda: take(folder, os.getpid()), pause, told)
+    if lock is None:
+        return 0
+    end = keep(command, timeout_s, grace_s, told, pause)
+    _when_there_is_room(lambda: publish_end(folder, end), pause, [])
+    os.close(lock)
+    return 0
+
+
+def keep(
+    command: list[str], timeout_s: float, grace_s: float, told: list[str], pause: Callable[[float], None]
+) -> dict[str, object]:
+    """Run the command to its end and kill what it left. What ended.json says: see gang.NodeEnd."""
+    deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
+    mark, kills = os.environ[MARK], kills_for_memory()
+    try:
+        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and what is ignored is inherited
+        pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=ignored)
+    except OSError as error:
+        return {"at": time.time(), "error": f"{command[0]}: {os.strerror(error.errno or 0)}"}
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        now = time.monotonic()
+        if not stopped_by and (told or now >= deadline):
+            stopped_by, kill_at = told[0] if told else "timeout", now + grace_s
+            os.kill(pid, signal.SIGTERM)
+        if now >= kill_at:
+            os.kill(pid, signal.SIGKILL)
+            kill_marked(mark)
+            kill_at = now + AGAIN_S
+        pause((kill_at if stopped_by else deadline) - now)
+    code, at = os.waitstatus_to_exitcode(ended[1]), time.time()
+    while kill_marked(mark):
+        pause(GONE_S)
+    return {
+        "at": at,
+        "exit_code": code if code >= 0 else 128 - code,
+        "stopped_by": stopped_by,
+        "out_of_memory": kills_for_memory() > kills,
+    }
+
+
+def take(folder: str, pid: int) -> int | None:
+    """Create started.json, locked from its first moment; the descriptor that holds the lock, None when it exists."""
+    descriptor, temp = _written(folder, {"pid": pid, "at": time.time()})
+    try:
+        os.link(temp, os.path.join(folder, STARTED))
+    except FileExistsError:
+        os.close(descriptor)
+        return None
+    finally:
+        os.unlink(temp)
+    _flush(folder)
+    return descriptor
+
+
+def publish_end(folder: str, end: dict[str, object]) -> bool:
+    """Write ended.json, whole or not at all."""
+    descriptor, temp = _written(folder, end)
+    os.replace(temp, os.path.join(folder, ENDED))
+    os.close(descriptor)
+    _flush(folder)
+    return True
+
+
+def kill_marked(mark: str) -> int:
+    """SIGKILL to every process with this mark in its environment, but this one; how many there were."""
+    wanted, found = f"\0{MARK}={mark}\0".encode(), 0
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if wanted not in b"\0" + file.read():
+                    continue
+            os.kill(int(name), signal.SIGKILL)
+            found += 1
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def kills_for_memory() -> int:
+    """How many processes of this machine the kernel has killed for want of memory."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except FileNotFoundError:  # not Linux: cannot be told
+        return 0
+
+
+def _written(folder: str, content: dict[str, object]) -> tuple[int, str]:
+    """A new file in the folder, locked and flushed; its descriptor and path."""
+    temp = os.path.join(folder, f".trnpipe-tmp-{os.getpid()}")
+    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, json.dumps(content).encode())
+        os.fsync(descriptor)
+    except OSError:
+        os.close(descriptor)
+        os.unlink(temp)
+        raise
+    return descriptor, temp
+
+
+def _flush(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _when_there_is_room(write: Callable[[], int | None], pause: Callable[[float], None], told: list[str]) -> int | None:
+    """Try until the disk is not full; None when told to stop before that."""
+    while not told:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        pause(AGAIN_S)
+    return None
+
+
+def _pauses_that_signals_end(told: list[str]) -> Callable[[float], None]:
+    """A sleep that any signal ends; SIGTERM and SIGINT are noted by name."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, lambda number, frame: told.append(signal.Signals(number).name))
+
+    def pause(seconds: float) -> None:
+        if select.select([reader], [], [], max(0.0, seconds))[0]:
+            os.read(reader, 4096)
+
+    return pause
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
