@@ -16,7 +16,7 @@ from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.neuron_command import drives_tool, use_neuron_cache
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
-from pipeline.runtime_signals import LAUNCHER_GRACE_S, stop_on_signals
+from pipeline.runtime_signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
 
@@ -34,6 +34,7 @@ environment and max_steps under [train] in a file. Lists: a,b or JSON; no value:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    show_stacks_when_asked()
     code = _guarded(words)
     note_exit_code(code)
     return code

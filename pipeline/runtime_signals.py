@@ -5,13 +5,15 @@ inside a long C++ call such as a compile. The C-level handler does write the sig
 once (signal.set_wakeup_fd), and a monitor thread reads it there. It needs the GIL, which such a call must release.
 """
 
+import faulthandler
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -23,6 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 15.0  # Batch kills 30 s after SIGTERM; we promise 20
 LAST_HOOK_S = 3.0
 LAUNCHER_GRACE_S = GRACE_S + LAST_HOOK_S + 1.0  # the ranks of a launcher end themselves first
+STACKS_VARIABLE = "TRN_STACKS_DIR"  # not TRNPIPE_: those are settings
 _CLOSE = 0  # not a signal number
 
 LastHook = Callable[[str], None]
@@ -59,6 +62,24 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = GRACE_S, last_hook: La
                 signal.signal(signum, handler)
             writer.send(bytes([_CLOSE]))
             monitor.join()
+
+
+def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
+    """From now on SIGUSR1 writes the stacks of all threads to `<folder>/<process id>`, where the environment names one.
+
+    The handler is C code: it also answers while the main thread hangs in a collective.
+    """
+    folder = Path(env.get(STACKS_VARIABLE, ""))
+    if not env.get(STACKS_VARIABLE) or not folder.is_dir():
+        return
+    path = folder / f".{os.getpid()}"
+    faulthandler.register(signal.SIGUSR1, path.open("w"), all_threads=True)  # keeps the file open
+    path.rename(folder / str(os.getpid()))  # the name says that the handler is there
+
+
+def can_show_stacks(pid: int, folder: Path) -> bool:
+    """Whether SIGUSR1 makes this process show its stacks; it ends any other."""
+    return (folder / str(pid)).exists()
 
 
 def _guard_forks(is_ours: Callable[[], bool]) -> None:

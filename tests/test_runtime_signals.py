@@ -5,9 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
+
+from pipeline.runtime_signals import can_show_stacks
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
@@ -182,3 +185,26 @@ say(f"{before == handlers()} {before == inside} {signal.set_wakeup_fd(-1)} {moni
 """
     with started(script) as process:
         assert read_line(process) == "True False -1 []"
+
+
+def test_stacks_are_shown_on_request_even_from_within_c(tmp_path: Path) -> None:
+    script = f"""
+from pipeline.runtime_signals import show_stacks_when_asked
+show_stacks_when_asked({{"TRN_STACKS_DIR": {str(tmp_path)!r}}})
+block_in_c()
+"""
+    with started(script) as process:
+        assert can_show_stacks(process.pid, tmp_path)
+        process.send_signal(signal.SIGUSR1)
+        file = tmp_path / str(process.pid)
+        while "say_when_stopping" not in (text := file.read_text()):  # another thread than the main one
+            assert process.poll() is None
+        assert "block_in_c" in text
+
+
+def test_who_was_given_no_folder_is_not_asked(tmp_path: Path) -> None:
+    code = "from pipeline.runtime_signals import *; show_stacks_when_asked({}); say('ready'); time.sleep(1000)"
+    with started(code) as process:
+        assert not can_show_stacks(process.pid, tmp_path)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == -signal.SIGUSR1

@@ -1,0 +1,182 @@
+"""The command as a child process: started without a shell, watched, and ended with all it has started."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.core.errors import ConfigError
+from pipeline.runtime_signals import STACKS_VARIABLE, can_show_stacks
+
+TAIL_BYTES = 64 * 1024
+BLOCK_BYTES = 64 * 1024
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+END_S = 2.0
+
+
+class LogTail:
+    """The last bytes that went by."""
+
+    def __init__(self, limit_bytes: int = TAIL_BYTES) -> None:
+        self._limit = limit_bytes
+        self._bytes = bytearray()
+        self._lock = threading.Lock()
+
+    def add(self, block: bytes) -> None:
+        with self._lock:
+            self._bytes += block
+            del self._bytes[: -self._limit]
+
+    def lines(self) -> tuple[str, ...]:
+        """What is no UTF-8 shows as such."""
+        with self._lock:
+            return tuple(bytes(self._bytes).decode(errors="replace").splitlines())
+
+
+@dataclass(frozen=True)
+class ProcessSeen:
+    """One process of the command, as it was."""
+
+    pid: int
+    words: tuple[str, ...]
+    status: str
+    cpu_s: float
+    memory_bytes: int
+
+
+class Command:
+    """A running command. Its output goes to ours, and its last part is kept."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], stacks: Path, tail: LogTail) -> None:
+        """`stacks`: an empty folder for the stacks that its Python processes may be asked for.
+
+        Raises ConfigError when there is no such command.
+        """
+        self._stacks = stacks
+        adopt_orphans()
+        source, target = os.pipe()
+        try:
+            # A session of its own: a signal to our group reaches us alone, and we pass it on once.
+            self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
+                words,
+                env={**env, STACKS_VARIABLE: str(stacks)},
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(source)
+            raise ConfigError(
+                f"{words[0]!r} cannot be started: {error.strerror}",
+                expected="a command that is in the image",
+                next_command="run the same command in that image by hand",
+            ) from error
+        finally:
+            os.close(target)
+        self._pump = threading.Thread(target=_pump, args=(source, tail), name="log", daemon=True)
+        self._pump.start()
+
+    def returncode(self) -> int | None:
+        """None while it runs; minus the signal that ended it. Also takes the ends of orphans off the kernel's table."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None or ended.si_pid == 0:
+                return self._process.poll()
+            if ended.si_pid == self._process.pid:
+                self._process.poll()
+            else:
+                with suppress(ChildProcessError):
+                    os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def tell(self, signum: signal.Signals) -> None:
+        """Send a signal to the command itself, which is to pass it on as it sees fit."""
+        self._process.send_signal(signum)
+
+    def ask_stacks(self) -> None:
+        """Ask every Python process of the command that knows how for the stacks of its threads."""
+        for process in self._family():
+            with suppress(psutil.Error, ProcessLookupError):
+                if can_show_stacks(process.pid, self._stacks):
+                    process.send_signal(signal.SIGUSR1)
+
+    def stacks(self) -> dict[int, str]:
+        """The stacks that were shown, by process id."""
+        shown = {int(path.name): path.read_text(errors="replace") for path in sorted(self._stacks.glob("[0-9]*"))}
+        return {pid: text for pid, text in shown.items() if text}
+
+    def processes(self) -> tuple[ProcessSeen, ...]:
+        """All that is left of the command."""
+        return tuple(seen for process in self._family() if (seen := _seen(process)) is not None)
+
+    def end(self) -> None:
+        """Kill all that is left, and wait for the last of the output."""
+        until = time.monotonic() + END_S
+        while (family := self._family()) and time.monotonic() < until:
+            for process in family:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(family, timeout=0.05)
+            self.returncode()
+        self._pump.join(max(0.1, until - time.monotonic()))
+
+    def _family(self) -> list[psutil.Process]:
+        """The living below us: orphans come to us, see `adopt_orphans`."""
+        with suppress(psutil.Error):
+            return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+        return []
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent dies become our children, as PID 1 has it anyway, so that none is lost sight of."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """How many processes of this container the kernel has killed for lack of memory; None where that is not told."""
+    for name in ("memory.events", "memory/memory.oom_control"):  # cgroup v2, v1
+        with suppress(OSError, ValueError):
+            pairs = (line.split() for line in (root / name).read_text().splitlines())
+            return next(int(value) for key, value in pairs if key == "oom_kill")
+    return None
+
+
+def _seen(process: psutil.Process) -> ProcessSeen | None:
+    try:
+        with process.oneshot():
+            times = process.cpu_times()
+            return ProcessSeen(
+                process.pid,
+                tuple(process.cmdline()),
+                process.status(),
+                round(times.user + times.system, 3),
+                process.memory_info().rss,
+            )
+    except psutil.Error:  # gone meanwhile
+        return None
+
+
+def _pump(source: int, tail: LogTail) -> None:
+    """Copy until the last writer has closed. When nobody reads our output any more, the command still goes on."""
+    target: int | None = 1
+    while block := os.read(source, BLOCK_BYTES):
+        tail.add(block)
+        try:
+            while target is not None and block:
+                block = block[os.write(target, block) :]
+        except OSError:
+            target = None
+    os.close(source)
