@@ -4,6 +4,7 @@ claim.json               whose cycle it is: the plan, the target, and who submit
 plan.json, settings.json what was submitted
 submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
 records.json             what became of the jobs (AWS Batch forgets them after a week)
+blocked.json             which jobs were seen blocked, and since when
 closed.json              the outcome; the next cycle may start
 """
 
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from jobs.core.blocked import Sighting
 from jobs.core.records import Closed, JobRecord, Submission
 from jobs.core.spec import CyclePlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -23,6 +25,7 @@ from pipeline.io.storage import Storage
 
 LEASE_S = 120.0
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
+_SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
 T = TypeVar("T")
 
 
@@ -64,8 +67,9 @@ class CycleStore:
 
         try:
             yield renew
-        finally:  # after kill -9 the lease runs out
-            self._replace(self._claim().model_copy(update={"owner": "", "lease_until": 0.0}), etag)
+        finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
+            free = self._claim().model_copy(update={"owner": "", "lease_until": 0.0})
+            self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
@@ -88,8 +92,9 @@ class CycleStore:
         """What was submitted in a round, by name of the job."""
         found = {}
         for stat in self.storage.list(self.key(f"submitted/round-{round_}")):
-            one = Submission.model_validate_json(self.storage.read_bytes(stat.key))
-            found[one.job] = one
+            name = stat.key.removeprefix(self.key(""))
+            if one := self._read(name, Submission.model_validate_json):
+                found[one.job] = one
         return found
 
     def current(self) -> dict[str, Submission]:
@@ -100,12 +105,15 @@ class CycleStore:
         return newest
 
     def save_submission(self, round_: int, submission: Submission) -> None:
-        """Raises TransientError when another process has submitted the same job."""
-        key = self.key(f"submitted/round-{round_}/{submission.job}.json")
-        data = submission.model_dump_json().encode()
-        if not self.storage.write_if_absent(key, data) and self.storage.read_bytes(key) != data:
+        """The first to write wins. Raises TransientError when another process has made another job of it."""
+        name = f"submitted/round-{round_}/{submission.job}.json"
+        if self.storage.write_if_absent(self.key(name), submission.model_dump_json().encode()):
+            return
+        theirs = self._read(name, Submission.model_validate_json)
+        if theirs is None or theirs.id != submission.id:
             raise TransientError(
-                f"{self.storage.uri(key)}: another process submitted this job", next_command="trnjobs status"
+                f"{self.storage.uri(self.key(name))}: another process submitted this job",
+                next_command="trnjobs status",
             )
 
     def records(self) -> tuple[JobRecord, ...]:
@@ -114,6 +122,13 @@ class CycleStore:
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
         self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
+
+    def sightings(self) -> tuple[Sighting, ...]:
+        """Jobs that were blocked when last looked at."""
+        return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
+
+    def save_sightings(self, sightings: tuple[Sighting, ...]) -> None:
+        self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(sightings, indent=1))
 
     def closed(self) -> Closed | None:
         """None while the cycle is under way."""

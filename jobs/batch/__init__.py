@@ -1,0 +1,1 @@
+"""AWS Batch as a target: the only place in jobs/ that knows boto3."""

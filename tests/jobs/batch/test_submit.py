@@ -1,0 +1,243 @@
+"""Submitting a cycle to AWS Batch: one DAG, one job per node of it, whatever happens on the way."""
+
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
+
+from jobs.batch.client import BatchClient
+from jobs.batch.preflight import preflight
+from jobs.core.spec import JobSpec
+from pipeline.core.errors import ConfigError, TransientError
+from tests.jobs.batch.fake_batch import client_error
+from tests.jobs.batch.faults import Faults
+from tests.jobs.batch.setting import FAST, Setting
+from tests.jobs.core.cases import job, plan
+
+LOST = ReadTimeoutError(endpoint_url="http://batch")
+THROTTLED = client_error("TooManyRequestsException", status=429)
+
+
+def number_of_calls(folder: Path) -> list[str]:
+    faults = Faults()
+    Setting(folder).drive(faults)
+    return faults.calls
+
+
+def position(calls: list[str], name: str, number: int = 1) -> int:
+    """Of the n-th call of this name, from 1."""
+    return [i for i, call in enumerate(calls, 1) if call == name][number - 1]
+
+
+def test_a_cycle_is_one_dag_in_the_plan_s_order(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    setting.assert_one_dag()
+    assert [one["jobName"] for one in setting.batch.submitted] == [
+        "relevance-2026-11-20-train",
+        "relevance-2026-11-20-embed",
+        "relevance-2026-11-20-verify",
+    ]
+    assert [one["jobDefinition"] for one in setting.batch.submitted] == [
+        "relevance-train:1",
+        "relevance-embed:1",
+        "relevance-verify:1",
+    ]
+    recorded = setting.store().submitted(1)
+    assert recorded["train"].definition == "relevance-train:1"
+    assert recorded["train"].submitted_at < recorded["embed"].submitted_at
+    assert setting.warnings == []
+
+
+def test_submitted_twice_it_makes_nothing_twice(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    before = {**setting.batch.jobs}
+    setting.drive(owner="another")
+    assert setting.batch.jobs == before
+    assert len(setting.batch.definitions) == 3
+
+
+@pytest.mark.parametrize(("lag", "owner"), [(0, "driver"), (3, "another")])
+def test_killed_at_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    assert calls.count("SubmitJob") == 3
+    for number in range(1, len(calls) + 1):
+        for moment, faults in (("before", Faults(kill_before=number)), ("after", Faults(kill_after=number))):
+            setting = Setting(tmp_path / f"{moment}-{number}", lag=lag)
+            assert setting.drive_killed(faults), (moment, number)
+            setting.drive(owner=owner)
+            setting.assert_one_dag()
+            assert len(setting.batch.definitions) == 3, (moment, number)
+
+
+def test_killed_again_and_again_it_still_converges(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    for number in range(5, len(calls), 4):
+        setting.drive_killed(Faults(kill_after=number), owner=f"driver {number}")
+    setting.drive()
+    setting.assert_one_dag()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("done", [True, False])
+def test_a_submission_without_an_answer_is_looked_for_before_it_is_repeated(
+    tmp_path: Path, number: int, done: bool
+) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive(Faults(errors={position(calls, "SubmitJob", number): (LOST, done)}))
+    setting.assert_one_dag()
+    assert len(setting.batch.submitted) == 3
+
+
+def test_every_call_throttled_once(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    batch_calls = {i for i, call in enumerate(calls, 1) if call[0].isupper()}
+    setting.drive(Faults(errors={min(batch_calls): (THROTTLED, False)}))
+    for number in sorted(batch_calls):
+        setting = Setting(tmp_path / f"run-{number}")
+        setting.drive(Faults(errors={number: (THROTTLED, False)}))
+        setting.assert_one_dag()
+        assert len(setting.batch.submitted) == 3
+
+
+def test_no_route_is_worth_another_try_later(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    lost = EndpointConnectionError(endpoint_url="http://user:secret@batch")
+    setting.batch.faults = Faults(errors={1: (lost, False)})
+    impatient = FAST.model_copy(update={"total_deadline_s": 0.0})
+    with pytest.raises(TransientError, match="EndpointConnectionError") as caught:
+        preflight(BatchClient(setting.batch, policy=impatient), setting.plan)
+    assert "secret" not in str(caught.value)
+
+
+def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
+    """AWS Batch lists a new job so late that a second driver does not see it."""
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run", lag=8)
+    assert setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    setting.drive()
+    setting.assert_one_dag()
+    ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
+    assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
+    assert ended[0]["statusReason"] == f"the same job as {setting.store().submitted(1)['train'].id}"
+
+
+def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    first = setting.live()[0]["jobId"]
+    setting.batch.submit_job(**setting.batch.submitted[0])
+    setting.drive()
+    setting.assert_one_dag()
+    assert setting.store().submitted(1)["train"].id == first
+
+
+def test_a_driver_whose_lease_ran_out_ends_what_it_made(tmp_path: Path) -> None:
+    """It slept before it recorded its job; another driver has done the work meanwhile."""
+    setting = Setting(tmp_path)
+    slept = False
+
+    def renew() -> None:
+        nonlocal slept
+        if slept:
+            return
+        slept = True
+        setting.drive(owner="another")
+        for one in list(setting.batch.jobs.values()):
+            one["createdAt"] -= 10**9  # so old that the sleeper does not take it for its own
+
+    with pytest.raises(TransientError, match="another process submitted this job"):
+        setting.target(renew=renew).submit(setting.plan, 1, ["train"])
+    setting.assert_one_dag()
+
+
+def test_a_job_that_failed_before_it_was_recorded_is_not_adopted(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    setting.batch.terminate_job(jobId=setting.live()[0]["jobId"], reason="by hand")
+    setting.drive()
+    setting.assert_one_dag()
+
+
+def test_jobs_of_another_workspace_with_the_same_names_are_left_alone(tmp_path: Path) -> None:
+    one, other = Setting(tmp_path / "one"), Setting(tmp_path / "other")
+    other.plan = one.plan.model_copy(update={"workspace": "s3://bucket/staging"})
+    other.batch = one.batch
+    one.drive()
+    other.drive()
+    assert len(one.live()) == 6
+    ids = [{s.id for s in setting.store().submitted(1).values()} for setting in (one, other)]
+    assert not ids[0] & ids[1]
+
+
+def test_jobs_of_an_earlier_life_of_the_cycle_are_not_adopted(tmp_path: Path) -> None:
+    """The workspace was emptied and the same plan submitted again the next day."""
+    first, again = Setting(tmp_path / "first"), Setting(tmp_path / "again")
+    first.drive()
+    for one in first.batch.jobs.values():
+        one["status"] = "SUCCEEDED"
+    again.batch, again.clock = first.batch, first.clock
+    first.clock.now += 86_400
+    again.drive()
+    assert len(again.live()) == 6
+
+
+def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    train = setting.store().submitted(1)["train"].id
+    for one in setting.batch.jobs.values():
+        one["status"] = "SUCCEEDED" if one["jobId"].startswith(train) else "FAILED"
+    setting.batch.forget(train)
+    setting.drive(round_=2, jobs=["embed", "verify"])
+    embed, verify = setting.batch.submitted[3:]
+    assert embed["jobName"] == "relevance-2026-11-20-embed-round-2"
+    assert embed["dependsOn"] == []
+    assert verify["dependsOn"] == [{"jobId": setting.store().submitted(2)["embed"].id}]
+    assert setting.store().current()["train"].id == train
+    setting.drive(round_=2, jobs=["embed", "verify"])
+    assert len(setting.batch.submitted) == 5
+
+
+def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+
+    def submit(cycle: str, timeout_s: int) -> str:
+        setting.plan = plan(job("train", timeout_s=timeout_s)).model_copy(update={"cycle": cycle})
+        setting.drive()
+        return setting.store().submitted(1)["train"].definition
+
+    revisions = [submit("a", 3600), submit("b", 7200), submit("c", 3600), submit("d", 7200), submit("e", 60)]
+    assert [one.rpartition(":")[2] for one in revisions] == ["1", "2", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (job("train", queue="nobody"), "queue nobody: does not exist"),
+        (job("train", share_identifier="prod-1"), "share identifier 'prod-1'"),
+        (job("train", array_size=1), "an array of 1"),
+        (job("train", command=("x" * 9000,)), "container overrides of"),
+        (job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000}), "1,408 vCPU at once"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sent(tmp_path: Path, spec: JobSpec, message: str) -> None:
+    setting = Setting(tmp_path, plan=plan(spec))
+    with pytest.raises(ConfigError, match=message):
+        setting.drive()
+    assert (setting.batch.definitions, setting.batch.submitted) == ([], [])
+
+
+def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:
+    name = "x" * 100
+    setting = Setting(tmp_path, plan=plan(job(name, stage="train")))
+    setting.drive()
+    with pytest.raises(ConfigError, match="of 129 characters"):
+        setting.drive(round_=2)
+    assert len(setting.batch.submitted) == 1
