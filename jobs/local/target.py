@@ -59,6 +59,8 @@ class LocalTarget:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
+            found, _, leaves = self._known(plan)
+            check_fits([leaf.spec for leaf in leaves if not found[leaf.name].state.is_final], self.machine)
             done = self.store.submitted(round_)
             new = [name for name in (job.name for job in plan.jobs) if name in jobs and name not in done]
             self._refuse_running(new, round_)
