@@ -78,6 +78,7 @@ class TrainLoop:
     _pace: Pace = field(init=False)
     _warned: bool = field(init=False, default=False)
     _compiles: int = field(init=False, default=0)
+    _compile_s: float = field(init=False, default=0.0)
     _started: float = field(init=False, default_factory=time.monotonic)
 
     def run(self) -> Ended:
@@ -175,6 +176,7 @@ class TrainLoop:
             losses=losses,
             grad_norms=[row["grad_norm"] for row in figures],
             samples=[f"{digest:016x}" for digest in digests],
+            seconds=round(interval.seconds, 3),
             learning_rate=rate,
             samples_per_s=round(interval.samples_per_s, 1),
             tokens_per_s=round(interval.tokens_per_s, 1),
@@ -217,8 +219,15 @@ class TrainLoop:
     def _note_compiles(self) -> None:
         compiles = self.backend.compile_count()
         if compiles != self._compiles:
-            self.hooks.emit(EventName.GRAPH_COMPILED, step=self.step, new=compiles - self._compiles, total=compiles)
-            self._compiles = compiles
+            compile_s = self.backend.compile_seconds()
+            self.hooks.emit(
+                EventName.GRAPH_COMPILED,
+                step=self.step,
+                new=compiles - self._compiles,
+                total=compiles,
+                compile_s=round(compile_s - self._compile_s, 3),
+            )
+            self._compiles, self._compile_s = compiles, compile_s
 
     def _judge(self, last: dict[str, float]) -> None:
         """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""

@@ -1,5 +1,6 @@
 """One training run: assemble, resume, train, choose the candidate, score it."""
 
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -302,6 +303,7 @@ class TrainRun:
 
     def _evaluate(self, step: int) -> bool:
         """Score the holdout; True when it is the best so far."""
+        started = time.monotonic()
         figures = self._score(self.valid, self.config.train.evaluate_rows)
         metric = self.config.train.metric
         value = float(getattr(figures, metric))
@@ -323,6 +325,7 @@ class TrainRun:
             **{metric: value},
             loss=figures.loss,
             rows=figures.rows,
+            seconds=round(time.monotonic() - started, 3),
         )
         self.around.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
@@ -342,6 +345,7 @@ class TrainRun:
         for split in ("valid", "test"):
             rows = self.valid if split == "valid" else self._rows("test")
             if sum(rows.sizes):
+                started = time.monotonic()
                 holdouts[split] = figures = self._score(rows, sum(rows.sizes))
                 self.around.events.emit(
                     EventName.HOLDOUT_EVALUATED,
@@ -350,6 +354,7 @@ class TrainRun:
                     accuracy=figures.accuracy,
                     loss=figures.loss,
                     rows=figures.rows,
+                    seconds=round(time.monotonic() - started, 3),
                 )
         return Outcome(prefix_of(self.around.cycle, chosen), chosen, step, late, holdouts)
 

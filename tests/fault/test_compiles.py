@@ -31,5 +31,6 @@ def test_three_epochs_over_random_lengths(place: Callable[..., Place]) -> None:
     compiled = here.events("graph_compiled")
     # The start; per bucket the first and the second of three micro-steps, the third with the update, the forward pass.
     assert compiled[-1]["total"] == 1 + 4 * len(by_bucket)
+    assert sum(event["compile_s"] for event in compiled) > 0
     warm = max(epoch, 11) + 1
     assert [event for event in compiled if event["step"] > warm] == []

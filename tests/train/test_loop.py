@@ -110,6 +110,21 @@ def test_every_step_is_reported_once(rows: TokenRows) -> None:
     assert len(bench.steps("losses")) == len(bench.steps("grad_norms")) == len(bench.steps("samples")) == 5
     assert len(set(bench.steps("samples"))) == 5
     assert len(bench.console.getvalue().splitlines()) == 3
+    assert sum(fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS) > 0
+
+
+def test_time_spent_compiling_is_told(rows: TokenRows) -> None:
+    class Compiling(CpuBackend):
+        def compile_count(self) -> int:
+            return 3
+
+        def compile_seconds(self) -> float:
+            return 1.5
+
+    bench = Bench(rows, max_steps=4, backend=Compiling())
+    bench.run()
+    (told,) = [fields for name, fields in bench.events if name == EventName.GRAPH_COMPILED]
+    assert told == {"step": 2, "new": 3, "total": 3, "compile_s": 1.5}
 
 
 def test_evaluations_and_saves_come_in_order_and_the_last_step_is_the_callers(rows: TokenRows) -> None:

@@ -134,6 +134,8 @@ def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
     last = cycle.open(6)
     assert last.state.best is not None and last.state.best.step == outcome.step
     assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
+    evaluations = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
+    assert len(evaluations) >= 3 and sum(fields["seconds"] for fields in evaluations) > 0
 
 
 def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
