@@ -138,7 +138,8 @@ class Embedder:
             self.figures.texts += len(window.place)
             self.figures.distinct += len(window.vectors)
             with self._idle():
-                yield _unit(window.vectors)[window.place]
+                vectors = _unit(window.vectors)
+                yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -177,7 +178,7 @@ def open_embedder(
 
 
 def _unit(vectors: Float32s) -> Float32s:
-    """[N, D] scaled to length one."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True).astype(np.float32)
-    scaled: Float32s = vectors / np.maximum(lengths, _TINY)
-    return scaled
+    """[N, D] scaled to length one, in place."""
+    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    vectors /= np.maximum(lengths, _TINY)[:, None]
+    return vectors

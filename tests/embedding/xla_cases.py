@@ -10,7 +10,7 @@ from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RankShare
-from pipeline.data.tokenizer import Tokens
+from pipeline.data.tokenizer import Tokens, take
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.embedder import Embedder
 from pipeline.embedding.engines import open_engine
@@ -89,13 +89,16 @@ def test_embedding_meets_no_other_and_agrees_with_the_eager_cpu(
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
 
 
-def test_another_order_and_other_shapes_give_the_same_vectors(xla: Backend) -> None:
+@pytest.mark.parametrize(
+    ("buckets", "tokens"), [((24, 80), 160), ((80,), 240), ((16, 48, 80), 96)], ids=["same", "one", "three"]
+)
+def test_order_company_and_shapes_make_no_difference(xla: Backend, buckets: tuple[int, ...], tokens: int) -> None:
     (window, *_) = windows()
     (expected,) = vectors_of(embedder(xla), window)
-    parts = np.split(window.ids, window.offsets[1:-1])[::-1]
-    backwards = Tokens(np.concatenate(parts), np.concatenate([[0], np.cumsum([len(part) for part in parts])]))
-    (found,) = vectors_of(embedder(xla, EmbedConfig(buckets=(80,), tokens_per_batch=240)), backwards)
-    np.testing.assert_allclose(found[::-1], expected, rtol=0, atol=1e-5)
+    order = np.random.default_rng(8).permutation(len(window.lengths))
+    parts = [take(window, order[:17]), take(window, order[17:])]
+    found = vectors_of(embedder(xla, EmbedConfig(buckets=buckets, tokens_per_batch=tokens)), *parts)
+    np.testing.assert_allclose(np.concatenate(found), expected[order], rtol=0, atol=1e-5)
 
 
 def test_a_shape_that_was_not_compiled_is_refused(xla: Backend, manifest: GraphManifest) -> None:

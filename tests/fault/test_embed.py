@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.model.config import ModelConfig
-from tests.fault.embed_place import digests, flags, kill_in, look, made_up, promote, snapshot, write_catalogue
+from tests.fault.embed_place import digests, flags, kill_in, look, made_up, promote, run_here, snapshot, write_catalogue
 from tests.fault.harness import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def place(home: Path) -> Iterator[Callable[[str], Place]]:
 def whole(place: Callable[[str], Place]) -> dict[str, str]:
     """How it ends when nobody interrupts it."""
     here = place("whole")
-    here.run("embed")
+    run_here(here)
     return digests(here.storage)
 
 
@@ -59,11 +59,13 @@ def test_killed_again_and_again(place: Callable[[str], Place], whole: dict[str, 
     here, rng = place("killed"), random.Random(3)
     for phase in ("reading", "device", "commit"):
         assert kill_in(here, phase, rng, num_parts=NUM_PARTS, start_s=2.0, part_s=0.1), f"it had ended before {phase}"
-    here.run("embed")
+    run_here(here)
     assert digests(here.storage) == whole
 
 
-def test_sigterm_keeps_what_is_complete(place: Callable[[str], Place], whole: dict[str, str]) -> None:
+def test_sigterm_keeps_what_is_complete(
+    place: Callable[[str], Place], whole: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     here = place("stopped")
     run = here.start("embed")
     assert run.until(lambda: len(look(here).records) >= 3)
@@ -76,8 +78,8 @@ def test_sigterm_keeps_what_is_complete(place: Callable[[str], Place], whole: di
     seen = look(here)
     assert not seen.open_parts and not seen.manifest
     done = len(seen.records)
-    run = here.run("embed")
-    assert f"{done} done" in run.out
+    run_here(here)
+    assert f"{done} done" in capsys.readouterr().out
     redone = [event["part"] for event in here.events("part_embedded")]
     assert len(redone) == len(set(redone)) == NUM_PARTS, "no part was written twice"
     assert digests(here.storage) == whole
