@@ -20,7 +20,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate embed compile health prepare test test-thorough test-fast lint bench lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ evaluate: $(STAMP)  ## train, then hold the model against the one in production:
 embed: evaluate  ## the same, then the whole catalogue to vectors with the promoted model, and a look at all of them
 	$(BIN)/trnpipe embed $(FLAGS)
 	$(BIN)/trnpipe embed verify $(FLAGS)
+
+cycle: $(STAMP)  ## all of it as jobs on this machine, with retries: check, prepare, compile, train, evaluate, embed, report
+	$(BIN)/trnjobs submit --target local $(FLAGS)
 
 compile: $(STAMP)  ## prepare data, then meet and compile every graph of the cycle ahead of time
 	$(BIN)/trnpipe prepare $(FLAGS)

@@ -4,17 +4,34 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import NoReturn
 
 import pipeline
+from pipeline.command_line import parse
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_of
 
 # A command is `jobs/commands/<name>.py` with `add_arguments(parser)` and `run(arguments, say) -> exit code`.
-COMMANDS: dict[str, str] = {
+# Those of a cycle also take every setting, as `trnpipe` does, and find them in `arguments.settings`.
+OF_A_CYCLE: dict[str, str] = {
+    "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
+    "submit": "hand the jobs over, here or to AWS Batch; run again after any stop, none is started twice",
+    "status": "the jobs of a cycle now",
+    "logs": "what a try of a job said, on any of its nodes",
+    "cancel": "end what is left of a cycle, from the last job backwards",
+    "retry": "once more: the jobs that failed, and those after them",
+    "reconcile": "put on record what became of the jobs, and close the cycle when all have ended",
+    "history": "the cycles of a workspace",
+    "config": "every setting with its value and source, those under [jobs] included",
+}
+COMMANDS: dict[str, str] = OF_A_CYCLE | {
     "simulate": "replay a workload through fair-share policies: waiting, utilisation, shares, starvation",
 }
+_SETTINGS = """settings:
+  --config FILE.toml   may be repeated, later files win; [jobs] beside the sections of the pipeline
+  --section.key VALUE  such as --cycle 2026-11-20, --workspace URI, --jobs.train.nodes 2
+trnjobs config lists all of them with their values and sources."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,15 +59,46 @@ def _command(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"trnjobs {pipeline.__version__}")
     commands = parser.add_subparsers(dest="command", parser_class=_Parser)
     name = words[0] if words and words[0] in COMMANDS else ""
+    flags: list[str] = []
     for command, text in COMMANDS.items():
-        sub = commands.add_parser(command, help=text, description=text, allow_abbrev=False)
+        about = _SETTINGS if command in OF_A_CYCLE else None
+        sub = commands.add_parser(
+            command,
+            help=text,
+            description=text,
+            epilog=about,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if command == name:  # the others are not imported
             import_module(f"jobs.commands.{command}").add_arguments(sub)
+            if command in OF_A_CYCLE:
+                words, flags = _split(words, own={text for action in sub._actions for text in action.option_strings})
     arguments = parser.parse_args(words)
     if not arguments.command:
         parser.print_help()
         return EXIT_OK
+    if arguments.command in OF_A_CYCLE:
+        from jobs.settings import SCHEMA
+
+        given = parse(flags, ())
+        arguments.resolved = SCHEMA.resolve(given.files, os.environ, given.flags)
+        arguments.settings = arguments.resolved.settings
     return int(import_module(f"jobs.commands.{arguments.command}").run(arguments, _show))
+
+
+def _split(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Words of the command itself, and flags with their values that are settings."""
+    mine, settings, rest = list[str](), list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word.partition("=")[0] in own:
+            mine.append(word)
+            continue
+        settings.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            settings.append(rest.pop(0))
+    return mine, settings
 
 
 def _show(text: str) -> None:

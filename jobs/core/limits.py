@@ -125,8 +125,6 @@ def _resources(job: JobSpec) -> Iterator[str]:
     needs = job.resources
     if needs.vcpus < 1 or needs.memory_mib < 4:
         yield f"{needs.vcpus} vCPU and {needs.memory_mib} MiB; expected at least 1 and 4"
-    if needs.instance_type and not job.num_nodes:
-        yield f"instance type {needs.instance_type} for a job of one container; only multi-node jobs may name one"
     if needs.instance_type not in INSTANCES:
         return
     vcpus, memory_mib, neurons, efas = INSTANCES[needs.instance_type]

@@ -69,7 +69,7 @@ class Resources(_Record):
     shared_memory_mib: int = Field(64, description="Size of the tmpfs for shared memory")
     devices: tuple[str, ...] = Field((), description="Device files, such as /dev/neuron0")
     ulimits: tuple[Ulimit, ...] = ()
-    instance_type: str = Field("", description="Of a multi-node job; empty: the queue decides")
+    instance_type: str = Field("", description="What it is meant for and priced as; told to multi-node jobs")
     processes_per_node: int = Field(1, description="Ranks to start on a node")
 
 
@@ -105,6 +105,7 @@ class CyclePlan(_Record):
     pipeline: str
     cycle: str
     workspace: str
+    settings: str = Field("", description="Fingerprint of the settings of the pipeline that all jobs share")
     jobs: tuple[JobSpec, ...]
 
     @property

@@ -15,7 +15,7 @@ class Target(Protocol):
         """`local` or `batch`."""
 
     def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
-        """Hand over these jobs of a claimed plan, in order; those handed over in this round before stay as they are.
+        """Hand over these jobs of a claimed plan in its order; those handed over in this round before stay as they are.
 
         `local` also runs them, and returns when the last has ended. Dependencies on jobs that are not among `jobs` are
         those of earlier rounds, which have succeeded.

@@ -42,7 +42,7 @@ class Engine:
     nodes: Nodes
     machine: Slots
     stop: StopSignal
-    say: Callable[[str], None]
+    say: Callable[[str], object]
     clock: Callable[[], float]
     poll_s: float = 0.1
     pause: Callable[[float], None] = time.sleep

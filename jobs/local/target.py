@@ -41,7 +41,7 @@ class LocalTarget:
     store: CycleStore
     scratch: Path
     machine: Slots
-    say: Callable[[str], None]
+    say: Callable[[str], object]
     stop: StopSignal
     grace_s: float = GRACE_S
     poll_s: float = 0.1

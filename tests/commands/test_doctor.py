@@ -42,8 +42,8 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path) -> None:
     [
         "tiny",
         pytest.param("small", marks=pytest.mark.thorough),
-        pytest.param("base", marks=pytest.mark.thorough),
-        pytest.param("large", marks=pytest.mark.slow),
+        pytest.param("base", marks=pytest.mark.slow),
+        pytest.param("large", marks=pytest.mark.thorough),
     ],
 )
 def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None:

@@ -17,7 +17,7 @@ ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 MODES = [
     pytest.param("fused", 1, 1, 1, 2, id="fused"),
     pytest.param("split", 4, 1, 1, 5, id="split-accumulating", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 3, 1, 4, id="fused-accumulating-three-at-once"),
+    pytest.param("fused", 4, 3, 1, 4, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
     pytest.param("fused", 4, 1, 2, 5, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
     pytest.param("split", 1, 1, 2, 3, id="split-two-processes", marks=pytest.mark.slow),
 ]

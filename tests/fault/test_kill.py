@@ -22,7 +22,7 @@ def kill(place: Place, moment: Moment, server: S3Server | None = None) -> None:
     assert doing, f"{moment}: ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], seed: int) -> None:
     rng = random.Random(seed)
     place = bare_place("cpu")

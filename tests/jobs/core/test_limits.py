@@ -59,7 +59,6 @@ def test_a_sound_plan_has_no_problem() -> None:
         ({"command": ("x" * 8_192,)}, "container overrides of"),
         ({"command": ("x" * 31_000,)}, "a SubmitJob request of"),
         ({"resources": CPU.model_copy(update={"vcpus": 0})}, "0 vCPU"),
-        ({"resources": CPU.model_copy(update={"instance_type": "c7i.large"})}, "only multi-node jobs may name one"),
         ({"num_nodes": 2, "resources": TRN1.model_copy(update={"vcpus": 129})}, "would wait for ever"),
         ({"num_nodes": 2, "resources": TRN1.model_copy(update={"memory_mib": 524_288})}, "would wait for ever"),
         (

@@ -1,0 +1,26 @@
+"""`trnjobs cancel`: end what is left of a cycle."""
+
+import argparse
+
+from jobs.commands.submit import finish
+from jobs.core.outcome import CANCELLED
+from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
+from pipeline.core.errors import EXIT_OK
+from pipeline.core.stop import StopSignal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("--reason", default="by hand", help="goes on record")
+
+
+def run(arguments: argparse.Namespace, say: Say) -> int:
+    """End every job that is not final, from the last to the first. What has finished stays."""
+    store = open_cycle(arguments.settings, StopSignal())
+    plan = submitted_plan(store)
+    target = open_target_of(arguments.settings, store, say, StopSignal())
+    target.cancel(plan, CANCELLED + arguments.reason)
+    records = target.records(plan)
+    store.save_records(records)
+    finish(store, plan, records, say)
+    return EXIT_OK

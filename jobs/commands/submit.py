@@ -1,0 +1,84 @@
+"""`trnjobs submit`: hand the jobs of a cycle over; run again, it goes on where it stopped."""
+
+import argparse
+from dataclasses import dataclass
+
+from jobs.core.limits import check_plan
+from jobs.core.outcome import exit_code_of_cycle, outcome_of
+from jobs.core.records import JobRecord
+from jobs.core.show import status_lines
+from jobs.core.spec import CyclePlan
+from jobs.settings import CycleSettings, of_pipeline
+from jobs.store.cycle import CycleStore
+from jobs.targets import Say, make_plan, open_cycle, open_target, submitter
+from pipeline.core.errors import EXIT_OK
+from pipeline.core.stop import StopSignal
+from pipeline.runtime_signals import stop_on_signals
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target")
+
+
+def run(arguments: argparse.Namespace, say: Say) -> int:
+    """Submit the cycle of the settings. `local` also runs it to its end."""
+    stop = StopSignal()
+    with stop_on_signals(stop):
+        return submit_cycle(arguments.settings, arguments.target or arguments.settings.jobs.target, say, stop)
+
+
+def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: StopSignal) -> int:
+    """Plan, claim, submit. Twice, or killed in between: no job is started a second time.
+
+    Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
+    """
+    store = open_cycle(settings, stop)
+    plan = make_plan(settings, store)
+    closed = store.closed()
+    if closed is not None and store.plan() == plan:
+        say(f"cycle {store.cycle} has ended; to run again what failed: trnjobs retry")
+        return finish(store, plan, store.records(), say)
+    if target_name == "batch":
+        check_plan(plan)
+    hand_over = HandOver(settings, store, target_name, say, stop)
+    return hand_over(plan, 1, [job.name for job in plan.jobs])
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Claims a cycle and gives jobs of it to a target."""
+
+    settings: CycleSettings
+    store: CycleStore
+    target_name: str
+    say: Say
+    stop: StopSignal
+
+    def __call__(self, plan: CyclePlan, round_: int, jobs: list[str]) -> int:
+        """The exit code of the cycle where it has ended, 0 where its jobs are on their way."""
+        with self.store.submitting(plan, self.target_name, submitter()) as renew:
+            self.store.save_settings(of_pipeline(self.settings))
+            self.store.reopen()
+            target = open_target(self.settings, self.store, self.target_name, self.say, self.stop, renew)
+            if self.target_name == "batch":
+                target.submit(plan, round_, jobs)
+        if self.target_name == "local":  # runs them too; a lock on this machine keeps a second engine away
+            target.submit(plan, round_, jobs)
+        records = target.records(plan)
+        self.store.save_records(records)
+        return finish(self.store, plan, records, self.say)
+
+
+def finish(store: CycleStore, plan: CyclePlan, records: tuple[JobRecord, ...], say: Say) -> int:
+    """Say how the jobs stand and, when all have ended, close the cycle; its exit code."""
+    for line in status_lines(records):
+        say(line)
+    closed = outcome_of(plan, records)
+    if closed is None:
+        say(f"cycle {store.cycle}: under way; next: trnjobs status")
+        return EXIT_OK
+    if store.closed() != closed:
+        store.close(closed)
+    say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
+    return exit_code_of_cycle(closed, records)

@@ -1,0 +1,74 @@
+"""`[jobs]`: how a cycle becomes jobs, and where they run."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.core.prices import PRICES_USD_PER_HOUR
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageJob(_Config):
+    """What one job of the cycle gets."""
+
+    nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
+    processes: int = Field(1, ge=1, le=1024, description="Ranks on each machine, one a device")
+    workers: int = Field(1, ge=1, le=10_000, description="Children of an array that share the work (embed only)")
+    instance: str = Field("", description="Machine it is meant for, such as trn1.32xlarge: devices, sizes and price")
+    vcpus: int | None = Field(None, ge=1, description="vCPUs of a node; null: all of the instance, 1 without one")
+    memory_mib: int | None = Field(
+        None, ge=4, description="MiB of a node; null: what the instance can give, 2048 without one"
+    )
+    queue: str = Field("", description="Another queue than jobs.queue")
+    role: str = Field("", description="ARN of another role than jobs.role")
+    attempts: int = Field(3, ge=1, le=10, description="Tries in all")
+    timeout_s: int = Field(3600, ge=60, description="Seconds after which one try is ended; never tried again")
+
+
+class JobsConfig(_Config):
+    """The jobs of a cycle, where they run, and what they may cost."""
+
+    name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
+    target: Literal["local", "batch"] = Field("local", description="This machine, or AWS Batch")
+    image: str = Field("", description="Container image, pinned by digest (batch)")
+    queue: str = Field("", description="Queue of jobs (batch)")
+    share_identifier: str = Field("", description="Whose share of a fair-share queue this is; letters and digits")
+    priority: int = Field(100, ge=0, le=9999, description="Order among the jobs of the same share; higher goes first")
+    role: str = Field("", description="ARN of the role whose rights the code has (batch)")
+    log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
+    environment: Annotated[
+        dict[str, str], Field(description="Variables of every job, as NAME=value; shown in plans, so no secrets")
+    ] = {}
+    sla_s: int | None = Field(None, ge=60, description="Seconds from its scheduled time within which a cycle must end")
+    blocked_dwell_s: int = Field(900, ge=0, description="Seconds a queue stays blocked before a job is ended for it")
+    prices: Annotated[
+        dict[str, float], Field(description="USD an hour by instance type, before the table of list prices")
+    ] = {}
+    vcpu_usd_per_hour: float | None = Field(
+        None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
+    )
+    local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
+    local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
+    stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")
+    prepare: StageJob = StageJob()
+    health: StageJob = StageJob(timeout_s=900)
+    compile: StageJob = StageJob(timeout_s=4 * 3600)
+    train: StageJob = StageJob(timeout_s=24 * 3600)
+    evaluate: StageJob = StageJob()
+    embed: StageJob = StageJob(timeout_s=12 * 3600)
+    verify: StageJob = StageJob()
+    report: StageJob = StageJob()
+
+    def stage(self, name: str) -> StageJob:
+        """By name of the job."""
+        job: StageJob = getattr(self, name)
+        return job
+
+    @property
+    def usd_per_hour(self) -> Mapping[str, float]:
+        """By instance type."""
+        return PRICES_USD_PER_HOUR | self.prices

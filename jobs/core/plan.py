@@ -1,0 +1,100 @@
+"""Settings and a cycle -> the jobs of it. Pure: the same on every machine, whoever plans.
+
+    prepare ──┐
+    health  ──┴─> compile -> train -> evaluate -> embed -> verify -> report
+
+Nothing here but the shape is ours to choose: sizes come from `[jobs]`, retry rules from the table of exit codes.
+"""
+
+from jobs.core.config import JobsConfig, StageJob
+from jobs.core.limits import INSTANCES
+from jobs.core.retry import retry_strategy
+from jobs.core.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from pipeline.core.errors import ConfigError
+
+AFTER: dict[str, tuple[str, ...]] = {
+    "prepare": (),
+    "health": (),
+    "compile": ("prepare", "health"),
+    "train": ("compile",),
+    "evaluate": ("train",),
+    "embed": ("evaluate",),
+    "verify": ("embed",),
+    "report": ("verify",),
+}
+_WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
+_RANKS = frozenset({"health", "compile", "train", "evaluate", "embed"})  # stages that start ranks of their own
+_GANGS = frozenset({"health", "compile", "train", "evaluate"})
+ENTRY = ("trnjobs-entry", "--")
+SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
+UNLIMITED = -1
+
+
+def plan_cycle(jobs: JobsConfig, *, cycle: str, workspace: str, settings: str = "") -> CyclePlan:
+    """The plan of a cycle. Raises ConfigError for a shape that no stage has."""
+    specs = tuple(_job(jobs, name, after) for name, after in AFTER.items())
+    return CyclePlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
+
+
+def _job(jobs: JobsConfig, name: str, after: tuple[str, ...]) -> JobSpec:
+    wanted = jobs.stage(name)
+    _check_shape(name, wanted)
+    return JobSpec(
+        name=name,
+        stage=name,
+        command=_command(name, wanted),
+        resources=_resources(wanted),
+        image=jobs.image,
+        num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
+        array_size=wanted.workers if wanted.workers > 1 else 0,
+        environment=jobs.environment,
+        retry=retry_strategy(wanted.attempts),
+        timeout_s=wanted.timeout_s,
+        queue=wanted.queue or jobs.queue,
+        share_identifier=jobs.share_identifier,
+        priority=jobs.priority,
+        depends_on=tuple(Dependency(job=one) for one in after),
+        job_role=wanted.role or jobs.role,
+        log_group=jobs.log_group,
+    )
+
+
+def _command(name: str, wanted: StageJob) -> tuple[str, ...]:
+    words = _WORDS.get(name, ("trnpipe", name))
+    if name in _RANKS and wanted.processes > 1:
+        words += ("--launch.processes", str(wanted.processes))
+    if wanted.workers > 1:
+        words += ("--embed.workers", str(wanted.workers))
+    return ENTRY + words
+
+
+def _check_shape(name: str, wanted: StageJob) -> None:
+    for setting, value, stages in (
+        ("nodes", wanted.nodes, _GANGS),
+        ("processes", wanted.processes, _RANKS),
+        ("workers", wanted.workers, {"embed"}),
+    ):
+        if value > 1 and name not in stages:
+            raise ConfigError(
+                f"jobs.{name}.{setting} is {value}",
+                expected=f"1: only {', '.join(sorted(stages))} can have more",
+                next_command="correct it under [jobs], then trnjobs plan",
+            )
+
+
+def _resources(wanted: StageJob) -> Resources:
+    known = INSTANCES.get(wanted.instance)
+    vcpus, memory_mib, neurons, efas = known or (1, 2048, 0, 0)
+    memory_mib = wanted.memory_mib or memory_mib
+    devices = [f"/dev/neuron{index}" for index in range(neurons)]
+    if wanted.nodes > 1:
+        devices += [f"/dev/infiniband/uverbs{index}" for index in range(efas)]
+    return Resources(
+        vcpus=wanted.vcpus or vcpus,
+        memory_mib=memory_mib,
+        shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
+        devices=tuple(devices),
+        ulimits=(Ulimit(name="memlock", soft=UNLIMITED, hard=UNLIMITED),) if efas and wanted.nodes > 1 else (),
+        instance_type=wanted.instance,
+        processes_per_node=wanted.processes,
+    )

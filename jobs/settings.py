@@ -1,0 +1,27 @@
+"""The settings of `trnjobs`: those of the pipeline, and `[jobs]` beside them."""
+
+from typing import Any
+
+from pydantic import Field
+
+from jobs.core.config import JobsConfig
+from pipeline.config_sources import Schema
+from pipeline.settings import Settings
+
+
+class CycleSettings(Settings):
+    """Everything a cycle of jobs can be told."""
+
+    jobs: JobsConfig = Field(JobsConfig())
+
+
+SCHEMA = Schema(CycleSettings, program="trnjobs")
+_PER_JOB = {"jobs", "cycle", "workspace", "launch", "scratch"}
+
+
+def of_pipeline(settings: CycleSettings) -> dict[str, Any]:
+    """What all jobs of a cycle share, as a JSON file for `trnpipe --config`.
+
+    Without what differs between jobs or places: they get it by variable or flag.
+    """
+    return settings.model_dump(mode="json", exclude=_PER_JOB)

@@ -1,0 +1,103 @@
+"""From settings to what a command works on: the cycle in its workspace, its plan, and the target."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from jobs.core.config import JobsConfig
+from jobs.core.cost import Prices
+from jobs.core.plan import plan_cycle
+from jobs.core.slots import Slots
+from jobs.core.spec import CyclePlan
+from jobs.core.target import Target
+from jobs.settings import CycleSettings, of_pipeline
+from jobs.store.cycle import CycleStore, claimed_cycles
+from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+
+Say = Callable[[str], object]
+Renew = Callable[[], None]
+
+
+def _nothing() -> None:
+    """No claim to keep."""
+
+
+def cycle_of(settings: CycleSettings) -> str:
+    """The cycle of the settings, else today's date (UTC)."""
+    return settings.cycle or datetime.now(UTC).date().isoformat()
+
+
+def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
+    """The jobs of a cycle in the workspace, whether there are any or not."""
+    storage = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    return CycleStore(storage, cycle_of(settings), time.time)
+
+
+def make_plan(settings: CycleSettings, store: CycleStore) -> CyclePlan:
+    """What the settings say now. Raises ConfigError."""
+    return plan_cycle(
+        settings.jobs,
+        cycle=store.cycle,
+        workspace=store.storage.root,
+        settings=fingerprint(of_pipeline(settings)),
+    )
+
+
+def submitted_plan(store: CycleStore) -> CyclePlan:
+    """The plan that was submitted. Raises ConfigError when none was."""
+    plan = store.plan()
+    if plan is None:
+        others = ", ".join(claimed_cycles(store.storage)[-5:]) or "none"
+        raise ConfigError(
+            f"no jobs of cycle {store.cycle} in {store.storage.root} (cycles with jobs: {others})",
+            expected="a cycle that was submitted",
+            next_command="trnjobs submit, or another --cycle or --workspace",
+        )
+    return plan
+
+
+def prices_of(settings: CycleSettings) -> Prices:
+    return Prices(settings.jobs.usd_per_hour, settings.jobs.vcpu_usd_per_hour)
+
+
+def submitter() -> str:
+    """Who submits, for others to read: the job of AWS Batch, else this process."""
+    return os.environ.get("AWS_BATCH_JOB_ID") or f"{socket.gethostname()}:{os.getpid()}"
+
+
+def open_target(
+    settings: CycleSettings, store: CycleStore, name: str, say: Say, stop: StopSignal, renew: Renew = _nothing
+) -> Target:
+    """The target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
+
+    `renew` keeps the claim of the one who submits, while that takes long.
+    """
+    if name == "local":
+        from jobs.local.target import LocalTarget, this_machine
+        from pipeline.stages.context import scratch_folder
+
+        scratch = scratch_folder(settings, store.storage, os.environ)
+        machine = _with_limits(this_machine(), settings.jobs)
+        return LocalTarget(store, scratch, machine, say, stop, settings.jobs.stop_grace_s)
+    from jobs.batch.client import BatchClient  # boto3 takes a while to import
+    from jobs.batch.connect import connect
+    from jobs.batch.logs import LogsClient
+    from jobs.batch.target import BatchTarget
+
+    return BatchTarget(BatchClient(connect("batch")), LogsClient(connect("logs")), store, renew, say)
+
+
+def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: StopSignal) -> Target:
+    """Where the cycle was submitted to, whatever the settings say now."""
+    claim = store.claim()
+    return open_target(settings, store, claim.target if claim else settings.jobs.target, say, stop)
+
+
+def _with_limits(machine: Slots, jobs: JobsConfig) -> Slots:
+    vcpus, memory_mib = jobs.local_vcpus or machine.vcpus, jobs.local_memory_mib or machine.memory_mib
+    return machine.model_copy(update={"vcpus": vcpus, "memory_mib": memory_mib})
