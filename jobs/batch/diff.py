@@ -72,8 +72,13 @@ def definition_changes(client: BatchClient, plan: CyclePlan) -> tuple[Definition
     return tuple(changes)
 
 
+def diff_lines(plan: CyclePlan, client: BatchClient) -> Iterator[str]:
+    """What to show of a plan, a line each."""
+    return change_lines(definition_changes(client, plan))
+
+
 def change_lines(changes: Sequence[DefinitionChange]) -> Iterator[str]:
-    """What to show, a line each."""
+    """Registered already, new, or changed; then with every place that differs."""
     for change in changes:
         jobs = ", ".join(change.jobs)
         if change.revision:

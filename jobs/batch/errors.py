@@ -55,7 +55,8 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
     if status == 403 or name_of(error) == "AccessDenied":
         return ConfigError(
             f"AWS: {name} while {doing}",
-            expected="the rights of the driver's role (docs/jobs.md)",
+            expected="batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob, Describe*, ListJobs and "
+            "logs:GetLogEvents",
             next_command="aws sts get-caller-identity; correct the policy of that role",
         )
     return ConfigError(
