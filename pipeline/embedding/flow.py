@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,8 @@ from pipeline.io.storage import Storage
 
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
+FILL_DEPTH = 1
+"""Windows of vectors that wait to be converted."""
 
 
 class TextEmbedder(Protocol):
@@ -69,12 +72,15 @@ def embed_shards(flow: Flow, shards: Sequence[WorkShard], embedder: TextEmbedder
         )
 
     items = feed(flow.plan, shards, flow.catalogue, flow.rules, flow.workers)
-    with _closed_after(items), PartWriter(write) as writer, prefetched(items, FEED_DEPTH) as ready:
-        line = _Line(ready, writer, flow.stop)
+    with (
+        _closed_after(items),
+        PartWriter(write) as writer,
+        prefetched(items, FEED_DEPTH) as ready,
+        ThreadPoolExecutor(1, "part-filler") as filler,
+    ):
+        line = _Line(ready, writer, filler, flow.stop)
         for vectors in embedder.stream(line.windows()):
-            texts = line.take()
-            texts.part.fill(texts.rows, vectors)
-            watch.embedded(texts)
+            watch.embedded(line.fill(vectors))
             line.settle()
         line.settle()
         if line.is_waiting:
@@ -94,12 +100,16 @@ def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
 class _Line:
     """What the device has been given and not yet answered, in order, with complete parts in between.
 
-    The embedder may ask for windows in a thread of its own.
+    Vectors are converted in the thread of `filler`: the one that drives the device goes on. The embedder may ask for
+    windows in a thread of its own.
     """
 
-    def __init__(self, ready: Iterator[Texts | Complete], writer: PartWriter, stop: StopSignal) -> None:
-        self._ready, self._writer, self._stop = ready, writer, stop
+    def __init__(
+        self, ready: Iterator[Texts | Complete], writer: PartWriter, filler: ThreadPoolExecutor, stop: StopSignal
+    ) -> None:
+        self._ready, self._writer, self._filler, self._stop = ready, writer, filler, stop
         self._waiting: deque[Texts | Complete] = deque()
+        self._filling: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     def windows(self) -> Iterator[Tokens]:
@@ -111,20 +121,29 @@ class _Line:
             else:
                 self.settle()
 
-    def take(self) -> Texts:
-        """The texts whose vectors have come."""
-        first = self._waiting.popleft()
-        if not isinstance(first, Texts):
-            raise RuntimeError("the embedder answered more windows than it was given")
+    def fill(self, vectors: Float32s) -> Texts:
+        """The texts whose vectors have come. Raises what went wrong with those before them."""
+        with self._lock:
+            first = self._waiting.popleft()
+            if not isinstance(first, Texts):
+                raise RuntimeError("the embedder answered more windows than it was given")
+            self._filling.append(self._filler.submit(first.part.fill, first.rows, vectors))
+            self._wait_for_all_but(FILL_DEPTH)
         return first
 
     def settle(self) -> None:
         """Hand over the parts that wait for nothing any more."""
         with self._lock:
             while self._waiting and isinstance(first := self._waiting[0], Complete):
+                self._wait_for_all_but(0)
                 self._writer.submit(first.part)
                 self._waiting.popleft()
         self._writer.check()
+
+    def _wait_for_all_but(self, number: int) -> None:
+        while len(self._filling) > number:
+            self._filling[0].result()  # one that failed stays: no part is handed over after it
+            self._filling.popleft()
 
     @property
     def is_waiting(self) -> bool:

@@ -15,6 +15,7 @@ from pipeline.core.errors import DataError, NumericError, Preempted, TransientEr
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.feed import worker_processes
 from pipeline.embedding.flow import Flow, embed_shards
+from pipeline.embedding.open_part import OpenPart
 from pipeline.embedding.parts import commit_part, finished_parts
 from pipeline.embedding.vector_set import open_vectors
 from pipeline.io.storage import open_storage
@@ -153,6 +154,22 @@ def test_vectors_that_are_no_numbers_end_the_run(case: Case, catalogue: Path) ->
     plan = case.plan(catalogue)
     with pytest.raises(NumericError, match="1 vectors of part 1 hold NaN or infinity, the first in row 19"):
         case.work(plan, embedder=Broken())
+    assert finished_parts(case.workspace, plan) == {0}
+
+
+def test_vectors_are_converted_beside_the_thread_that_drives_the_device(
+    case: Case, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, threads = OpenPart.fill, set[str]()
+
+    def noted(part: OpenPart, rows: Any, vectors: Any) -> None:
+        threads.add(threading.current_thread().name)
+        fill(part, rows, vectors)
+
+    monkeypatch.setattr(OpenPart, "fill", noted)
+    case.embed(catalogue)
+    assert threads == {"part-filler_0"}
+    assert not [thread for thread in threading.enumerate() if thread.name in threads]
 
 
 def test_a_catalogue_that_changes_while_it_is_read(case: Case, catalogue: Path) -> None:
