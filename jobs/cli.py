@@ -23,6 +23,8 @@ OF_A_CYCLE: dict[str, str] = {
     "retry": "once more: the jobs that failed, and those after them",
     "reconcile": "put on record what became of the jobs, and close the cycle when all have ended",
     "history": "the cycles of a workspace",
+    "cost": "where the time and the money of a cycle went; --last N: several, with their success rate",
+    "report": "write the page of a cycle, reports/<cycle>.html; the last job of every cycle",
     "config": "every setting with its value and source, those under [jobs] included",
 }
 COMMANDS: dict[str, str] = OF_A_CYCLE | {

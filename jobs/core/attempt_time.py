@@ -5,6 +5,7 @@ An event tells when something ended and how long it took; what lies between such
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
@@ -69,6 +70,19 @@ class Moment:
     def is_of(self, stage: str) -> bool:
         """Whether this stage may have written it."""
         return bool(self.fields.get("stage", stage) == stage)
+
+
+def moment_of(line: Mapping[str, Any]) -> Moment | None:
+    """From a line of the event log; None for one that is no event."""
+    stamp, name = line.get("time"), line.get("event")
+    if not isinstance(stamp, str) or not isinstance(name, str):
+        return None
+    try:
+        at = datetime.fromisoformat(stamp)
+    except ValueError:
+        return None
+    fields = {key: value for key, value in line.items() if key not in ("time", "event")}
+    return Moment(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ def read_settings(storage: Storage, cycle: str) -> bytes | None:
 
 
 def with_settings(words: Sequence[str], file: Path) -> list[str]:
-    """The command with the file of settings, where it is one of the pipeline; other commands stay as they are."""
-    return [*words, "--config", str(file)] if is_trnpipe(words) else list(words)
+    """The command with the file of settings, where it is one of ours; other commands stay as they are."""
+    return [*words, "--config", str(file)] if is_ours(words) else list(words)
 
 
-def is_trnpipe(words: Sequence[str]) -> bool:
-    """`trnpipe ...`, at any path, or `python -m pipeline ...`."""
-    return Path(words[0]).name == "trnpipe" or list(words[1:3]) == ["-m", "pipeline"]
+def is_ours(words: Sequence[str]) -> bool:
+    """`trnpipe ...` or `trnjobs ...`, at any path, or `python -m pipeline ...` or `python -m jobs ...`."""
+    modules = (["-m", "pipeline"], ["-m", "jobs"])
+    return Path(words[0]).name in ("trnpipe", "trnjobs") or list(words[1:3]) in modules

@@ -1,0 +1,76 @@
+"""The ledger of a cycle, from what its workspace holds."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jobs.core.attempt_time import Moment, moment_of
+from jobs.core.cost import Prices
+from jobs.core.ledger import CycleLedger, ledger_of
+from jobs.core.outcome import outcome_of
+from jobs.core.records import JobRecord
+from jobs.core.spec import CyclePlan
+from jobs.store.cycle import CycleStore
+from pipeline.io.errors import KeyNotFound
+from pipeline.io.storage import Storage
+
+REPORT = "report"
+"""The stage that writes the report: it still runs while it does."""
+
+
+def events_key(cycle: str) -> str:
+    return f"cycles/{cycle}/events.jsonl"
+
+
+def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
+    """All events of a cycle in the order of the log; none when there is no log. Half lines of a killed writer and
+    lines that are no events are left out."""
+    try:
+        lines = storage.read_bytes(events_key(cycle)).splitlines()
+    except KeyNotFound:
+        return ()
+    found = (moment_of(_object(line)) for line in lines)
+    return tuple(moment for moment in found if moment is not None)
+
+
+def read_ledger(
+    store: CycleStore,
+    plan: CyclePlan,
+    records: Sequence[JobRecord],
+    prices: Prices,
+    *,
+    sla_s: int | None,
+    without_report: bool = False,
+) -> CycleLedger:
+    """The ledger of a cycle as it is now. `without_report`: the outcome is that of the other jobs.
+
+    The deadline counts from when the cycle was claimed.
+    """
+    claim, closed = store.claim(), store.closed()
+    judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
+    names = {job.name for job in judged}
+    if closed is None:
+        shape = plan.model_copy(update={"jobs": tuple(judged)})
+        closed = outcome_of(shape, [record for record in records if record.name in names])
+    return ledger_of(
+        plan,
+        records,
+        read_moments(store.storage, store.cycle),
+        prices,
+        now=store.clock(),
+        outcome=closed.outcome if closed else None,
+        deadline_at=None if sla_s is None or claim is None else claim.claimed_at + sla_s,
+    )
+
+
+def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
+    """Of a cycle that has ended what is on record, else what `live` tells."""
+    return (store.records() if store.closed() else ()) or live()
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,89 @@
+"""`trnjobs cost` and `trnjobs report` over a workspace with cycles that have ended."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.commands import cost, report
+from jobs.core.records import Closed
+from jobs.settings import CycleSettings
+from jobs.store.cycle import CycleStore
+from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.io.storage import open_storage
+from tests.jobs.core.cases import job, plan
+from tests.jobs.core.test_ledger import attempt, record
+
+
+def cycle(workspace: Path, name: str, code: int) -> None:
+    store = CycleStore(open_storage(str(workspace)), name, lambda: 1000.0)
+    shape = plan(job("prepare")).model_copy(update={"cycle": name})
+    with store.submitting(shape, "local", "me"):
+        store.save_records((record("prepare", attempt(1010, 1070, code), created_at=1000.0),))
+        store.close(Closed(outcome="failed" if code else "succeeded", at=1070.0))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    for name, code in (("2026-11-18", 65), ("2026-11-19", 0), ("2026-11-20", 0)):
+        cycle(tmp_path, name, code)
+    return tmp_path
+
+
+def said(command: str, workspace: Path, **flags: object) -> list[str]:
+    jobs = {"sla_s": 60, "vcpu_usd_per_hour": 0.6}
+    settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
+    module, lines = {"cost": cost, "report": report}[command], list[str]()
+    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False} | flags)
+    assert module.run(arguments, lines.append) == EXIT_OK
+    return lines
+
+
+def test_the_cycle_of_the_settings(workspace: Path) -> None:
+    lines = said("cost", workspace)
+    assert lines[0].startswith("cycle 2026-11-20: succeeded in 1m10s, deadline MISSED | 1 of 1 jobs in 1 tries")
+    assert "goodput 100% | $0.0200, $0.00 of it wasted" in lines[0]
+    assert lines[2].split()[0] == "prepare"
+
+
+def test_the_last_cycles_and_their_success(workspace: Path) -> None:
+    lines = said("cost", workspace, last=2)
+    assert [line.split()[1] for line in lines[:2]] == ["2026-11-19:", "2026-11-20:"]
+    assert lines[-2] == "2 of 2 cycles done (100%) | 2 of 2 jobs succeeded (100%) | 0 of 2 deadlines met"
+    assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done (67%)")
+
+
+def test_for_machines(workspace: Path) -> None:
+    found = json.loads("\n".join(said("cost", workspace, last=3, json=True)))
+    assert [one["cycle"] for one in found["cycles"]] == ["2026-11-18", "2026-11-19", "2026-11-20"]
+    failed = found["cycles"][0]
+    assert (failed["goodput"], failed["total"]["machine_ms"]["wasted"], failed["entries"][0]["ending"]) == (
+        0,
+        60_000,
+        "exit 65",
+    )
+    assert found["success"]["cycles_done"] == 2
+
+
+def test_a_workspace_without_jobs_is_refused(tmp_path: Path) -> None:
+    for flags in ({}, {"last": 3}):
+        with pytest.raises(ConfigError, match=r"no (jobs|cycle)"):
+            said("cost", tmp_path, **flags)
+
+
+def test_the_report_is_written_and_written_again(workspace: Path) -> None:
+    for _ in range(2):
+        lines = said("report", workspace)
+        assert lines[0].startswith("cycle 2026-11-20: succeeded")
+        assert lines[-1] == f"report: file://{workspace}/reports/2026-11-20.html"
+    text = (workspace / "reports/2026-11-20.html").read_text()
+    assert "Cycle 2026-11-20" in text and text.endswith("</html>\n")
+
+
+@pytest.mark.parametrize("words", [["--last", "0"], ["--last", "x"], ["--last"]])
+def test_flags_that_make_no_sense(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    cost.add_arguments(parser)
+    with pytest.raises(argparse.ArgumentError):
+        parser.parse_args(words)

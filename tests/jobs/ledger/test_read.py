@@ -1,0 +1,58 @@
+"""The ledger of a cycle as its workspace tells it."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.core.attempt_time import Category
+from jobs.core.cost import Prices
+from jobs.core.records import Closed, JobState
+from jobs.ledger.read import read_ledger, read_moments, records_of
+from jobs.store.cycle import CycleStore
+from pipeline.io.storage import open_storage
+from tests.jobs.core.cases import job, plan
+from tests.jobs.core.test_ledger import attempt, record
+
+SHAPE = plan(job("prepare"), job("report", "prepare"))
+PRICES = Prices({}, vcpu=0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CycleStore:
+    made = CycleStore(open_storage(str(tmp_path)), "2026-11-20", lambda: 500.0)
+    with made.submitting(SHAPE, "local", "me"):
+        return made
+
+
+def log(store: CycleStore, text: str) -> None:
+    store.storage.write_bytes("cycles/2026-11-20/events.jsonl", text.encode())
+
+
+def test_events_are_read_past_lines_that_are_none(store: CycleStore) -> None:
+    assert read_moments(store.storage, store.cycle) == ()
+    good = '{"time": "1970-01-01T00:08:20.250+00:00", "event": "stage_started", "stage": "prepare"}'
+    log(store, f'{good}\n[1]\n{{"event": "x"}}\n{{"time": "soon", "event": "x"}}\n{good[:40]}\n')
+    (moment,) = read_moments(store.storage, store.cycle)
+    assert (moment.at_ms, moment.name, dict(moment.fields)) == (500_250, "stage_started", {"stage": "prepare"})
+
+
+def test_the_report_is_about_the_other_jobs(store: CycleStore) -> None:
+    records = (
+        record("prepare", attempt(100, 160)),
+        record("report", attempt(170, None, None), state=JobState.RUNNING),
+    )
+    inside = read_ledger(store, SHAPE, records, PRICES, sla_s=60, without_report=True)
+    outside = read_ledger(store, SHAPE, records, PRICES, sla_s=None)
+    assert (inside.outcome, inside.ended_at, inside.deadline_at, inside.deadline) == ("succeeded", 160, 560, "met")
+    assert (outside.outcome, outside.deadline) == ("open", "none")
+    assert inside.entries[1].spent_ms[Category.EVALUATION] == 330_000, "it runs until now"
+    assert inside.total.usd == pytest.approx(2 * 0.05 * (60 + 330) / 3600)
+
+
+def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore) -> None:
+    old, new = (record("prepare", attempt(0, 1)),), (record("prepare", attempt(0, 2)),)
+    store.save_records(old)
+    assert records_of(store, lambda: new) == new, "under way"
+    store.close(Closed(outcome="succeeded", at=300.0))
+    assert records_of(store, lambda: new) == old
+    assert read_ledger(store, SHAPE, old, PRICES, sla_s=None).outcome == "succeeded"
