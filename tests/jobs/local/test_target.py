@@ -16,6 +16,7 @@ from jobs.core.records import AttemptRecord, JobRecord, JobState
 from jobs.core.retry import retry_strategy
 from jobs.core.slots import Slots
 from jobs.core.spec import CyclePlan, JobSpec, Resources
+from jobs.local.files import local_files
 from jobs.local.target import LocalTarget, this_machine
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import ConfigError, Preempted
@@ -145,8 +146,6 @@ def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_fo
     class Elsewhere:
         def local_path(self, key: str) -> None:
             return None
-
-    from jobs.local.files import local_files
 
     files = local_files(Elsewhere(), place / "scratch", "c1")  # type: ignore[arg-type]
     assert files.folder == place / "scratch" / "jobs" / "c1"
