@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jobs.core.records import JobRecord
 from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import Storage
 
@@ -82,11 +83,11 @@ class LocalFiles:
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
-    """In a local workspace beside the jobs of the cycle; else in the scratch folder of this machine."""
+    """In a local workspace beside the jobs of the cycle; else in a scratch folder, which workspaces may share."""
     workspace = storage.local_path("")
     if workspace is not None:
         return LocalFiles(workspace / "cycles" / cycle / "jobs" / "local", workspace)
-    return LocalFiles(scratch.absolute() / "jobs" / cycle)
+    return LocalFiles(scratch.absolute() / "jobs" / fingerprint(storage.root)[:16] / cycle)
 
 
 def is_locked(path: Path) -> bool:
