@@ -8,7 +8,6 @@ DescribeSchedulingPolicies on *.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.batch.connect import connect
 from jobs.batch.errors import AWS_ERRORS, UnknownOutcome, is_retryable, translate, was_not_done
 from jobs.core.requests import Request
 from pipeline.core.stop import StopSignal
@@ -114,11 +113,6 @@ class BatchClient:
             return self.repeat(lambda: call(**request), doing=doing, retryable=is_retryable)
         except AWS_ERRORS as error:
             raise translate(error, doing) from error
-
-
-def open_batch(stop: StopSignal | None = None) -> BatchClient:
-    """From the AWS environment. Raises ConfigError without a region."""
-    return BatchClient(connect("batch"), stop=stop)
 
 
 def _chunks(names: Sequence[str]) -> Iterator[list[str]]:

@@ -72,11 +72,6 @@ def definition_changes(client: BatchClient, plan: CyclePlan) -> tuple[Definition
     return tuple(changes)
 
 
-def diff_lines(plan: CyclePlan, client: BatchClient) -> Iterator[str]:
-    """What to show of a plan, a line each."""
-    return change_lines(definition_changes(client, plan))
-
-
 def change_lines(changes: Sequence[DefinitionChange]) -> Iterator[str]:
     """Registered already, new, or changed; then with every place that differs."""
     for change in changes:

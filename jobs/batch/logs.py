@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.batch.connect import connect
 from jobs.batch.errors import AWS_ERRORS, is_retryable, name_of, translate
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
@@ -46,8 +45,3 @@ class LogsClient:
                     next_command="trnjobs status",
                 ) from error
             raise translate(error, doing) from error
-
-
-def open_logs(stop: StopSignal | None = None) -> LogsClient:
-    """From the AWS environment. Raises ConfigError without a region."""
-    return LogsClient(connect("logs"), stop=stop)

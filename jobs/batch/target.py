@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from jobs.batch import parse
 from jobs.batch.adopt import PLAN_TAG, Finder, name_in_round
-from jobs.batch.client import BatchClient, Detail, open_batch
+from jobs.batch.client import BatchClient, Detail
 from jobs.batch.definitions import ensure_definition
-from jobs.batch.logs import LogsClient, open_logs
+from jobs.batch.logs import LogsClient
 from jobs.batch.preflight import preflight
 from jobs.core.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.core.records import JobRecord, JobState, Submission
@@ -15,7 +15,6 @@ from jobs.core.requests import Request, definition_request, submit_request
 from jobs.core.spec import CyclePlan, JobSpec
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import ConfigError, TransientError
-from pipeline.core.stop import StopSignal
 
 KEPT_S = 7 * 86_400.0
 """AWS Batch describes a job for at least so long after its end."""
@@ -176,14 +175,3 @@ def _check_names(plan: CyclePlan, round_: int, jobs: Sequence[JobSpec]) -> None:
 def _round_request(plan: CyclePlan, round_: int, job: JobSpec, request: Request) -> Request:
     tags = request["tags"] | {PLAN_TAG: plan.plan_id, "round": str(round_)}
     return request | {"jobName": name_in_round(plan, job, round_), "tags": tags}
-
-
-def open_batch_target(
-    store: CycleStore,
-    *,
-    say: Callable[[str], object],
-    stop: StopSignal | None = None,
-    renew: Callable[[], None] = _nothing,
-) -> BatchTarget:
-    """From the AWS environment. Raises ConfigError without a region."""
-    return BatchTarget(open_batch(stop), open_logs(stop), store, renew=renew, warn=say)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from botocore import exceptions as boto
 
-from jobs.batch.client import BatchClient, open_batch
+from jobs.batch.client import BatchClient
+from jobs.batch.connect import connect
 from jobs.batch.errors import UnknownOutcome
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -128,12 +129,12 @@ def test_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(ConfigError, match="AWS_DEFAULT_REGION"):
-        open_batch()
+        connect("batch")
 
 
 def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "hunter2:no url")
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL") as caught:
-        open_batch()
+        connect("batch")
     assert "hunter2" not in str(caught.value)

@@ -11,7 +11,7 @@ from moto import mock_aws
 
 from jobs.batch.client import BatchClient
 from jobs.batch.definitions import ensure_definition
-from jobs.batch.diff import definition_changes, diff_lines, differences
+from jobs.batch.diff import change_lines, definition_changes, differences
 from jobs.core.limits import plan_problems
 from jobs.core.requests import definition_request, submit_request
 from jobs.core.spec import CyclePlan
@@ -98,11 +98,13 @@ def test_what_changed_is_named(fields: dict[str, Any], paths: list[str]) -> None
 def test_lines_for_new_equal_and_changed_definitions() -> None:
     client = BatchClient(FakeBatch(Clock()), policy=FAST)
     of = cycle()
-    assert next(diff_lines(of, client)) == ("+ relevance-train:1 (train) would be registered, the first of its name")
+    assert next(change_lines(definition_changes(client, of))) == (
+        "+ relevance-train:1 (train) would be registered, the first of its name"
+    )
     register_all(client, of)
-    assert [*diff_lines(of, client)][2] == "= relevance-verify:1 (verify) is registered"
+    assert [*change_lines(definition_changes(client, of))][2] == "= relevance-verify:1 (verify) is registered"
     changed = plan(job("verify", timeout_s=60))
-    assert [*diff_lines(changed, client)] == [
+    assert [*change_lines(definition_changes(client, changed))] == [
         "~ relevance-verify (verify) would be registered anew; against revision 1:",
         "    timeout.attemptDurationSeconds: 3600 -> 60",
     ]

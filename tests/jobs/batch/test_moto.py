@@ -13,9 +13,10 @@ import boto3
 import pytest
 from moto import mock_aws
 
-from jobs.batch.client import BatchClient, open_batch
+from jobs.batch.client import BatchClient
+from jobs.batch.connect import connect
 from jobs.batch.definitions import registered
-from jobs.batch.logs import open_logs
+from jobs.batch.logs import LogsClient
 from jobs.batch.target import BatchTarget
 from jobs.core.records import JobState
 from jobs.core.requests import definition_request
@@ -83,7 +84,7 @@ def _queue(batch: Any, name: str, state: str, **more: Any) -> None:
 
 def _target(store: CycleStore, warnings: list[str] | None = None) -> BatchTarget:
     told = [] if warnings is None else warnings
-    return BatchTarget(open_batch(), open_logs(), store, warn=told.append)
+    return BatchTarget(BatchClient(connect("batch")), LogsClient(connect("logs")), store, warn=told.append)
 
 
 def _whole_jobs(account: Any) -> list[str]:
@@ -163,7 +164,7 @@ def test_terminate_and_the_lines_of_a_log(account: Any, tmp_path: Path) -> None:
 
 
 def test_definitions_are_registered_once_and_described_as_they_were(account: Any) -> None:
-    client = open_batch()
+    client = BatchClient(connect("batch"))
     request = definition_request(cycle(), cycle().job("verify"))
     assert registered(client, request) is None
     assert client.register(request) == "relevance-verify:1"

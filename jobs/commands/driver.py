@@ -1,0 +1,73 @@
+"""`trnjobs driver`: what the scheduler starts. It starts the cycle that is due, and exits.
+
+Run twice for one time, it starts nothing twice.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from jobs.commands.submit import finish, submit_cycle
+from jobs.core.drive import drive, scheduled_time
+from jobs.settings import CycleSettings
+from jobs.store.cycle import claimed_cycles
+from jobs.targets import Say, open_cycle, open_target_of
+from pipeline.core.stop import StopSignal
+from pipeline.runtime_signals import stop_on_signals
+
+TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument(
+        "--scheduled-time",
+        default="",
+        metavar="TIME",
+        help=f"such as 2026-11-20T02:00:00Z; else the variable {TIME_VARIABLE}; else the newest time that has passed",
+    )
+    parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target")
+
+
+def run(arguments: argparse.Namespace, say: Say) -> int:
+    """Start what is due. Raises ConfigError for a time that is not on the schedule, TransientError for an overlap."""
+    settings, stop, now = arguments.settings, StopSignal(), datetime.now(UTC)
+    config = settings.jobs.schedule
+    scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
+    cycles = WorkspaceCycles(settings, arguments.target or settings.jobs.target, say, stop)
+    with stop_on_signals(stop):
+        return drive(config, scheduled, now, cycles, say)
+
+
+@dataclass(frozen=True)
+class WorkspaceCycles:
+    """Cycles of the workspace of the settings."""
+
+    settings: CycleSettings
+    target_name: str
+    say: Say
+    stop: StopSignal
+
+    def claimed(self) -> Sequence[str]:
+        return claimed_cycles(open_cycle(self.settings, self.stop).storage)
+
+    def has_ended(self, cycle: str) -> bool:
+        settings = self._of(cycle)
+        store = open_cycle(settings, self.stop)
+        if store.closed() is not None:
+            return True
+        plan = store.plan()
+        if plan is None:  # claimed, and nothing submitted
+            return False
+        records = open_target_of(settings, store, self.say, self.stop).records(plan)
+        store.save_records(records)
+        finish(store, plan, records, self.say)
+        return store.closed() is not None
+
+    def submit(self, cycle: str) -> int:
+        return submit_cycle(self._of(cycle), self.target_name, self.say, self.stop)
+
+    def _of(self, cycle: str) -> CycleSettings:
+        return self.settings.model_copy(update={"cycle": cycle})

@@ -1,0 +1,119 @@
+"""`trnjobs driver`: where its time comes from, and how it looks at the cycles of a workspace."""
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.commands import driver
+from jobs.core.records import Closed, JobRecord, JobState
+from jobs.core.schedule_config import MissedPolicy, ScheduleConfig
+from jobs.core.spec import CyclePlan
+from jobs.settings import SCHEMA
+from jobs.store.cycle import CycleStore
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+from tests.jobs.core.cases import cycle
+
+
+def in_workspace(folder: Path, said: list[str]) -> driver.WorkspaceCycles:
+    settings = SCHEMA.resolve((), {}, [("--workspace", str(folder))]).settings
+    return driver.WorkspaceCycles(settings, "batch", said.append, StopSignal())
+
+
+def claim(folder: Path, name: str) -> CycleStore:
+    store = CycleStore(open_storage(str(folder)), name, lambda: 1000.0)
+    with store.submitting(cycle(), "batch", "a"):
+        return store
+
+
+class Target:
+    """All jobs in one state."""
+
+    def __init__(self, state: JobState) -> None:
+        self.state = state
+
+    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+        return tuple(JobRecord(name=one.name, id=one.name, state=self.state, created_at=1.0) for one in plan.jobs)
+
+
+def test_claimed_cycles_and_those_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    cycles = in_workspace(tmp_path, said)
+    assert cycles.claimed() == []
+    claim(tmp_path, "2026-11-18").close(Closed(outcome="failed", at=1.0))
+    store = claim(tmp_path, "2026-11-19")
+    assert cycles.claimed() == ["2026-11-18", "2026-11-19"]
+    assert cycles.has_ended("2026-11-18")
+    for state, ended in ((JobState.RUNNING, False), (JobState.SUCCEEDED, True)):
+        monkeypatch.setattr(driver, "open_target_of", lambda *_, state=state: Target(state))
+        assert cycles.has_ended("2026-11-19") is ended
+        assert {one.state for one in store.records()} == {state}
+    assert store.closed() == Closed(outcome="succeeded", at=1.0)
+
+
+def test_a_claim_without_a_plan_has_not_ended(tmp_path: Path) -> None:
+    store = claim(tmp_path, "2026-11-19")
+    store.storage.delete([store.key("plan.json")])
+    assert not in_workspace(tmp_path, []).has_ended("2026-11-19")
+
+
+def test_a_cycle_is_submitted_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def submit(settings: Any, target: str, say: Any, stop: StopSignal) -> int:
+        asked.append((settings.cycle, target))
+        return 75
+
+    monkeypatch.setattr(driver, "submit_cycle", submit)
+    assert in_workspace(tmp_path, []).submit("2026-11-20") == 75
+    assert asked == [("2026-11-20", "batch")]
+
+
+class Nothing:
+    """A workspace in which every start is noted."""
+
+    started: list[str]
+
+    def __init__(self, settings: Any, target: str, *_: Any) -> None:
+        Nothing.started, self.target = [], target
+
+    def claimed(self) -> Sequence[str]:
+        return []
+
+    def submit(self, name: str) -> int:
+        self.started.append(f"{name} on {self.target}")
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [
+        (["--scheduled-time", "2026-11-20T02:00:00Z"], "2026-11-21T02:00:00Z", "2026-11-20 on batch"),
+        ([], "2026-11-21T02:00:00Z", "2026-11-21 on batch"),
+        (["--target", "local"], "", "2026-11-22 on local"),
+    ],
+)
+def test_the_time_comes_from_the_flag_the_variable_or_the_clock(
+    words: list[str], variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Clock":
+            return cls(2026, 11, 22, 12, tzinfo=UTC)
+
+    monkeypatch.setattr(driver, "datetime", Clock)
+    monkeypatch.setattr(driver, "WorkspaceCycles", Nothing)
+    monkeypatch.setenv(driver.TIME_VARIABLE, variable)
+    parser = argparse.ArgumentParser()
+    driver.add_arguments(parser)
+    schedule = ScheduleConfig(expression="cron(0 2 * * ? *)", policy=MissedPolicy.SKIP, max_late_s=10 * 86_400)
+    arguments = parser.parse_args(words)
+    arguments.settings = SimpleNamespace(jobs=SimpleNamespace(schedule=schedule, target="batch"))
+    said: list[str] = []
+    assert driver.run(arguments, said.append) == 0
+    assert Nothing.started == [expected]
