@@ -7,7 +7,6 @@ vector is a row of a table instead.
 import argparse
 import os
 import resource
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -215,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
