@@ -26,7 +26,7 @@ class Place:
     """0 is the main node."""
     num_nodes: int
     main_address: str
-    """Empty on the main node, which is its own."""
+    """Empty on the main node, unless MASTER_ADDR says where it is to listen."""
     port: int
     """Where the main node listens."""
 
@@ -34,7 +34,8 @@ class Place:
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Raises ConfigError when the variables do not fit together."""
         node, num_nodes = node_from_env(env)
-        address = env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "")
+        of_batch = env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "") if node > 0 else ""
+        address = env.get("MASTER_ADDR") or of_batch  # as for torchrun
         if node > 0 and not address:
             raise ConfigError(
                 f"node {node} of {num_nodes} does not know the main node",
@@ -49,7 +50,7 @@ class Place:
             attempt=_whole(env, "AWS_BATCH_JOB_ATTEMPT", 1),
             node=node,
             num_nodes=num_nodes,
-            main_address=address if node > 0 else "",
+            main_address=address,
             port=_whole(env, "MASTER_PORT", MASTER_PORT) + 1,  # beside torchrun's
         )
 

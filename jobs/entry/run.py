@@ -62,7 +62,7 @@ def _peers(place: Place, timing: Timing, say: Say) -> Peers:
         return Alone()
     if place.node > 0:
         return Link(place, timing)
-    return Hub(place, timing, say, listen(own_address(), place.port))
+    return Hub(place, timing, say, listen(place.main_address or own_address(), place.port))
 
 
 @dataclass

@@ -124,8 +124,8 @@ def test_a_silent_main_node_is_lost_too(tmp_path: Path) -> None:
 
 def test_a_signal_to_the_main_node_stops_all(tmp_path: Path) -> None:
     with entry_gang(tmp_path, 2) as gang:
-        gang.start(0, python(STOPS))
-        gang.start(1, python(STOPS))
+        for node in range(2):
+            gang.start(node, python(STOPS), MASTER_ADDR="127.0.0.1")
         all_ready(gang)
         gang.nodes[0].send_signal(signal.SIGTERM)
         assert gang.codes() == [143, 143]

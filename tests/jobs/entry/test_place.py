@@ -30,6 +30,14 @@ def test_the_main_node_has_no_main_address() -> None:
     assert main.token == child.token
 
 
+def test_where_to_meet_can_be_given() -> None:
+    """As to torchrun, for gangs on one machine: on a machine without a network the nodes meet at the loopback."""
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20000"}
+    for env in (MAIN, CHILD):
+        place = Place.from_env(env | given)
+        assert (place.main_address, place.port) == ("127.0.0.1", 20001)
+
+
 def test_tokens_differ_between_jobs_and_between_tries() -> None:
     others = [MAIN | {"AWS_BATCH_JOB_ID": "abd#0"}, MAIN | {"AWS_BATCH_JOB_ATTEMPT": "3"}]
     assert len({Place.from_env(env).token for env in [MAIN, *others]}) == 3
