@@ -168,7 +168,8 @@ def _line(record: JobRecord) -> str:
     words = [f"{record.name:<12} {record.state.value:<9}"]
     last = record.attempts[-1] if record.attempts else None
     if last is not None and record.state in ACTIVE:
-        words.append(f"attempt {len(record.attempts)}  {last.log_streams[0]}")
+        words.append(f"attempt {len(record.attempts)}")
+        words += [last.log_streams[0]] if record.state is JobState.RUNNING else []
     elif last is not None and last.exit_code is not None:
         words.append(f"attempt {len(record.attempts)} ended with exit code {last.exit_code}: {last.status_reason}")
     elif record.status_reason:
