@@ -56,9 +56,11 @@ class CycleStore:
     def submitting(self, plan: CyclePlan, target: str, owner: str) -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
 
+        A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
         Raises ConfigError when the cycle belongs to another plan or target, TransientError while somebody else submits
         it (or took the lease over meanwhile).
         """
+        is_new = self.claim() is None
         etag = self._take(plan, target, owner)
 
         def renew() -> None:
@@ -67,9 +69,15 @@ class CycleStore:
 
         try:
             yield renew
+        except ConfigError:
+            if is_new and not self.rounds() and self._etag() == etag:
+                self.storage.delete([self.key("settings.json"), self.key("plan.json")])
+                self.storage.delete([self.key("claim.json")])
+            raise
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
-            free = self._claim().model_copy(update={"owner": "", "lease_until": 0.0})
-            self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
+            if held := self._read("claim.json", Claim.model_validate_json):
+                free = held.model_copy(update={"owner": "", "lease_until": 0.0})
+                self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""

@@ -11,13 +11,18 @@ class Killed(BaseException):
 
 
 class Faults:
-    """Counts calls. `kill_before`, `kill_after`: at which call (from 1). `errors`: what the n-th call answers, and
-    whether it was carried out."""
+    """Counts calls. `kill_after`: which call (from 1) is the last. `errors`: what the n-th call answers, and
+    whether it was carried out. `meanwhile`: what others do before the n-th call arrives."""
 
     def __init__(
-        self, *, kill_before: int = 0, kill_after: int = 0, errors: dict[int, tuple[Exception, bool]] | None = None
+        self,
+        *,
+        kill_after: int = 0,
+        errors: dict[int, tuple[Exception, bool]] | None = None,
+        meanwhile: dict[int, Callable[[], object]] | None = None,
     ) -> None:
-        self.kill_before, self.kill_after, self.errors = kill_before, kill_after, errors or {}
+        self.kill_after, self.errors = kill_after, errors or {}
+        self.meanwhile = meanwhile or {}
         self.calls: list[str] = []
         self._dead = False
 
@@ -27,8 +32,8 @@ class Faults:
         self.calls.append(name)
         number = len(self.calls)
         error, done = self.errors.get(number, (None, True))
-        if number == self.kill_before:
-            self._die()
+        if number in self.meanwhile:
+            self.meanwhile[number]()
         answer = work() if done else None
         if number == self.kill_after:
             self._die()

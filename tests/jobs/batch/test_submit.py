@@ -8,6 +8,7 @@ from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 from jobs.batch.client import BatchClient
 from jobs.batch.preflight import preflight
 from jobs.core.spec import JobSpec
+from jobs.store.cycle import LEASE_S
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.batch.fake_batch import client_error
 from tests.jobs.batch.faults import Faults
@@ -59,16 +60,16 @@ def test_submitted_twice_it_makes_nothing_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lag", "owner"), [(0, "driver"), (3, "another")])
-def test_killed_at_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str) -> None:
+def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str) -> None:
+    """Dying before a call is dying after the one before it."""
     calls = number_of_calls(tmp_path / "count")
     assert calls.count("SubmitJob") == 3
     for number in range(1, len(calls) + 1):
-        for moment, faults in (("before", Faults(kill_before=number)), ("after", Faults(kill_after=number))):
-            setting = Setting(tmp_path / f"{moment}-{number}", lag=lag)
-            assert setting.drive_killed(faults), (moment, number)
-            setting.drive(owner=owner)
-            setting.assert_one_dag()
-            assert len(setting.batch.definitions) == 3, (moment, number)
+        setting = Setting(tmp_path / f"{number}", lag=lag)
+        assert setting.drive_killed(Faults(kill_after=number)), number
+        setting.drive(owner=owner)
+        setting.assert_one_dag()
+        assert len(setting.batch.definitions) == 3, number
 
 
 def test_killed_again_and_again_it_still_converges(tmp_path: Path) -> None:
@@ -137,22 +138,33 @@ def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:
     assert setting.store().submitted(1)["train"].id == first
 
 
-def test_a_driver_whose_lease_ran_out_ends_what_it_made(tmp_path: Path) -> None:
-    """It slept before it recorded its job; another driver has done the work meanwhile."""
-    setting = Setting(tmp_path)
-    slept = False
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_driver_that_slept_through_its_lease_ends_what_it_made(tmp_path: Path, number: int) -> None:
+    """It has found no job of that name, sleeps, and submits; another driver has done the work meanwhile."""
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
 
-    def renew() -> None:
-        nonlocal slept
-        if slept:
-            return
-        slept = True
+    def another() -> None:
+        setting.clock.now += LEASE_S + 1
         setting.drive(owner="another")
-        for one in list(setting.batch.jobs.values()):
-            one["createdAt"] -= 10**9  # so old that the sleeper does not take it for its own
 
     with pytest.raises(TransientError, match="another process submitted this job"):
-        setting.target(renew=renew).submit(setting.plan, 1, ["train"])
+        setting.drive(Faults(meanwhile={position(calls, "SubmitJob", number): another}))
+    assert len(setting.batch.submitted) == 4
+    setting.assert_one_dag()
+
+
+def test_a_driver_that_lost_its_lease_makes_nothing_more(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+
+    def another() -> None:
+        setting.clock.now += LEASE_S + 1
+        setting.drive(owner="another")
+
+    with pytest.raises(TransientError, match="another process took the cycle over"):
+        setting.drive(Faults(meanwhile={position(calls, "RegisterJobDefinition", 2): another}))
+    assert len(setting.batch.submitted) == 3
     setting.assert_one_dag()
 
 

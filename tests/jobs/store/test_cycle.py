@@ -105,6 +105,38 @@ def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: CyclePlan
     assert store.plan() == cycle()
 
 
+def refused(store: CycleStore, of: CyclePlan) -> None:
+    """As the target refuses a queue that does not exist."""
+    with pytest.raises(ConfigError, match="no such queue"), store.submitting(of, "batch", "a"):
+        store.save_settings({"queue": "typo"})
+        raise ConfigError("no such queue")
+
+
+def test_a_plan_that_was_refused_before_any_job_can_be_corrected(store: CycleStore, storage: Storage) -> None:
+    refused(store, plan(job("train", queue="typo")))
+    assert list(storage.list(store.key(""))) == []
+    claim(store, cycle())
+    assert store.plan() == cycle()
+
+
+def test_what_was_claimed_before_stays_claimed(store: CycleStore) -> None:
+    """A driver that died may have submitted a job that nobody has recorded."""
+    claim(store, cycle())
+    refused(store, cycle())
+    assert store.plan() == cycle()
+    with pytest.raises(ConfigError, match="was submitted to batch"):
+        claim(store, plan(job("other")))
+
+
+def test_a_plan_with_a_job_on_record_stays(store: CycleStore) -> None:
+    with pytest.raises(ConfigError), store.submitting(cycle(), "batch", "a"):
+        store.save_submission(1, Submission(job="train", id="1", submitted_at=5.0))
+        raise ConfigError("the second job is refused")
+    held = store.claim()
+    assert held is not None
+    assert (held.owner, store.plan()) == ("", cycle())
+
+
 def test_killed_at_any_file_change_a_claim_can_be_taken_after_its_lease(tmp_path: Path, clock: Clock) -> None:
     number, died = 0, True
     while died:
