@@ -34,16 +34,15 @@ class Faults:
         error, done = self.errors.get(number, (None, True))
         if number in self.meanwhile:
             self.meanwhile[number]()
-        answer = work() if done else None
-        if number == self.kill_after:
-            self._die()
+        try:
+            answer = work() if done else None
+        finally:
+            if number == self.kill_after:
+                self._dead = True
+                raise Killed
         if error:
             raise error
         return answer
-
-    def _die(self) -> None:
-        self._dead = True
-        raise Killed
 
 
 class FaultyStorage:
