@@ -1,6 +1,6 @@
 """AWS Batch as a target of cycles."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.batch import parse
@@ -51,9 +51,10 @@ class BatchTarget:
             self.check(plan)
             _check_names(plan, round_, missing)
         finder = self._finder(plan)
+        self._end_unrecorded(finder, plan, range(1, round_), {job.name for job in missing})
         for job in missing:
             ids[job.name] = self._hand_over(finder, plan, round_, _among(job, jobs), ids)
-        self._end_duplicates(finder, plan, round_, ids)
+        self._end_unrecorded(finder, plan, [round_], ids)
 
     def check(self, plan: CyclePlan) -> None:
         """Ask the account; changes nothing. Raises ConfigError, and TransientError while a queue is changing."""
@@ -86,11 +87,11 @@ class BatchTarget:
 
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
         """
-        finder, newest = self._finder(plan), max(self.store.rounds(), default=1)
+        finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=1) + 1)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
         for job in reversed(plan.jobs):
-            unrecorded = finder.live_ids(job.queue, name_in_round(plan, job, newest))
-            for job_id in sorted({*unrecorded, *([running[job.name]] if job.name in running else [])}):
+            named = [one for round_ in rounds for one in finder.live_ids(job.queue, name_in_round(plan, job, round_))]
+            for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
     def check_blocked(
@@ -124,14 +125,19 @@ class BatchTarget:
             raise
         return job_id
 
-    def _end_duplicates(self, finder: Finder, plan: CyclePlan, round_: int, ids: Mapping[str, str]) -> None:
-        """What is on record stays. Twins appear when AWS Batch lists a new job late, or two drivers met."""
-        for job in plan.jobs:
-            if job.name in ids:
-                for job_id in finder.live_ids(job.queue, name_in_round(plan, job, round_)):
-                    if job_id != ids[job.name]:
+    def _end_unrecorded(self, finder: Finder, plan: CyclePlan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+        """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
+        recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
+        recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
+        for round_ in rounds:
+            for job in plan.jobs:
+                names = [name_in_round(plan, job, round_)] if job.name in jobs else []
+                for job_id in [one for name in names for one in finder.live_ids(job.queue, name)]:
+                    if job_id not in recorded:
                         self.renew()
-                        self.client.terminate_job(job_id, f"the same job as {ids[job.name]}")
+                        self.client.terminate_job(
+                            job_id, f"{job.name} was submitted twice, and this one is not on record"
+                        )
 
     def _finder(self, plan: CyclePlan) -> Finder:
         claim = self.store.claim()

@@ -124,7 +124,7 @@ def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
     setting.assert_one_dag()
     ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
     assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
-    assert ended[0]["statusReason"] == f"the same job as {setting.store().submitted(1)['train'].id}"
+    assert ended[0]["statusReason"] == "train was submitted twice, and this one is not on record"
 
 
 def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:
@@ -215,6 +215,25 @@ def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(tmp_path: Pa
     assert setting.store().current()["train"].id == train
     setting.drive(round_=2, jobs=["embed", "verify"])
     assert len(setting.batch.submitted) == 5
+
+
+def test_what_a_driver_left_unrecorded_in_an_earlier_round_is_ended(tmp_path: Path) -> None:
+    def in_second_round(folder: Path, faults: Faults) -> Setting:
+        setting = Setting(folder)
+        setting.drive()
+        for one in setting.batch.jobs.values():
+            one["status"] = "FAILED"
+        setting.drive_killed(faults, round_=2, jobs=["embed", "verify"])
+        return setting
+
+    in_second_round(tmp_path / "count", count := Faults())
+    setting = in_second_round(tmp_path / "run", Faults(kill_after=position(count.calls, "SubmitJob", 2)))
+    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
+    assert names == ["embed-round-2", "verify-round-2"]
+    assert setting.store().submitted(2).keys() == {"embed"}
+    setting.drive(round_=3, jobs=["verify"])
+    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
+    assert names == ["embed-round-2", "verify-round-3"]
 
 
 def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(tmp_path: Path) -> None:
