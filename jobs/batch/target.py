@@ -174,7 +174,7 @@ def _check_names(plan: CyclePlan, round_: int, jobs: Sequence[JobSpec]) -> None:
         raise ConfigError(
             f"job name {longest} of {len(longest)} characters",
             expected=f"at most {MAX_NAME_CHARACTERS}",
-            next_command="a shorter jobs.pipeline or cycle",
+            next_command="a shorter jobs.name or --cycle",
         )
 
 
