@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from jobs.core.attempt_time import Moment, moment_of
@@ -9,6 +10,8 @@ from jobs.core.cost import Prices
 from jobs.core.ledger import CycleLedger, ledger_of
 from jobs.core.outcome import outcome_of
 from jobs.core.records import JobRecord
+from jobs.core.schedule import cycle_name
+from jobs.core.schedule_config import ScheduleConfig
 from jobs.core.spec import CyclePlan
 from jobs.store.cycle import CycleStore
 from pipeline.io.errors import KeyNotFound
@@ -40,11 +43,12 @@ def read_ledger(
     prices: Prices,
     *,
     sla_s: int | None,
+    schedule: ScheduleConfig | None = None,
     without_report: bool = False,
 ) -> CycleLedger:
     """The ledger of a cycle as it is now. `without_report`: the outcome is that of the other jobs.
 
-    The deadline counts from when the cycle was claimed.
+    The deadline counts from the scheduled time of the cycle; without one, from when it was claimed.
     """
     claim, closed = store.claim(), store.closed()
     judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
@@ -59,8 +63,22 @@ def read_ledger(
         prices,
         now=store.clock(),
         outcome=closed.outcome if closed else None,
-        deadline_at=None if sla_s is None or claim is None else claim.claimed_at + sla_s,
+        deadline_at=None
+        if sla_s is None or claim is None
+        else scheduled_at(schedule, store.cycle, claim.claimed_at) + sla_s,
     )
+
+
+def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -> float:
+    """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
+    if config is None or not config.expression:
+        return claimed_at
+    schedule = config.schedule()
+    for one in schedule.times.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
+        name = cycle_name(schedule, one)
+        if name <= cycle:  # names sort as their times do
+            return one.timestamp() if name == cycle else claimed_at
+    return claimed_at
 
 
 def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:

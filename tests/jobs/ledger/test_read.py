@@ -1,5 +1,6 @@
 """The ledger of a cycle as its workspace tells it."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from jobs.core.attempt_time import Category
 from jobs.core.cost import Prices
 from jobs.core.records import Closed, JobState
-from jobs.ledger.read import read_ledger, read_moments, records_of
+from jobs.core.schedule_config import ScheduleConfig
+from jobs.ledger.read import read_ledger, read_moments, records_of, scheduled_at
 from jobs.store.cycle import CycleStore
 from pipeline.io.storage import open_storage
 from tests.jobs.core.cases import job, plan
@@ -56,3 +58,16 @@ def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore) -> No
     store.close(Closed(outcome="succeeded", at=300.0))
     assert records_of(store, lambda: new) == old
     assert read_ledger(store, SHAPE, old, PRICES, sla_s=None).outcome == "succeeded"
+
+
+def test_a_deadline_counts_from_the_scheduled_time() -> None:
+    daily = ScheduleConfig(expression="cron(0 2 * * ? *)")
+    due, claimed = (
+        datetime(2026, 11, 20, 2, tzinfo=UTC).timestamp(),
+        datetime(2026, 11, 20, 2, 7, tzinfo=UTC).timestamp(),
+    )
+    assert scheduled_at(daily, "2026-11-20", claimed) == due
+    assert scheduled_at(daily, "2026-11-20", claimed + 9 * 86400) == due, "caught up later"
+    assert scheduled_at(daily, "by-hand", claimed) == claimed
+    assert scheduled_at(daily, "2026-11-20-again", claimed) == claimed
+    assert scheduled_at(ScheduleConfig(), "2026-11-20", claimed) == scheduled_at(None, "2026-11-20", claimed) == claimed
