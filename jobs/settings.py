@@ -6,6 +6,7 @@ from pydantic import Field
 
 from jobs.core.config import JobsConfig
 from pipeline.config_sources import Schema
+from pipeline.core.fingerprint import fingerprint
 from pipeline.settings import Settings
 
 
@@ -16,12 +17,17 @@ class CycleSettings(Settings):
 
 
 SCHEMA = Schema(CycleSettings, program="trnjobs")
-_PER_JOB = {"jobs", "cycle", "workspace", "launch", "scratch"}
+_PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 
-def of_pipeline(settings: CycleSettings) -> dict[str, Any]:
-    """What all jobs of a cycle share, as a JSON file for `trnpipe --config`.
+def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
+    """What all jobs of a cycle share, as a JSON file for `--config`.
 
     Without what differs between jobs or places: they get it by variable or flag.
     """
     return settings.model_dump(mode="json", exclude=_PER_JOB)
+
+
+def pipeline_fingerprint(settings: CycleSettings) -> str:
+    """Names the work; what `[jobs]` makes of it is in the plan itself."""
+    return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))

@@ -12,10 +12,9 @@ from jobs.core.plan import plan_cycle
 from jobs.core.slots import Slots
 from jobs.core.spec import CyclePlan
 from jobs.core.target import Target
-from jobs.settings import CycleSettings, of_pipeline
+from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import ConfigError
-from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 
@@ -44,7 +43,7 @@ def make_plan(settings: CycleSettings, store: CycleStore) -> CyclePlan:
         settings.jobs,
         cycle=store.cycle,
         workspace=store.storage.root,
-        settings=fingerprint(of_pipeline(settings)),
+        settings=pipeline_fingerprint(settings),
     )
 
 
@@ -89,7 +88,8 @@ def open_target(
     from jobs.batch.logs import LogsClient
     from jobs.batch.target import BatchTarget
 
-    return BatchTarget(BatchClient(connect("batch")), LogsClient(connect("logs")), store, renew, say)
+    client, logs = BatchClient(connect("batch"), stop=stop), LogsClient(connect("logs"), stop=stop)
+    return BatchTarget(client, logs, store, renew, say)
 
 
 def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: StopSignal) -> Target:

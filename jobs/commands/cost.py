@@ -43,7 +43,9 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
 def _ledger(settings: CycleSettings, store: CycleStore, say: Callable[[str], object]) -> CycleLedger:
     plan = submitted_plan(store)
     records = records_of(store, lambda: open_target_of(settings, store, say, StopSignal()).records(plan))
-    return read_ledger(store, plan, records, prices_of(settings), sla_s=settings.jobs.sla_s)
+    return read_ledger(
+        store, plan, records, prices_of(settings), sla_s=settings.jobs.sla_s, schedule=settings.jobs.schedule
+    )
 
 
 def _as_text(ledgers: list[CycleLedger]) -> list[str]:

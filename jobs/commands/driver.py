@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from jobs.commands.submit import finish, submit_cycle
+from jobs.commands.submit import ENGINE_GRACE_S, finish, submit_cycle
 from jobs.core.drive import drive, scheduled_time
 from jobs.settings import CycleSettings
 from jobs.store.cycle import claimed_cycles
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
     cycles = WorkspaceCycles(settings, arguments.target or settings.jobs.target, say, stop)
-    with stop_on_signals(stop):
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_GRACE_S):
         return drive(config, scheduled, now, cycles, say)
 
 

@@ -16,7 +16,10 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     """Store the records of the cycle, and close it when all its jobs have ended."""
     store = open_cycle(arguments.settings, StopSignal())
     plan = submitted_plan(store)
-    records = open_target_of(arguments.settings, store, say, StopSignal()).records(plan)
+    target = open_target_of(arguments.settings, store, say, StopSignal())
+    records = target.records(plan)
     store.save_records(records)
+    for line in target.check_blocked(records, dwell_s=arguments.settings.jobs.blocked_dwell_s):
+        say(line)
     finish(store, plan, records, say)
     return EXIT_OK

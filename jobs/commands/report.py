@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         records,
         prices_of(settings),
         sla_s=settings.jobs.sla_s,
+        schedule=settings.jobs.schedule,
         without_report=True,
     )
     report = gather(store, ledger, records)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jobs.commands.submit import HandOver
+from jobs.commands.submit import ENGINE_GRACE_S, HandOver
 from jobs.core.outcome import outcome_of
 from jobs.core.records import JobState
 from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Say) -> int:
     """Submit a new round. Raises ConfigError while jobs are under way, or when none failed."""
     stop = StopSignal()
-    with stop_on_signals(stop):
+    with stop_on_signals(stop, grace_s=arguments.settings.jobs.stop_grace_s + ENGINE_GRACE_S):
         store = open_cycle(arguments.settings, stop)
         plan = submitted_plan(store)
         target = open_target_of(arguments.settings, store, say, stop)

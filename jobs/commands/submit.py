@@ -8,12 +8,16 @@ from jobs.core.outcome import exit_code_of_cycle, outcome_of
 from jobs.core.records import JobRecord
 from jobs.core.show import status_lines
 from jobs.core.spec import CyclePlan
-from jobs.settings import CycleSettings, of_pipeline
+from jobs.ledger.read import read_ledger
+from jobs.ledger.show import cost_lines
+from jobs.settings import CycleSettings, of_all_jobs
 from jobs.store.cycle import CycleStore
-from jobs.targets import Say, make_plan, open_cycle, open_target, submitter
+from jobs.targets import Say, make_plan, open_cycle, open_target, prices_of, submitter
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 from pipeline.runtime_signals import stop_on_signals
+
+ENGINE_GRACE_S = 10.0  # beyond that of the jobs it ends when it is told to stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Say) -> int:
     """Submit the cycle of the settings. `local` also runs it to its end."""
+    settings: CycleSettings = arguments.settings
     stop = StopSignal()
-    with stop_on_signals(stop):
-        return submit_cycle(arguments.settings, arguments.target or arguments.settings.jobs.target, say, stop)
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_GRACE_S):
+        return submit_cycle(settings, arguments.target or settings.jobs.target, say, stop)
 
 
 def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: StopSignal) -> int:
@@ -41,6 +46,7 @@ def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: Stop
         return finish(store, plan, store.records(), say)
     if target_name == "batch":
         check_plan(plan)
+    open_target(settings, store, target_name, say, stop).check(plan)
     hand_over = HandOver(settings, store, target_name, say, stop)
     return hand_over(plan, 1, [job.name for job in plan.jobs])
 
@@ -58,7 +64,7 @@ class HandOver:
     def __call__(self, plan: CyclePlan, round_: int, jobs: list[str]) -> int:
         """The exit code of the cycle where it has ended, 0 where its jobs are on their way."""
         with self.store.submitting(plan, self.target_name, submitter()) as renew:
-            self.store.save_settings(of_pipeline(self.settings))
+            self.store.save_settings(of_all_jobs(self.settings))
             self.store.reopen()
             target = open_target(self.settings, self.store, self.target_name, self.say, self.stop, renew)
             if self.target_name == "batch":
@@ -67,7 +73,15 @@ class HandOver:
             target.submit(plan, round_, jobs)
         records = target.records(plan)
         self.store.save_records(records)
-        return finish(self.store, plan, records, self.say)
+        code = finish(self.store, plan, records, self.say)
+        if self.store.closed() is not None:
+            config = self.settings.jobs
+            ledger = read_ledger(
+                self.store, plan, records, prices_of(self.settings), sla_s=config.sla_s, schedule=config.schedule
+            )
+            for line in cost_lines(ledger):
+                self.say(line)
+        return code
 
 
 def finish(store: CycleStore, plan: CyclePlan, records: tuple[JobRecord, ...], say: Say) -> int:

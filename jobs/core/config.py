@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jobs.core.schedule_config import ScheduleConfig
 from pipeline.core.prices import PRICES_USD_PER_HOUR
 
 
@@ -27,6 +28,24 @@ class StageJob(_Config):
     role: str = Field("", description="ARN of another role than jobs.role")
     attempts: int = Field(3, ge=1, le=10, description="Tries in all")
     timeout_s: int = Field(3600, ge=60, description="Seconds after which one try is ended; never tried again")
+
+
+class ShortJob(StageJob):
+    """Minutes."""
+
+    timeout_s: int = Field(900, ge=60, description="Seconds after which one try is ended; never tried again")
+
+
+class LongJob(StageJob):
+    """Hours."""
+
+    timeout_s: int = Field(12 * 3600, ge=60, description="Seconds after which one try is ended; never tried again")
+
+
+class TrainJob(StageJob):
+    """A day at most."""
+
+    timeout_s: int = Field(24 * 3600, ge=60, description="Seconds after which one try is ended; never tried again")
 
 
 class JobsConfig(_Config):
@@ -54,12 +73,13 @@ class JobsConfig(_Config):
     local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
     local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
     stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")
+    schedule: ScheduleConfig = ScheduleConfig()
     prepare: StageJob = StageJob()
-    health: StageJob = StageJob(timeout_s=900)
-    compile: StageJob = StageJob(timeout_s=4 * 3600)
-    train: StageJob = StageJob(timeout_s=24 * 3600)
+    health: ShortJob = ShortJob()
+    compile: LongJob = LongJob()
+    train: TrainJob = TrainJob()
     evaluate: StageJob = StageJob()
-    embed: StageJob = StageJob(timeout_s=12 * 3600)
+    embed: LongJob = LongJob()
     verify: StageJob = StageJob()
     report: StageJob = StageJob()
 

@@ -24,6 +24,12 @@ class Target(Protocol):
     def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
         """What is known of every submitted job now, in the order of the plan."""
 
+    def check(self, plan: CyclePlan) -> None:
+        """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""
+
+    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
+        """Why jobs cannot start, in words; those that never will are ended, once the reason has stood for `dwell_s`."""
+
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""
 

@@ -79,6 +79,13 @@ class LocalTarget:
                 shown.append(parent_record(job, newest[job.name].id, mine) if job.array_size else mine[0])
         return tuple(shown)
 
+    def check(self, plan: CyclePlan) -> None:
+        check_fits(plan.jobs, self.machine)
+
+    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
+        """Nothing here is blocked: what could never run was refused."""
+        return ()
+
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         tries = record.attempts
         streams = tries[attempt - 1].log_streams if 0 < attempt <= len(tries) else ()

@@ -4,16 +4,16 @@ import argparse
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jobs.commands import driver
+from jobs.core.config import JobsConfig
 from jobs.core.records import Closed, JobRecord, JobState
 from jobs.core.schedule_config import MissedPolicy, ScheduleConfig
 from jobs.core.spec import CyclePlan
-from jobs.settings import SCHEMA
+from jobs.settings import SCHEMA, CycleSettings
 from jobs.store.cycle import CycleStore
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -113,7 +113,7 @@ def test_the_time_comes_from_the_flag_the_variable_or_the_clock(
     driver.add_arguments(parser)
     schedule = ScheduleConfig(expression="cron(0 2 * * ? *)", policy=MissedPolicy.SKIP, max_late_s=10 * 86_400)
     arguments = parser.parse_args(words)
-    arguments.settings = SimpleNamespace(jobs=SimpleNamespace(schedule=schedule, target="batch"))
+    arguments.settings = CycleSettings(jobs=JobsConfig(schedule=schedule, target="batch"))
     said: list[str] = []
     assert driver.run(arguments, said.append) == 0
     assert Nothing.started == [expected]
