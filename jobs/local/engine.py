@@ -7,32 +7,39 @@ attempt is started by a later tick alone.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from jobs.core import states
-from jobs.core.gang import NodeView, attempt_end, next_step
+from jobs.core.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
 from jobs.core.records import JobRecord, JobState
 from jobs.core.slots import Slots, admitted
 from jobs.core.spec import CyclePlan
 from jobs.core.states import Leaf
 from jobs.local.environment import LOOPBACK, local_command, node_environment
 from jobs.local.files import LocalFiles
-from jobs.local.nodes import Nodes, NodeStart
+from jobs.local.lines import change_line
+from jobs.local.nodes import Nodes, NodeStart, Signal
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.errors import translate_os_error
 from pipeline.parallel.rendezvous import own_address
 
 DISK_PATIENCE_S = 300.0
+START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+MARGIN_S = 10.0  # for a keeper to end its node after the grace, before it is taken as one that hangs
+ALIVE = (Phase.STARTING, Phase.RUNNING)
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
 
 
 @dataclass
 class Engine:
-    """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line a change of state."""
+    """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line a change of state.
+
+    `grace_s`: from SIGTERM to SIGKILL, which is what keepers do; what one of them leaves undone, the engine does.
+    """
 
     plan: CyclePlan
     leaves: Sequence[Leaf]
@@ -44,9 +51,12 @@ class Engine:
     stop: StopSignal
     say: Callable[[str], object]
     clock: Callable[[], float]
+    grace_s: float
     poll_s: float = 0.1
     pause: Callable[[float], None] = time.sleep
     _unsaved: set[int] = field(default_factory=set)
+    _asked_at: dict[Path, float] = field(default_factory=dict)
+    """When a node was first seen to start, or was asked to end."""
 
     def run(self) -> None:
         """To the end of the last job. When stopped, what runs is ended, does not count, and Preempted is raised.
@@ -107,14 +117,32 @@ class Engine:
         step = next_step(views, stopping=bool(cancelled) or self.stop.is_set())
         for node in step.exclude:
             self.nodes.exclude(folders[node])
+        by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
         for node in step.stop:
-            self.nodes.stop(folders[node], "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM")
+            self.nodes.stop(folders[node], by)
+        for node, cause in self._late(leaf, folders, views, step, by):
+            self.nodes.kill(folders[node], cause)
         for node in step.start:
             self.nodes.start(folders[node], self._node_start(leaf, node, main))
         if step.is_over and main.end is not None:
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
             self._update({leaf.name: states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
+
+    def _late(
+        self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal
+    ) -> Iterator[tuple[int, StoppedBy]]:
+        """Nodes that their keepers should have ended by now, and why: a keeper may be suspended, or hang."""
+        now, main, to_end_s = self.clock(), views[0], self.grace_s + MARGIN_S
+        ran_s = now - main.started_at if main.phase is Phase.RUNNING and main.started_at is not None else 0.0
+        if ran_s > leaf.spec.timeout_s + to_end_s:
+            yield from ((node, "timeout") for node, view in enumerate(views) if view.phase in ALIVE)
+        if main.phase is Phase.STARTING and self._waited_s(folders[0] / "start", now) > START_PATIENCE_S:
+            yield 0, ""
+        yield from ((node, by) for node in step.stop if self._waited_s(folders[node] / "stop", now) > to_end_s)
+
+    def _waited_s(self, what: Path, now: float) -> float:
+        return now - self._asked_at.setdefault(what, now)
 
     def _admit(self) -> None:
         queue = states.queue(self.leaves, self.records)
@@ -147,7 +175,7 @@ class Engine:
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
             if record.state is not self.records[name].state:
-                self.say(_line(record))
+                self.say(change_line(record))
             self.records[name] = record
             self._unsaved.add(self.rounds[name])
 
@@ -161,20 +189,6 @@ class Engine:
 def _job_id(record: JobRecord) -> str:
     """Of the job that was submitted, where the record is of a child of its array."""
     return record.id.partition(":")[0]
-
-
-def _line(record: JobRecord) -> str:
-    """One change of state, for people."""
-    words = [f"{record.name:<12} {record.state.value:<9}"]
-    last = record.attempts[-1] if record.attempts else None
-    if last is not None and record.state in ACTIVE:
-        words.append(f"attempt {len(record.attempts)}")
-        words += [last.log_streams[0]] if record.state is JobState.RUNNING else []
-    elif last is not None and last.exit_code is not None:
-        words.append(f"attempt {len(record.attempts)} ended with exit code {last.exit_code}: {last.status_reason}")
-    elif record.status_reason:
-        words.append(record.status_reason)
-    return "  ".join(words).rstrip()
 
 
 @cache

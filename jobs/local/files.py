@@ -3,7 +3,8 @@
 engine.lock                         held by the one engine of the cycle
 round-<n>/state.json                the leaves that were submitted in a round
 cancel.json                         reasons by id of job: what a user has cancelled
-attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node; see keeper.py
+attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see keeper.py);
+                                    killed.json where the engine had to end it
 """
 
 import fcntl
@@ -54,7 +55,7 @@ class LocalFiles:
 
     def node(self, leaf_id: str, attempt: int, node: int) -> Path:
         """Of one node of one try (from 1)."""
-        return self.folder / "attempts" / leaf_id.replace(":", "_") / str(attempt) / f"node-{node}"
+        return self.folder / "attempts" / leaf_folder(leaf_id) / str(attempt) / f"node-{node}"
 
     def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
         """How records name a log."""
@@ -80,6 +81,11 @@ class LocalFiles:
                 expected="what trnjobs wrote there",
                 next_command="restore an earlier version of it",
             ) from error
+
+
+def leaf_folder(leaf_id: str) -> str:
+    """The name of a leaf's folder."""
+    return leaf_id.replace(":", "_")
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:

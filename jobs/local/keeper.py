@@ -101,16 +101,21 @@ def publish_end(folder: str, end: dict[str, object]) -> bool:
 
 def kill_marked(mark: str) -> int:
     """SIGKILL to every process with this mark in its environment, but this one; how many there were."""
-    wanted, found = f"\0{MARK}={mark}\0".encode(), 0
+    return kill_where(lambda seen: seen == mark)
+
+
+def kill_where(is_over: Callable[[str], bool]) -> int:
+    """SIGKILL to every process whose mark is such, but this one; it ends those that are stopped too. How many."""
+    name_of_mark, found = MARK.encode() + b"=", 0
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                if wanted not in b"\0" + file.read():
-                    continue
-            os.kill(int(name), signal.SIGKILL)
-            found += 1
+                _, is_marked, rest = (b"\0" + file.read()).partition(b"\0" + name_of_mark)
+            if is_marked and is_over(os.fsdecode(rest.partition(b"\0")[0])):
+                os.kill(int(name), signal.SIGKILL)
+                found += 1
         except OSError:  # ended meanwhile, or another user's
             continue
     return found

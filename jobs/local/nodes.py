@@ -12,10 +12,10 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from jobs.core.gang import NodeEnd, NodeView, Phase
+from jobs.core.gang import NodeEnd, NodeView, Phase, StoppedBy
 from jobs.local import keeper
-from jobs.local.files import is_locked
-from pipeline.io.atomic import make_dirs
+from jobs.local.files import is_locked, leaf_folder
+from pipeline.io.atomic import make_dirs, write_bytes_atomic
 
 T = TypeVar("T")
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
@@ -41,6 +41,9 @@ class Nodes(Protocol):
     def stop(self, folder: Path, by: Signal) -> None:
         """Returns at once; also several times."""
 
+    def kill(self, folder: Path, by: StoppedBy) -> None:
+        """End a node whose keeper does not, at once: it may be suspended, or hang. The node is then lost, by `by`."""
+
     def exclude(self, folder: Path) -> None:
         """See to it that a node that has not started never will."""
 
@@ -53,6 +56,8 @@ class _Started:
 
 _STARTED = TypeAdapter(_Started)
 _END = TypeAdapter(NodeEnd)
+_KILLED_BY = TypeAdapter(StoppedBy)
+KILLED = "killed.json"
 _NEVER = 0  # the process id of a node that was excluded
 
 
@@ -92,7 +97,7 @@ class Processes:
             return _ended(started, end)
         if is_alive or keeper.kill_marked(_mark(folder)):
             return NodeView(Phase.RUNNING, started.at)
-        return _ended(started, NodeEnd(lost=True))
+        return _ended(started, NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or ""))
 
     def stop(self, folder: Path, by: Signal) -> None:
         started = _read(folder / keeper.STARTED, _STARTED)
@@ -102,6 +107,11 @@ class Processes:
                 os.kill(started.pid, signal.Signals[by])
             elif started is None and own is not None:
                 own.send_signal(signal.Signals[by])
+
+    def kill(self, folder: Path, by: StoppedBy) -> None:
+        if not (folder / KILLED).exists():  # the reason first: another engine may have to find it
+            write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
+        keeper.kill_marked(_mark(folder))
 
     def exclude(self, folder: Path) -> None:
         make_dirs(folder)
@@ -118,6 +128,18 @@ class Processes:
 
 def _ended(started: _Started | None, end: NodeEnd) -> NodeView:
     return NodeView(Phase.ENDED, started.at if started and not end.error else None, end)
+
+
+def end_leftovers(attempts: Mapping[str, int]) -> int:
+    """Kill what is left of attempts; how many processes. `attempts`: the last that is over, by id of leaf."""
+
+    def is_over(mark: str) -> bool:
+        leaf, _, rest = mark.partition("/")
+        attempt = rest.partition("/")[0]
+        return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
+
+    over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
+    return keeper.kill_where(is_over)
 
 
 def _mark(folder: Path) -> str:

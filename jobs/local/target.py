@@ -12,9 +12,9 @@ from jobs.core.records import JobRecord, Submission
 from jobs.core.slots import Slots, check_fits
 from jobs.core.spec import CyclePlan
 from jobs.core.states import Leaf, leaves_of, new_record, parent_record
-from jobs.local.engine import Engine
+from jobs.local.engine import ACTIVE, Engine
 from jobs.local.files import LocalFiles, is_locked, local_files
-from jobs.local.nodes import Processes
+from jobs.local.nodes import Processes, end_leftovers
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
@@ -111,6 +111,7 @@ class LocalTarget:
             self._run(plan)
 
     def _run(self, plan: CyclePlan) -> None:
+        self._end_leftovers()
         found, rounds, leaves = self._known(plan)
         Engine(
             plan=plan,
@@ -123,8 +124,16 @@ class LocalTarget:
             stop=self.stop,
             say=self.say,
             clock=self.store.clock,
+            grace_s=self.grace_s,
             poll_s=self.poll_s,
         ).run()
+
+    def _end_leftovers(self) -> None:
+        """What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones."""
+        records = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
+        over = {record.id: len(record.attempts) - (record.state in ACTIVE) for record in records}
+        if number := end_leftovers(over):
+            self.say(f"ended {number} processes that earlier attempts had left")
 
     def _known(self, plan: CyclePlan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
         """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""

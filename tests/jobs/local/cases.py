@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
-from jobs.core.gang import NodeEnd, NodeView, Phase
+from jobs.core.gang import NodeEnd, NodeView, Phase, StoppedBy
 from jobs.core.records import JobRecord, JobState
 from jobs.core.slots import Slots, need_of
 from jobs.core.spec import CyclePlan, JobSpec
@@ -14,7 +15,7 @@ from jobs.local.files import LocalFiles
 from jobs.local.nodes import NodeStart, Signal
 from pipeline.core.stop import StopSignal
 
-START_S, STOP_S, POLL_S = 0.25, 0.5, 0.1
+START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0
 
 
 class Died(BaseException):
@@ -27,6 +28,8 @@ class Fate:
 
     after_s: float = 1.0
     end: NodeEnd = field(default=NodeEnd(exit_code=0))
+    hangs: str = ""
+    """"starting" or "running": its keeper does nothing from there on."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class _Node:
     begins_at: float
     ends_at: float
     end: NodeEnd
+    is_deaf: bool = False
 
 
 @dataclass
@@ -68,6 +72,7 @@ class FakeNodes:
     nodes: dict[tuple[str, int, int], _Node] = field(default_factory=dict)
     starts: list[tuple[str, int, int]] = field(default_factory=list)
     stops: list[tuple[tuple[str, int, int], Signal]] = field(default_factory=list)
+    kills: list[tuple[tuple[str, int, int], StoppedBy]] = field(default_factory=list)
     told: dict[tuple[str, int, int], NodeStart] = field(default_factory=dict)
 
     def look(self, folder: Path) -> NodeView:
@@ -88,7 +93,8 @@ class FakeNodes:
             self._check_start(key)
             fate = self.fate(*key)
             begins = self.now + START_S
-            self.nodes[key] = _Node(begins, begins + fate.after_s, fate.end)
+            ends = inf if fate.hangs else begins + fate.after_s
+            self.nodes[key] = _Node(inf if fate.hangs == "starting" else begins, ends, fate.end, bool(fate.hangs))
             self.starts.append(key)
             self.told[key] = start
         self.before_call()
@@ -99,8 +105,17 @@ class FakeNodes:
         node = self.nodes[key]
         if not any(one == key for one, _ in self.stops):
             self.stops.append((key, by))
-            if self.now + STOP_S < node.ends_at:
+            if not node.is_deaf and self.now + STOP_S < node.ends_at:
                 self.nodes[key] = _Node(node.begins_at, self.now + STOP_S, NodeEnd(exit_code=143, stopped_by=by))
+
+    def kill(self, folder: Path, by: StoppedBy) -> None:
+        self.before_call()
+        key = self.key(folder)
+        node = self.nodes[key]
+        self.kills.append((key, by))
+        end = NodeEnd(lost=True, stopped_by=by) if self.now >= node.begins_at else NodeEnd(error="its keeper ended")
+        self.nodes[key] = _Node(node.begins_at, min(self.now, node.ends_at), end)
+        self.before_call()
 
     def exclude(self, folder: Path) -> None:
         self.before_call()
@@ -108,7 +123,7 @@ class FakeNodes:
 
     def pause(self, seconds: float) -> None:
         self.now += seconds
-        assert self.now < 10_000, "the engine hangs"
+        assert self.now < 20_000, "the engine hangs"
 
     def key(self, folder: Path) -> tuple[str, int, int]:
         """Name of leaf, attempt, node. Ids are the names here."""
@@ -174,6 +189,7 @@ class World:
             stop=stop or StopSignal(),
             say=self.said.append,
             clock=lambda: self.nodes.now,
+            grace_s=GRACE_S,
             poll_s=POLL_S,
             pause=self.nodes.pause,
         )

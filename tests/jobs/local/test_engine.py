@@ -15,7 +15,7 @@ from jobs.local import engine
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from tests.jobs.core.cases import job
-from tests.jobs.local.cases import Died, Fate, World, world
+from tests.jobs.local.cases import GRACE_S, Died, Fate, World, world
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 EXIT_75, LOST = Fate(end=NodeEnd(exit_code=75)), Fate(end=NodeEnd(lost=True))
@@ -63,6 +63,64 @@ def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
     main, child = made.nodes.told["g", 1, 0], made.nodes.told["g", 1, 1]
     assert main.timeout_s == 100
     assert 99 < child.timeout_s < 100  # the main node had begun before
+
+
+PATIENCE_S = GRACE_S + engine.MARGIN_S
+
+
+def test_a_node_whose_keeper_hangs_is_killed_after_the_main_node_has_ended() -> None:
+    table = {("g", 1, 0): EXIT_75, ("g", 1, 1): Fate(hangs="running"), ("g", 1, 2): Fate(hangs="starting")}
+    made = ran([job("g", num_nodes=3)], table)
+    assert made.nodes.kills == [(("g", 1, 1), "SIGTERM"), (("g", 1, 2), "SIGTERM")]
+    assert [one.exit_code for one in made.record("g").attempts] == [75, 0]
+    assert made.record("g").attempts[0].stopped_at == pytest.approx(PATIENCE_S, abs=2.0)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 2])
+def test_the_engine_enforces_a_timeout_that_the_keeper_does_not(num_nodes: int) -> None:
+    hung = Fate(hangs="running")
+    made = ran([job("g", num_nodes=num_nodes, timeout_s=100)], {("g", 1, 0): hung, ("g", 1, 1): hung})
+    record = made.record("g")
+    assert (record.state, record.status_reason) == (FAILED, "Job attempt duration exceeded timeout")
+    assert len(record.attempts) == 1
+    assert {by for _, by in made.nodes.kills} == {"timeout"}
+    assert made.nodes.now == pytest.approx(100 + PATIENCE_S, abs=2.0)
+
+
+def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
+    made = ran([job("a")], {("a", 1, 0): Fate(hangs="starting")})
+    assert made.ends() == {"a": SUCCEEDED}
+    first, _ = made.record("a").attempts
+    assert first.status_reason == "Task failed to start"
+    assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
+
+
+def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
+    made = world([job("a")], lambda *_: Fate(hangs="running"))
+    running = made.engine()
+    for _ in range(10):
+        running.tick()
+        made.nodes.pause(0.1)
+    made.files.asked["a"] = "why"
+    running.run()
+    assert (made.ends(), made.record("a").status_reason) == ({"a": FAILED}, "why")
+    assert made.nodes.now == pytest.approx(PATIENCE_S, abs=2.0)
+
+
+def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
+    fates = {1: Fate(hangs="running")}
+    made = world([job("a", retry=retry_strategy(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
+    stop = StopSignal()
+    first = made.engine(stop)
+    for _ in range(10):
+        first.tick()
+        made.nodes.pause(0.1)
+    stop.set("SIGINT")
+    with pytest.raises(Preempted):
+        first.run()
+    assert made.nodes.kills == [(("a", 1, 0), "SIGINT")]
+    made.engine().run()
+    assert made.ends() == {"a": SUCCEEDED}
 
 
 def test_timeouts_are_final() -> None:
@@ -230,7 +288,9 @@ def test_any_dag_with_any_outcomes_ends_as_it_must_though_the_engine_dies_at_any
         if node == 0 and key not in outcome:
             outcome[key] = data.draw(st.sampled_from(ENDS), label=f"{key}")
         after_s = seconds.setdefault((*key, node), data.draw(st.sampled_from([0.0, 0.2, 3.0])))
-        return Fate(after_s, outcome[key] if node == 0 else NodeEnd(exit_code=1))
+        if node:  # the end of which changes nothing, however it comes
+            return Fate(after_s, NodeEnd(exit_code=1), data.draw(st.sampled_from([*[""] * 7, "running"])))
+        return Fate(after_s, outcome[key])
 
     made = world(jobs, fate, vcpus=data.draw(st.integers(4, 8)))
     lives = iter(data.draw(st.lists(st.integers(0, 15), max_size=6), label="calls before each death"))

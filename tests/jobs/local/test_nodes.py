@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from jobs.core.gang import NodeEnd, NodeView, Phase
 from jobs.local import keeper
-from jobs.local.nodes import NodeStart, Processes
+from jobs.local.nodes import NodeStart, Processes, end_leftovers
 from tests.jobs.local.waiting import is_alive, keepers_of, number_in, until
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
@@ -140,6 +141,53 @@ def test_a_killed_keeper_is_a_lost_host_and_its_command_does_not_live_on(folder:
     assert not is_alive(number_in(Path("command")))
     assert not is_alive(number_in(Path("grandchild")))
     assert ended(nodes, folder) == NodeEnd(lost=True)
+
+
+def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(folder: Path) -> None:
+    nodes = Processes(grace_s=0.1)
+    start(nodes, folder, GRANDCHILD + SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    (pid,) = keepers_of(folder)
+    os.kill(pid, signal.SIGSTOP)
+    nodes.stop(folder, "SIGTERM")
+    assert nodes.look(folder).phase is Phase.RUNNING
+    nodes.kill(folder, "timeout")
+    nodes.kill(folder, "SIGTERM")  # the first counts
+    assert ended(nodes, folder) == NodeEnd(lost=True, stopped_by="timeout")
+    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="timeout")
+    for one in (pid, number_in(Path("command")), number_in(Path("grandchild"))):
+        assert not is_alive(one)
+
+
+def test_a_suspended_command_ends_as_well(folder: Path) -> None:
+    nodes = Processes(grace_s=0.1)
+    start(nodes, folder, SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    os.kill(number_in(Path("command")), signal.SIGSTOP)
+    nodes.stop(folder, "SIGTERM")
+    end = ended(nodes, folder)  # by its keeper
+    assert (end.exit_code, end.stopped_by, end.lost) == (137, "SIGTERM", False)
+
+
+def test_what_attempts_that_are_over_have_left_is_found(tmp_path: Path) -> None:
+    """Processes that bear a mark, beside one of the attempt that runs now and one of another job."""
+    job, other = str(uuid.uuid4()), str(uuid.uuid4())
+    marks = [f"{job}_3/1/node-0", f"{job}_3/2/node-1", f"{job}_3/3/node-0", f"{job}_30/1/node-0", f"{other}/1/node-0"]
+    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) for mark in marks]
+    try:
+        until(lambda: all(_has_mark(one.pid, mark) for one, mark in zip(sleepers, marks, strict=True)))
+        assert end_leftovers({f"{job}:3": 2}) == 2
+        assert [one.wait() for one in sleepers[:2]] == [-signal.SIGKILL] * 2
+        assert [one.poll() for one in sleepers[2:]] == [None] * 3
+    finally:
+        for one in sleepers:
+            one.kill()
+            one.wait()
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    """From its exec on."""
+    return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_keeper_killed_before_it_took_the_node_is_a_task_that_did_not_start(folder: Path) -> None:

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -16,6 +18,8 @@ from jobs.core.records import AttemptRecord, JobRecord, JobState
 from jobs.core.retry import retry_strategy
 from jobs.core.slots import Slots
 from jobs.core.spec import CyclePlan, JobSpec, Resources
+from jobs.local import keeper
+from jobs.local.engine import MARGIN_S
 from jobs.local.files import local_files
 from jobs.local.target import LocalTarget, this_machine
 from jobs.store.cycle import CycleStore
@@ -259,6 +263,78 @@ def test_a_killed_keeper_is_a_lost_host_and_the_job_is_tried_again(place: Path) 
     reasons = [attempt.status_reason for attempt in found["a"].attempts]
     assert reasons == ["Host EC2 (local) terminated.", "Essential container in task exited"]
     assert found["a"].state is SUCCEEDED
+
+
+def suspend_keeper(place: Path, node: int) -> None:
+    (started,) = place.rglob(f"1/node-{node}/started.json")
+    os.kill(json.loads(started.read_text())["pid"], signal.SIGSTOP)
+
+
+class Late:
+    """A clock that is ahead, by more with each look at it up to a limit."""
+
+    def __init__(self) -> None:
+        self.ahead_s, self.until_s = 0.0, 0.0
+
+    def __call__(self) -> float:
+        self.ahead_s = min(self.until_s, self.ahead_s + 1.0)
+        return time.time() + self.ahead_s
+
+
+def test_the_timeout_of_a_job_whose_keeper_is_suspended(place: Path) -> None:
+    clock = Late()
+    plan = plan_of(sleeps("a", timeout_s=3600))
+
+    def say(line: str) -> None:
+        if "RUNNING" in line:
+            until(lambda: number_in(Path("command")), "the command")
+            suspend_keeper(place, 0)
+            clock.ahead_s = clock.until_s = 3600 + 10 + MARGIN_S
+
+    to = target(place, say=say)
+    found = submit(replace(to, store=replace(to.store, clock=clock)), plan)
+    assert (found["a"].state, found["a"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
+    assert not is_alive(number_in(Path("command")))
+    assert keepers_of(place) == []
+
+
+def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
+    clock = Late()
+    code = """
+if os.environ["AWS_BATCH_JOB_NODE_INDEX"] == "1":
+    open("command", "w").write(f"{os.getpid()}\\n")
+    import time
+    time.sleep(600)
+if os.environ["AWS_BATCH_JOB_ATTEMPT"] == "1":
+    while not os.path.exists("go"): pass
+    sys.exit(75)
+"""
+
+    def suspend_node() -> None:
+        until(lambda: number_in(Path("command")), "the command of node 1")
+        suspend_keeper(place, 1)
+        clock.until_s = 2 * (10 + MARGIN_S)
+        Path("go").touch()
+
+    helper = Thread(target=suspend_node)
+    helper.start()
+    to = target(place)
+    found = submit(replace(to, store=replace(to.store, clock=clock)), plan_of(work("g", num_nodes=2, code=code)))
+    helper.join()
+    assert codes(found["g"]) == [75, 0]
+    assert keepers_of(place) == []
+
+
+def test_what_an_attempt_left_behind_ends_with_the_next_submission(place: Path) -> None:
+    plan = plan_of(work("a"))
+    found = submit(target(place), plan)
+    mark = f"{found['a'].id}/1/node-0"
+    lines: list[str] = []
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) as left:
+        until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
+        submit(target(place, say=lines.append), plan)
+        assert left.wait() == -signal.SIGKILL
+    assert lines == ["ended 1 processes that earlier attempts had left"]
 
 
 CHANGES = FILE_CHANGES | {"subprocess.Popen", "os.kill"}
