@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 
 from jobs.core.config import JobsConfig
 from jobs.core.cost import Prices
@@ -37,12 +38,12 @@ def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
     return CycleStore(storage, cycle_of(settings), time.time)
 
 
-def make_plan(settings: CycleSettings, store: CycleStore) -> CyclePlan:
-    """What the settings say now. Raises ConfigError."""
+def make_plan(settings: CycleSettings) -> CyclePlan:
+    """What the settings say now; asks nobody. Raises ConfigError."""
     return plan_cycle(
         settings.jobs,
-        cycle=store.cycle,
-        workspace=store.storage.root,
+        cycle=cycle_of(settings),
+        workspace=_workspace_uri(settings.workspace),
         settings=pipeline_fingerprint(settings),
     )
 
@@ -101,3 +102,8 @@ def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: S
 def _with_limits(machine: Slots, jobs: JobsConfig) -> Slots:
     vcpus, memory_mib = jobs.local_vcpus or machine.vcpus, jobs.local_memory_mib or machine.memory_mib
     return machine.model_copy(update={"vcpus": vcpus, "memory_mib": memory_mib})
+
+
+def _workspace_uri(workspace: str) -> str:
+    """For jobs, wherever they start: a local path is made whole."""
+    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"

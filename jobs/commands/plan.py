@@ -11,7 +11,7 @@ from jobs.core.show import plan_lines
 from jobs.core.spec import CyclePlan
 from jobs.store.cycle import CycleStore, claimed_cycles
 from jobs.targets import Say, make_plan, open_cycle, prices_of
-from pipeline.core.errors import EXIT_OK
+from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
 
 HISTORY = 10  # cycles that the expected durations are the median of
@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Say) -> int:
     """Plan; nothing is changed anywhere. Raises ConfigError for what AWS Batch would refuse."""
     settings = arguments.settings
-    store = open_cycle(settings, StopSignal())
-    plan = make_plan(settings, store)
+    plan = make_plan(settings)
     if arguments.json or arguments.diff or (arguments.target or settings.jobs.target) == "batch":
         check_plan(plan)
     if arguments.json:
@@ -42,7 +41,11 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         for line in change_lines(definition_changes(BatchClient(connect("batch")), plan)):
             say(line)
     else:
-        seconds = expected_seconds(_history(store))
+        try:
+            seconds = expected_seconds(_history(open_cycle(settings, StopSignal())))
+        except TrnpipeError as error:  # the plan itself needs no workspace
+            seconds = {}
+            say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings), settings.jobs.sla_s):
             say(line)
     return EXIT_OK

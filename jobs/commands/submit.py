@@ -39,7 +39,7 @@ def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: Stop
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
     store = open_cycle(settings, stop)
-    plan = make_plan(settings, store)
+    plan = make_plan(settings)
     closed = store.closed()
     if closed is not None and store.plan() == plan:
         say(f"cycle {store.cycle} has ended; to run again what failed: trnjobs retry")

@@ -34,10 +34,16 @@ INSTANCES: Mapping[str, tuple[int, int, int, int]] = {
 
 def check_plan(plan: CyclePlan) -> None:
     """Raises ConfigError with every problem of every job."""
-    problems = list(plan_problems(plan))
-    if problems:
+    jobs_of: dict[str, list[str]] = {}
+    for job, _, problem in (one.partition(": ") for one in plan_problems(plan)):
+        jobs_of.setdefault(problem, []).append(job)
+    if jobs_of:
+        lines = [
+            f"{'every job' if len(jobs) == len(plan.jobs) > 1 else ', '.join(jobs)}: {problem}"
+            for problem, jobs in jobs_of.items()
+        ]
         raise ConfigError(
-            "\n  ".join([f"AWS Batch would not run this plan ({len(problems)} problems):", *problems]),
+            "\n  ".join([f"AWS Batch would not run this plan ({len(lines)} problems):", *lines]),
             expected="jobs within the limits of AWS Batch",
             next_command="correct the settings under [jobs], then trnjobs plan",
         )

@@ -1,0 +1,62 @@
+"""`trnjobs plan` as it is typed, with the shipped settings for Trainium."""
+
+import json
+from pathlib import Path
+
+import pytest
+from botocore.session import Session
+from botocore.validate import ParamValidator
+
+from jobs import cli
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TRN1 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}", "--cycle=2026-11-20"]
+WHERE = ["--workspace=s3://bucket/relevance", "--jobs.queue=trn1", "--jobs.share-identifier=production"]
+IMAGE = "--jobs.image=1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64
+
+
+def test_the_exact_requests_are_those_aws_batch_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    model = Session().get_service_model("batch")
+    for requests in shown:
+        for operation, request in requests.items():
+            report = ParamValidator().validate(request, model.operation_model(operation).input_shape)
+            assert not report.has_errors(), report.generate_report()
+    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
+    (nodes,) = train["RegisterJobDefinition"]["nodeProperties"]["nodeRangeProperties"]
+    assert len(nodes["container"]["linuxParameters"]["devices"]) == 16 + 8
+    assert train["SubmitJob"]["nodeOverrides"]["numNodes"] == 4
+
+
+def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--jobs.train.nodes=2"]) == 0
+    text = capsys.readouterr().out
+    assert "2 nodes" in text and "no earlier cycle" in text
+    assert max(map(len, text.splitlines())) <= 160
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ([IMAGE, "--jobs.share-identifier=prod-1"], "every job: share identifier 'prod-1'"),
+        ([IMAGE, "--jobs.queue="], "every job: no queue"),
+        ([], "every job: an image of 0 characters"),
+        ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
+        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 503,296: it would wait for ever"),
+        ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
+        ([IMAGE, "--jobs.report.nodes=2"], "jobs.report.nodes is 2"),
+        ([IMAGE, "--jobs.train.workers=4"], "jobs.train.workers is 4"),
+        ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "a job definition of"),
+        ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 ? *)"], "jobs.schedule"),
+        ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
+        ([IMAGE, "train"], "unrecognized arguments: train"),
+    ],
+)
+def test_what_would_not_run_is_refused_before_anything_is_sent(
+    words: list[str], seen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *TRN1, *WHERE, *words]) == 78
+    err = capsys.readouterr().err
+    assert seen in err and "Traceback" not in err
