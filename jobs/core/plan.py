@@ -31,7 +31,7 @@ UNLIMITED = -1
 
 
 def plan_cycle(jobs: JobsConfig, *, cycle: str, workspace: str, settings: str = "") -> CyclePlan:
-    """The plan of a cycle. Raises ConfigError for a shape that no stage has."""
+    """The plan of a cycle. Raises ConfigError for a shape that no stage has, or an unknown instance."""
     specs = tuple(_job(jobs, name, after) for name, after in AFTER.items())
     return CyclePlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
@@ -39,6 +39,7 @@ def plan_cycle(jobs: JobsConfig, *, cycle: str, workspace: str, settings: str = 
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...]) -> JobSpec:
     wanted = jobs.stage(name)
     _check_shape(name, wanted)
+    _check_instance(name, wanted)
     return JobSpec(
         name=name,
         stage=name,
@@ -80,6 +81,15 @@ def _check_shape(name: str, wanted: StageJob) -> None:
                 expected=f"1: only {', '.join(sorted(stages))} can have more",
                 next_command="correct it under [jobs], then trnjobs plan",
             )
+
+
+def _check_instance(name: str, wanted: StageJob) -> None:
+    if wanted.instance and wanted.instance not in INSTANCES and None in (wanted.vcpus, wanted.memory_mib):
+        raise ConfigError(
+            f"jobs.{name}.instance is {wanted.instance}, of which nobody here knows the size",
+            expected=f"one of {', '.join(INSTANCES)}; or vcpus and memory_mib beside it",
+            next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
+        )
 
 
 def _resources(wanted: StageJob) -> Resources:

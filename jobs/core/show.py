@@ -84,5 +84,13 @@ def _status_row(record: JobRecord) -> tuple[str, ...]:
         str(sum(len(leaf.attempts) for leaf in record.leaves())),
         format_duration(ran_seconds(record)),
         "-" if code is None else str(code),
-        reason_of(record) if record.state is JobState.FAILED else record.status_reason,
+        _why(record),
     )
+
+
+def _why(record: JobRecord) -> str:
+    """Nothing where all is well."""
+    if record.state is JobState.SUCCEEDED:
+        return ""
+    is_again = record.state is JobState.RUNNABLE and record.attempts and record.status_reason
+    return reason_of(record) if record.state is JobState.FAILED or is_again else record.status_reason
