@@ -38,9 +38,11 @@ class SyntheticConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_queries: int = Field(1500, ge=10, description="Queries to generate")
+    num_queries: int = Field(1500, ge=10, description="Queries of a day")
     candidates_per_query: int = Field(12, ge=4, description="Products judged for each query")
-    num_days: int = Field(1, ge=1, le=366, description="dt= partitions the queries are dealt to")
+    num_days: int = Field(
+        1, ge=1, le=366, description="dt= partitions; one more is a new day, and leaves the others as they are"
+    )
     first_day: str = Field("2026-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$", description="First partition")
     seed: int = Field(17, ge=0, description="Seed of the generator")
 

@@ -26,14 +26,15 @@ class SyntheticSource:
     def __init__(self, config: DataConfig) -> None:
         self.fixed_labels: dict[str, float] = {}
         self._config = config
-        version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump()}
+        version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump(exclude={"num_days"})}
         self.partitions = tuple(
             Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
             for name in synthetic.partitions(config.synthetic)
         )
 
     def num_rows(self) -> int | None:
-        return self._config.synthetic.num_queries * self._config.synthetic.candidates_per_query
+        made = self._config.synthetic
+        return made.num_queries * made.num_days * made.candidates_per_query
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         plan = _narrow(plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue"), fields)

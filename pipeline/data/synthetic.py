@@ -11,7 +11,6 @@ from random import Random
 
 import pyarrow as pa
 
-from pipeline.core.fingerprint import hash63
 from pipeline.data.catalogue import BRANDS, FILLERS, KINDS, WISHES, Kind
 from pipeline.data.config import SyntheticConfig
 
@@ -55,12 +54,10 @@ def partitions(config: SyntheticConfig) -> list[str]:
 
 
 def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch]:
-    """The rows of one day (schema SCHEMA). A query and all its products fall on one day."""
+    """The rows of one day (schema SCHEMA), the same however many days there are."""
     day = partitions(config).index(partition)
     rows: list[dict[str, object]] = []
-    for number in range(config.num_queries):
-        if hash63(f"{config.seed}|day|{number}") % config.num_days != day:
-            continue
+    for number in range(day * config.num_queries, (day + 1) * config.num_queries):
         rows += _judged_query(config, number)
         if len(rows) >= _QUERIES_PER_BATCH * config.candidates_per_query:
             yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)

@@ -24,7 +24,7 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import read_manifest, verify_dir
 
 Make = Callable[[str], Any]
-SYNTHETIC = SyntheticConfig(num_queries=80, num_days=2)
+SYNTHETIC = SyntheticConfig(num_queries=40, num_days=2)
 CONFIG = DataConfig(
     synthetic=SYNTHETIC,
     rows_per_chunk=250,

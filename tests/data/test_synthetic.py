@@ -1,12 +1,15 @@
 from collections import Counter
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from pipeline.data.config import SyntheticConfig
+from pipeline.core.stop import StopSignal
+from pipeline.data.config import DataConfig, SyntheticConfig
+from pipeline.data.sources import open_source
 from pipeline.data.synthetic import GAINS, SCHEMA, generate, partitions
 
-SMALL = SyntheticConfig(num_queries=60, num_days=3)
+SMALL = SyntheticConfig(num_queries=20, num_days=3)
 
 
 def rows(config: SyntheticConfig) -> list[dict[str, object]]:
@@ -37,6 +40,18 @@ def test_a_query_lives_on_one_day() -> None:
     assert partitions(SMALL) == ["dt=2026-01-01", "dt=2026-01-02", "dt=2026-01-03"]
     assert all(days)
     assert sum(map(len, days)) == len(set().union(*days)) == 60
+
+
+@pytest.mark.unit
+def test_a_new_day_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    one, two = (SMALL.model_copy(update={"num_days": days}) for days in (1, 2))
+    assert rows(two)[: len(rows(one))] == rows(one)
+    parts = [
+        open_source(DataConfig(synthetic=config), scratch=tmp_path, stop=StopSignal()).partitions
+        for config in (one, two)
+    ]
+    assert parts[1][:1] == parts[0]
+    assert parts[1][1].name == "dt=2026-01-02"
 
 
 @pytest.mark.unit

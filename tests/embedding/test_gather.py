@@ -37,7 +37,7 @@ def rows(around: Surroundings, config: CatalogueConfig, data: DataConfig | None 
 
 
 def test_the_synthetic_catalogue_is_the_default(around: Surroundings) -> None:
-    data = DataConfig(synthetic=SyntheticConfig(num_queries=30, num_days=2))
+    data = DataConfig(synthetic=SyntheticConfig(num_queries=15, num_days=2))
     found = rows(around, CatalogueConfig(), data)
     assert sorted(row[0] for row in found) == sorted(f"p{q}-{n}".encode() for q in range(30) for n in range(12))
     first = gather_products(data, around.workspace, scratch=around.scratch, stop=around.stop)
@@ -117,7 +117,7 @@ def test_a_catalogue_that_is_not_there(around: Surroundings, tmp_path: Path) -> 
 
 
 def test_it_may_be_killed_and_run_again(around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = DataConfig(synthetic=SyntheticConfig(num_queries=30, num_days=3))
+    data = DataConfig(synthetic=SyntheticConfig(num_queries=10, num_days=3))
     monkeypatch.setattr(gather_module, "FILE_ROWS", 50)
     write = type(around.workspace).write_if_absent
     left = iter([True, True, False])

@@ -29,7 +29,7 @@ FLAGS = (
     *MODEL,
     *TRAIN,
     "--backend=cpu",
-    "--data.synthetic.num-queries=120",
+    "--data.synthetic.num-queries=60",
     "--data.synthetic.num-days=2",
     "--data.test-fraction=0.3",
     "--data.slices=brand",

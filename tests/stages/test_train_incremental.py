@@ -16,7 +16,7 @@ from tests.fault.harness import TINY, Place, forget
 pytestmark = [pytest.mark.stage, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DAYS = ("dt=2026-01-01", "dt=2026-01-02", "dt=2026-01-03")
-CATALOGUE = SyntheticConfig(num_queries=150, num_days=3)
+CATALOGUE = SyntheticConfig(num_queries=50, num_days=3)
 
 
 def deliver(folder: Path, day: str) -> None:
