@@ -23,7 +23,7 @@ export PJRT_DEVICE ?= CPU
 .PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint bench lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv with the locked versions (about 3 minutes, once)
 
@@ -76,7 +76,7 @@ lint: $(STAMP)  ## formatting, lint, strict types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## measure every claim of the README and rewrite its table (about 20 minutes, quiet machine)
+bench: $(STAMP)  ## measure every claim of the README and rewrite its table (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.table --write README.md
 
