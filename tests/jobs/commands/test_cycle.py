@@ -1,0 +1,268 @@
+"""`trnjobs` as it is typed, over a workspace on this machine; the jobs are commands of a few milliseconds."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import cli
+from jobs.core import plan
+from jobs.store import cycle
+from tests.jobs.local.waiting import keepers_of, until
+from tests.killing import FILE_CHANGES, FORK, killed_at
+
+# Notes what runs, in a journal; waits while there is a file hold-<job>; ends with the code of its try in the file
+# exit-<job>[:child], of which the last is that of all later tries.
+CODE = """
+import os, sys, time
+name = os.environ["TRNJOBS_JOB"]
+child = ":".join([name, os.environ.get("AWS_BATCH_JOB_ARRAY_INDEX", "")]).rstrip(":")
+with open("journal", "a") as file:
+    file.write(f"{child} {os.environ['AWS_BATCH_JOB_ATTEMPT']}\\n")
+print("this is", child, *sys.argv[1:])
+while os.path.exists(f"hold-{name}"):
+    time.sleep(0.01)
+codes = open(f"exit-{child}").read().split() if os.path.exists(f"exit-{child}") else ["0"]
+sys.exit(int(codes[: int(os.environ["AWS_BATCH_JOB_ATTEMPT"])][-1]))
+"""
+ORDER = {"prepare": (), "train": ("prepare",), "embed": ("train",), "report": ("embed",)}
+CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384"]
+
+
+@dataclass
+class Trnjobs:
+    """One workspace; commands of jobs write into the folder above it."""
+
+    place: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *words: str) -> tuple[int, str]:
+        """Exit code, and what was printed."""
+        code = cli.main([words[0], f"--workspace={self.place / 'workspace'}", *CYCLE, *words[1:]])
+        seen = self.capsys.readouterr()
+        assert "Traceback" not in seen.err
+        return code, seen.out + seen.err
+
+    def status(self) -> dict[str, Any]:
+        code, text = self("status", "--json")
+        assert code == 0
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def states(self) -> dict[str, str]:
+        return {job["name"]: job["state"] for job in self.status()["jobs"]}
+
+    def ran(self) -> list[str]:
+        """Since last asked."""
+        journal = self.place / "journal"
+        lines = sorted(journal.read_text().splitlines()) if journal.exists() else []
+        journal.unlink(missing_ok=True)
+        return lines
+
+    def ends_with(self, job: str, *codes: int) -> None:
+        (self.place / f"exit-{job}").write_text(" ".join(map(str, codes)))
+
+    def hold(self, job: str) -> Path:
+        path = self.place / f"hold-{job}"
+        path.touch()
+        return path
+
+
+@pytest.fixture
+def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Trnjobs]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "AFTER", ORDER)
+    monkeypatch.setattr(plan, "ENTRY", (sys.executable, "-S", "-c", CODE))
+    yield Trnjobs(tmp_path, capsys)
+    for path in tmp_path.glob("hold-*"):
+        path.unlink()
+    assert keepers_of(tmp_path) == []
+
+
+ALL = ["embed:0 1", "embed:1 1", "prepare 1", "report 1", "train 1"]
+
+
+def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
+    code, text = trnjobs("plan")
+    assert (code, "array of 2" in text, "no earlier cycle" in text) == (0, True, True)
+    code, text = trnjobs("submit")
+    assert code == 0
+    assert "cycle 2026-11-20: succeeded" in text
+    assert "train        RUNNING    attempt 1  cycles/2026-11-20/jobs/local/attempts/" in text
+    assert trnjobs.ran() == ALL
+
+    code, text = trnjobs("submit")
+    assert (code, trnjobs.ran()) == (0, [])
+    assert "has ended; to run again what failed: trnjobs retry" in text
+
+    assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+    assert trnjobs.status()["closed"]["outcome"] == "succeeded"
+    code, text = trnjobs("status")
+    assert (code, "SUCCEEDED 2/2" in text, text.splitlines()[-1]) == (0, True, "cycle 2026-11-20: succeeded")
+
+    assert trnjobs("logs", "train") == (0, "this is train trnpipe train\n")
+    assert trnjobs("logs", "embed:1") == (0, "this is embed:1 trnpipe embed --embed.workers 2\n")
+    assert trnjobs("reconcile")[0] == 0
+    assert trnjobs("cancel")[0] == 0  # there is nothing left to end
+    assert trnjobs.status()["closed"]["outcome"] == "succeeded"
+    code, text = trnjobs("history")
+    assert code == 0
+    assert text.splitlines()[1].split()[:2] == ["2026-11-20", "local"]
+    assert "succeeded" in text and "4/4" in text
+    code, text = trnjobs("cost")
+    assert (code, "5 of 5 jobs in 5 tries" in text) == (0, True)
+    assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
+    assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
+    assert trnjobs.ran() == []
+
+    code, text = trnjobs("retry")
+    assert (code, "no job failed" in text) == (78, True)
+    code, text = trnjobs("submit", "--jobs.train.attempts=7")  # another plan
+    assert code == 78
+    assert "was submitted to local with plan" in text
+    assert "next: trnjobs status; another --cycle for other settings" in text
+    assert trnjobs.ran() == []
+
+
+def test_a_job_that_fails_and_is_run_again(trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with("embed:1", 65)
+    code, text = trnjobs("submit")
+    assert code == 65
+    assert "cycle 2026-11-20: failed, embed: exit code 65 (DataError)" in text
+    assert trnjobs.ran() == ["embed:0 1", "embed:1 1", "prepare 1", "train 1"]
+    assert trnjobs.states() == {"prepare": "SUCCEEDED", "train": "SUCCEEDED", "embed": "FAILED", "report": "FAILED"}
+    report = trnjobs.status()["jobs"][-1]
+    assert report["status_reason"] == "Dependent Job failed"
+    assert trnjobs("submit")[0] == 65
+    assert trnjobs.ran() == []
+
+    trnjobs.ends_with("embed:1", 0)
+    code, text = trnjobs("retry")
+    assert (code, "cycle 2026-11-20: succeeded" in text) == (0, True)
+    assert trnjobs.ran() == ["embed:0 1", "embed:1 1", "report 1"]
+    assert "succeeded" in trnjobs("history")[1]
+
+
+def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with("prepare", 75, 0)
+    trnjobs.ends_with("train", 80)
+    code, text = trnjobs("submit")
+    assert code == 80
+    assert "cycle 2026-11-20: refused, train: exit code 80 (GateRefused)" in text
+    assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; tried again" in text
+    assert trnjobs.ran() == ["prepare 1", "prepare 2", "train 1"]
+    assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
+
+
+def submitting(trnjobs: Trnjobs) -> ForkProcess:
+    """In a process of its own, until train runs."""
+    trnjobs.hold("train")
+    process = FORK.Process(target=lambda: sys.exit(trnjobs("submit")[0]))
+    process.start()
+    plan_file = trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "jobs" / "plan.json"
+    until(lambda: plan_file.exists() and trnjobs.states().get("train") == "RUNNING", "the second job")
+    return process
+
+
+def test_a_cycle_under_way_is_cancelled(trnjobs: Trnjobs) -> None:
+    process = submitting(trnjobs)
+    assert trnjobs.states() == {"prepare": "SUCCEEDED", "train": "RUNNING", "embed": "PENDING", "report": "PENDING"}
+    assert trnjobs("status")[1].splitlines()[-1] == "cycle 2026-11-20: under way"
+    code, text = trnjobs("retry")
+    assert (code, "is under way" in text) == (78, True)
+    assert "under way" in trnjobs("history")[1]
+    code, text = trnjobs("reconcile")
+    assert (code, "under way" in text) == (0, True)
+    code, text = trnjobs("cancel", "--reason=wrong data")
+    assert code == 0
+    assert "cycle 2026-11-20: cancelled, train: cancelled: wrong data" in text
+    process.join()
+    assert process.exitcode == 75
+    assert set(trnjobs.states().values()) == {"SUCCEEDED", "FAILED"}
+    assert trnjobs.status()["closed"]["outcome"] == "cancelled"
+    assert trnjobs.ran() == ["prepare 1", "train 1"]
+    assert trnjobs("submit")[0] == 75
+    assert trnjobs.ran() == []
+    (trnjobs.place / "hold-train").unlink()
+    assert trnjobs("retry")[0] == 0
+    assert trnjobs.ran() == ["embed:0 1", "embed:1 1", "report 1", "train 1"]
+
+
+def test_a_killed_submission_goes_on_with_the_same_jobs(trnjobs: Trnjobs) -> None:
+    process = submitting(trnjobs)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert trnjobs.states()["train"] == "RUNNING"  # its keeper lives
+    (trnjobs.place / "hold-train").unlink()
+    assert trnjobs("submit")[0] == 0
+    assert trnjobs.ran() == ALL
+    assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("calls", [(1, 4, 8, 12), (2, 16, 20, 30), (6, 10, 25, 60)])
+def test_killed_at_any_change_every_job_still_runs_once(
+    calls: tuple[int, ...], trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`submit` is killed just before the n-th change of a file, start of a process or signal of each life."""
+    monkeypatch.setattr(cycle, "LEASE_S", 0.0)  # else the next one has to wait for that of the dead
+    changes = FILE_CHANGES | {"subprocess.Popen", "os.kill"}
+    ends = [killed_at(number, lambda: trnjobs("submit"), changes) for number in calls]
+    assert -signal.SIGKILL in ends
+    code, text = trnjobs("submit")
+    assert code == 0, text
+    assert trnjobs.ran() == ALL
+    assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["logs", "tarin"], "no job 'tarin' was submitted"),
+        (["logs", "embed"], "embed is an array of 2"),
+        (["logs", "embed:2"], "no job 'embed:2' was submitted"),
+        (["logs", "report"], "report has 0 tries"),
+        (["logs", "train", "--attempt=2"], "train has 1 tries, none is number 2"),
+        (["logs", "train", "--attempt=-1"], "train has 1 tries, none is number -1"),
+        (["logs", "train", "--node=1"], "train: no log of attempt 1, node 1"),
+        (["logs"], "the following arguments are required: job"),
+        (["status", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),
+        (["cancel", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),
+        (["retry", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),
+        (["reconcile", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),
+        (["cost", "--last=0"], "argument --last"),
+        (["submit", "--target=moon"], "invalid choice: 'moon'"),
+        (["submit", "--jobs.embed.workers=none"], "jobs.embed.workers"),
+        (["submit", "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
+        (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine gives"),
+        (["submit", "today"], "unrecognized arguments: today"),
+        (["submti"], "invalid choice: 'submti'"),
+    ],
+)
+def test_rubbish_is_refused_with_what_was_expected(
+    words: list[str], seen: str, half_done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main([words[0], f"--workspace={half_done}", *CYCLE, *words[1:]])
+    err = capsys.readouterr().err
+    assert (code, seen in err, "Traceback" in err) == (78, True, False), err
+    assert "expected: " in err
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with a cycle in which embed failed; nothing here changes it."""
+    place = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(plan, "AFTER", ORDER)
+        monkeypatch.setattr(plan, "ENTRY", (sys.executable, "-S", "-c", CODE))
+        (place / "exit-embed:0").write_text("65")
+        assert cli.main(["submit", f"--workspace={place / 'workspace'}", *CYCLE]) == 65
+    return place / "workspace"
