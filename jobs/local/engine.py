@@ -29,7 +29,7 @@ from pipeline.parallel.rendezvous import own_address
 
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
-MARGIN_S = 10.0  # for a keeper to end its node after the grace, before it is taken as one that hangs
+MARGIN_S = 5.0  # for a keeper to end its node after the grace, before it is taken as one that hangs
 ALIVE = (Phase.STARTING, Phase.RUNNING)
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
 
