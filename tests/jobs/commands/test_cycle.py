@@ -13,6 +13,7 @@ import pytest
 
 from jobs import cli
 from jobs.core import plan
+from jobs.core.records import Submission
 from jobs.store import cycle
 from tests.jobs.local.waiting import keepers_of, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
@@ -204,6 +205,26 @@ def test_a_killed_submission_goes_on_with_the_same_jobs(trnjobs: Trnjobs) -> Non
     assert trnjobs("submit")[0] == 0
     assert trnjobs.ran() == ALL
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+
+
+def test_a_cycle_submitted_half_is_cancelled_and_does_not_stay_open(
+    trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = cycle.CycleStore.save_submission
+
+    def interrupted(store: cycle.CycleStore, round_: int, submission: Submission) -> None:
+        if submission.job == "embed":
+            raise KeyboardInterrupt
+        save(store, round_, submission)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cycle.CycleStore, "save_submission", interrupted)
+        assert trnjobs("submit")[0] == 143
+    assert trnjobs("status")[1].splitlines()[-1] == "cycle 2026-11-20: under way"
+    assert "cycle 2026-11-20: cancelled" in trnjobs("cancel")[1]
+    assert trnjobs.states() == {"prepare": "FAILED", "train": "FAILED"}
+    assert trnjobs("submit")[0] == 75
+    assert trnjobs.ran() == []
 
 
 @pytest.mark.fault
