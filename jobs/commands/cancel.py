@@ -4,6 +4,7 @@ import argparse
 
 from jobs.commands.submit import finish
 from jobs.core.outcome import CANCELLED
+from jobs.core.records import Closed
 from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
@@ -22,5 +23,5 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     target.cancel(plan, CANCELLED + arguments.reason)
     records = target.records(plan)
     store.save_records(records)
-    finish(store, plan, records, say)
+    finish(store, plan, records, say, Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason))
     return EXIT_OK

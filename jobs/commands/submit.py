@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jobs.core.limits import check_plan
 from jobs.core.outcome import exit_code_of_cycle, outcome_of
-from jobs.core.records import JobRecord
+from jobs.core.records import Closed, JobRecord
 from jobs.core.show import status_lines
 from jobs.core.spec import CyclePlan
 from jobs.ledger.read import read_ledger
@@ -84,11 +84,16 @@ class HandOver:
         return code
 
 
-def finish(store: CycleStore, plan: CyclePlan, records: tuple[JobRecord, ...], say: Say) -> int:
-    """Say how the jobs stand and, when all have ended, close the cycle; its exit code."""
+def finish(
+    store: CycleStore, plan: CyclePlan, records: tuple[JobRecord, ...], say: Say, cancelled: Closed | None = None
+) -> int:
+    """Say how the jobs stand and, when all have ended, close the cycle; its exit code.
+
+    `cancelled`: the end of a cycle of which only a part was submitted.
+    """
     for line in status_lines(records):
         say(line)
-    closed = outcome_of(plan, records)
+    closed = outcome_of(plan, records, cancelled=cancelled)
     if closed is None:
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
         return EXIT_OK
