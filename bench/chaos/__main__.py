@@ -28,7 +28,7 @@ from tests.s3 import s3_env
 
 CYCLES_PER_LANE = 7
 ALONE, NODES, RANKS, BOTH = (1, 1), (2, 1), (1, 2), (2, 2)
-SHAPES: tuple[Shape, ...] = (ALONE, NODES, ALONE, RANKS, ALONE, NODES, ALONE, ALONE, NODES, ALONE, BOTH)
+SHAPES: tuple[Shape, ...] = (ALONE, NODES, ALONE, ALONE, RANKS, ALONE, ALONE, NODES, ALONE, ALONE, BOTH)
 MIN_JOBS, MIN_CYCLES = 0.985, 0.98
 KINDS = {
     "kill_process": "kill -9 of a process of a job",
@@ -90,7 +90,10 @@ class Chaos:
         self._folder, self._seed, self._until, self._stack = folder, seed, until, stack
         self.server = stack.enter_context(FailingServer("chaos", random.Random(seed)))
         os.environ.update(s3_env(self.server.url))
-        self._watches = [stack.enter_context(Watch(where)) for where in (str(folder), f"s3://{self.server.bucket}/")]
+        self._watches = [
+            stack.enter_context(Watch(where))
+            for where in (f"file://{folder.absolute()}/", f"s3://{self.server.bucket}/")
+        ]
         self._lock = threading.Lock()
         self._results: list[CycleResult] = []
 

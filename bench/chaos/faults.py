@@ -62,6 +62,11 @@ class Injector:
     _end: threading.Event = field(default_factory=threading.Event)
     _since: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def jobs(self) -> list[str]:
+        """Those that were seen at work."""
+        return list(self._since)
+
     def __enter__(self) -> "Injector":
         self._thread = threading.Thread(target=self._guarded, name="faults", daemon=True)
         self._thread.start()
@@ -80,7 +85,7 @@ class Injector:
 
     def _run(self) -> None:
         waiting = list(self.faults)
-        while waiting and not self._end.wait(POLL_S):
+        while not self._end.wait(POLL_S):
             now, running = time.monotonic(), self.watch.of(self.workspace, self.cycle)
             for job in {one.job for one in running}:
                 self._since.setdefault(job, now)
@@ -174,8 +179,9 @@ class Injector:
     def _corrupt(self, running: Sequence[Seen]) -> str:
         """Training is killed, and while it is down a byte of its newest checkpoint changes."""
         train = [one for one in running if one.job == "train"]
-        folder = Path(self.workspace, "checkpoints", self.cycle)
-        result = Path(self.workspace, "cycles", self.cycle, "train", "result.json")
+        workspace = Path(self.workspace.removeprefix("file://"))
+        folder = workspace / "checkpoints" / self.cycle
+        result = workspace / "cycles" / self.cycle / "train" / "result.json"
         if not train or result.exists() or not list(folder.glob("step-*/MANIFEST.json")):
             return ""
         if not self._kill_all(train) or result.exists():

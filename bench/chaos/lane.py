@@ -157,8 +157,8 @@ class Lane:
     workspace: str = field(init=False)
 
     def __post_init__(self) -> None:
-        place = self.disk.folder / "workspace"
-        self.workspace = f"s3://{self.server.bucket}/{self.name}" if self.server else str(place)
+        local = f"file://{self.disk.folder / 'workspace'}"
+        self.workspace = f"s3://{self.server.bucket}/{self.name}" if self.server else local
         (self.folder / "chaos.toml").write_text(config_text())
         of_place = ("s3_errors", "s3_errors") if self.server else ("full_disk", "corrupt_checkpoint")
         killed = "kill_driver" if self.command == "driver" else "kill_engine"
@@ -174,12 +174,14 @@ class Lane:
         day = FIRST_DAY + timedelta(days=FIRST_DAYS + number)
         cycle, started = f"{day}", time.monotonic()
         expected = self._expected(number, cycle)
-        with Injector(faults, self.dice, self.watch, self.storage.root, cycle, self.disk, self.server) as injector:
+        with Injector(faults, self.dice, self.watch, self.workspace, cycle, self.disk, self.server) as injector:
             runs = self._until_ended(injector, self._words(cycle, number, shape), cycle, started)
         if self.server:
             self.server.fail_for(0.0, 0.0)
         if injector.errors:
             raise injector.errors[0]
+        if not injector.jobs:
+            raise RuntimeError(f"no process of {cycle} in {self.workspace} was seen: the faults cannot hit")
         closed = self.store(cycle).closed()
         records = self.store(cycle).records()
         good = closed is not None and closed.outcome == "succeeded"

@@ -24,7 +24,7 @@ FAULTS = [
 def test_a_cycle_ends_well_whatever_happens_to_it(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    with Watch(str(tmp_path)) as watch:
+    with Watch(f"file://{tmp_path}/") as watch:
         lane = Lane("lane", tmp_path, Disk(disk, own=False), watch, random.Random(1))
         result = lane.run(0, (1, 1), FAULTS)
         twice = set(watch.twice)
