@@ -5,7 +5,7 @@ import argparse
 from jobs.commands.submit import finish
 from jobs.core.outcome import CANCELLED
 from jobs.core.records import Closed
-from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
+from jobs.targets import Say, open_cycle, open_target_of, submitted_plan, submitter
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 
@@ -20,7 +20,8 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     store = open_cycle(arguments.settings, StopSignal())
     plan = submitted_plan(store)
     target = open_target_of(arguments.settings, store, say, StopSignal())
-    target.cancel(plan, CANCELLED + arguments.reason)
+    with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
+        target.cancel(plan, CANCELLED + arguments.reason)
     records = target.records(plan)
     store.save_records(records)
     finish(store, plan, records, say, Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason))

@@ -23,11 +23,12 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         plan = submitted_plan(store)
         target = open_target_of(arguments.settings, store, say, stop)
         records = target.records(plan)
-        if outcome_of(plan, records) is None:
+        if (store.closed() or outcome_of(plan, records)) is None:
             raise ConfigError(
                 f"cycle {store.cycle} is under way", expected="one that ended", next_command="trnjobs status"
             )
-        again = [record.name for record in records if record.state is JobState.FAILED]
+        done = {record.name for record in records if record.state is JobState.SUCCEEDED}
+        again = [job.name for job in plan.jobs if job.name not in done]
         if not again:
             raise ConfigError(f"cycle {store.cycle}: no job failed", next_command="trnjobs status")
         hand_over = HandOver(arguments.settings, store, target.name, say, stop)
