@@ -18,29 +18,36 @@ from tests.registry.cases import put
 MODEL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, max_positions=32)
 
 
-@cache
-def _snapshot(cycle: str, seed: int) -> Snapshot:
-    tokenizer = TextTokenizer(tokenizer_json())
-    spec = InputSpec(
-        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, labels=("no", "yes"), label_gains=(0.0, 1.0)
-    )
-    state = TrainState(
+def state_of(
+    model: ModelConfig, spec: InputSpec, tokenizer: TextTokenizer, *, cycle: str = "c", max_tokens: int = MAX_TOKENS
+) -> TrainState:
+    """Of a model that was never trained."""
+    return TrainState(
         cycle=cycle,
         step=1,
         max_steps=1,
         identity="identity",
         identity_parts={},
-        model=MODEL,
+        model=model,
         inputs=spec,
         tokenizer_fingerprint=tokenizer.fingerprint,
         watermark="",
         partitions={},
         parent=None,
         best=None,
-        max_tokens=MAX_TOKENS,
+        max_tokens=max_tokens,
         settings_hash="settings",
         code_version="1.0",
     )
+
+
+@cache
+def _snapshot(cycle: str, seed: int) -> Snapshot:
+    tokenizer = TextTokenizer(tokenizer_json())
+    spec = InputSpec(
+        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, labels=("no", "yes"), label_gains=(0.0, 1.0)
+    )
+    state = state_of(MODEL, spec, tokenizer, cycle=cycle)
     weights = to_hf(build_model(MODEL, spec, seed).state_dict())
     return Snapshot(state, weights, {"moment": torch.zeros(1)}, hf_config(MODEL, spec), tokenizer_json())
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.backends import Backend, Batch, open_backend
-from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
@@ -29,6 +28,7 @@ from pipeline.embedding.windows import HostBatch, flat_batches
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embedding.catalogues import title, tokenizer_json
+from tests.embedding.checkpoints import state_of
 from tests.embedding.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, one_by_one, texts, vectors_of
 
 WINDOWS = [texts(lengths, seed) for seed, lengths in enumerate([[5, 80, 3, 9, 9], [], [24] * 40, [2], []])]
@@ -200,23 +200,7 @@ def test_a_checkpoint_is_opened_with_its_weights_and_read_as_far_as_it_has_learn
     model = build_model(MODEL, spec, 5)
     save_file(to_hf(model.state_dict()), tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.data)
-    state = TrainState(
-        cycle="c",
-        step=1,
-        max_steps=1,
-        identity="",
-        identity_parts={},
-        model=MODEL,
-        inputs=spec,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        watermark="",
-        partitions={},
-        parent=None,
-        best=None,
-        max_tokens=6,
-        settings_hash="",
-        code_version="",
-    )
+    state = state_of(MODEL, spec, tokenizer, max_tokens=6)
     checkpoint = Checkpoint("checkpoints/c/step-1", "file:///c/step-1", tmp_path, "0", state)
     window = tokenizer.encode(["a drill", title(2), title(3)])
     assert window.lengths.max() > 6

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import cli
-from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.writer import Snapshot, commit_snapshot
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
@@ -23,6 +22,7 @@ from pipeline.io.verify import verify_dir
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
+from tests.embedding.checkpoints import state_of
 from tests.fault.harness import CYCLE, Place, Run
 from tests.fault.s3_server import S3Server
 from tests.registry.cases import put
@@ -50,23 +50,7 @@ def snapshot(titles: list[str], model: ModelConfig) -> Snapshot:
     spec = InputSpec(
         vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, labels=("no", "yes"), label_gains=(0.0, 1.0)
     )
-    state = TrainState(
-        cycle="c0",
-        step=1,
-        max_steps=1,
-        identity="identity",
-        identity_parts={},
-        model=model,
-        inputs=spec,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        watermark="",
-        partitions={},
-        parent=None,
-        best=None,
-        max_tokens=64,
-        settings_hash="settings",
-        code_version="1.0",
-    )
+    state = state_of(model, spec, tokenizer, cycle="c0", max_tokens=64)
     weights = to_hf(build_model(model, spec, 1).state_dict())
     return Snapshot(state, weights, {}, hf_config(model, spec), tokenizer.data)
 
