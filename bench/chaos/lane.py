@@ -26,7 +26,7 @@ from tests.s3 import s3_env
 
 MODEL = "chaos"
 FIRST_DAY = date(2026, 1, 1)
-QUERIES_PER_DAY, CANDIDATES, FIRST_DAYS = 24, 8, 2
+QUERIES_PER_DAY, CANDIDATES, FIRST_DAYS = 16, 12, 2
 MAX_STEPS = 48
 CYCLE_LIMIT_S = 900.0
 MAX_RUNS = 40
@@ -37,6 +37,7 @@ model_name = "{MODEL}"
 name = "{MODEL}"
 buckets = ["16x32", "24x48"]
 rows_per_chunk = 100
+labels = ["irrelevant", "complement", "substitute", "exact"]
 valid_fraction = 0.15
 test_fraction = 0.2
 [data.synthetic]
