@@ -207,24 +207,28 @@ def test_a_killed_submission_goes_on_with_the_same_jobs(trnjobs: Trnjobs) -> Non
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
 
 
-def test_a_cycle_submitted_half_is_cancelled_and_does_not_stay_open(
-    trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("last", "left"), [("embed", {"prepare", "train"}), ("train", {"prepare"})])
+def test_a_cycle_submitted_half_is_cancelled_and_run_again(
+    last: str, left: set[str], trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = cycle.CycleStore.save_submission
 
     def interrupted(store: cycle.CycleStore, round_: int, submission: Submission) -> None:
-        if submission.job == "embed":
+        if submission.job == last:
             raise KeyboardInterrupt
         save(store, round_, submission)
 
     with monkeypatch.context() as patched:
         patched.setattr(cycle.CycleStore, "save_submission", interrupted)
         assert trnjobs("submit")[0] == 143
-    assert trnjobs("status")[1].splitlines()[-1] == "cycle 2026-11-20: under way"
+    assert "cycle 2026-11-20: under way" in trnjobs("status")[1]
     assert "cycle 2026-11-20: cancelled" in trnjobs("cancel")[1]
-    assert trnjobs.states() == {"prepare": "FAILED", "train": "FAILED"}
+    assert trnjobs.states() == dict.fromkeys(left, "FAILED")
+    assert trnjobs.status()["closed"]["outcome"] == "cancelled"
     assert trnjobs("submit")[0] == 75
     assert trnjobs.ran() == []
+    assert trnjobs("retry")[0] == 0
+    assert trnjobs.ran() == ALL
 
 
 @pytest.mark.fault
