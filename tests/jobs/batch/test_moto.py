@@ -4,13 +4,11 @@ It neither validates limits nor enforces dependencies; it drops shares, prioriti
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-from moto import mock_aws
 
 from jobs.batch.client import BatchClient
 from jobs.batch.connect import connect
@@ -22,20 +20,8 @@ from jobs.core.requests import definition_request
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
-from tests.jobs.batch.moto_account import make_account
 from tests.jobs.batch.setting import Clock
 from tests.jobs.core.cases import cycle, job, plan
-
-
-@pytest.fixture
-def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A fair-share queue `relevance`, a bucket, and a log group; boto3's client of Batch."""
-    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with mock_aws(config={"batch": {"use_docker": False}}):
-        make_account()
-        yield boto3.client("batch")
 
 
 def _target(store: CycleStore, warnings: list[str] | None = None) -> BatchTarget:

@@ -1,0 +1,94 @@
+"""`trnjobs` as it is typed, with everything on AWS (moto): the workspace, the claim, the jobs."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jobs import cli
+
+Trnjobs = Callable[..., tuple[int, str]]
+FLAGS = (
+    "--workspace=s3://bucket/relevance",
+    "--jobs.target=batch",
+    "--jobs.name=relevance",
+    "--jobs.queue=relevance",
+    "--jobs.share-identifier=production",
+    "--jobs.image=1234.dkr.ecr.us-east-1.amazonaws.com/trnpipe@sha256:0",
+    "--jobs.train.nodes=2",
+    "--jobs.train.instance=trn1.32xlarge",
+    "--jobs.embed.workers=3",
+    "--jobs.schedule.expression=cron(0 2 * * ? *)",
+    "--jobs.schedule.policy=skip",
+    "--jobs.schedule.max-late-s=1000000000",
+)
+
+
+@pytest.fixture
+def trnjobs(account: Any, capsys: pytest.CaptureFixture[str]) -> Trnjobs:
+    def command(*words: str, cycle: str = "2026-11-20") -> tuple[int, str]:
+        code = cli.main([words[0], *FLAGS, f"--cycle={cycle}", *words[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return command
+
+
+def jobs_at(account: Any) -> list[str]:
+    return sorted(one["jobName"] for one in account.list_jobs(jobQueue="relevance")["jobSummaryList"])
+
+
+def test_a_cycle_from_plan_to_history(trnjobs: Trnjobs, account: Any) -> None:
+    code, text = trnjobs("plan", "--diff")
+    assert code == 0 and "+ relevance-train:1 (train) would be registered, the first of its name" in text
+    assert jobs_at(account) == []
+
+    assert trnjobs("submit")[0] == 0
+    submitted = jobs_at(account)
+    assert submitted.count("relevance-2026-11-20-train") == 1 and len(set(submitted)) == 8
+    code, text = trnjobs("submit")
+    assert code == 0 and "to run again what failed: trnjobs retry" in text
+    assert jobs_at(account) == submitted
+    assert "= relevance-embed:1 (embed) is registered" in trnjobs("plan", "--diff")[1]
+
+    shown = json.loads(trnjobs("status", "--json")[1])
+    assert [job["name"] for job in shown["jobs"]][-1] == "report"
+    assert shown["closed"]["outcome"] == "succeeded"  # moto's jobs succeed at once
+    code, text = trnjobs("reconcile")
+    assert code == 0 and "cycle 2026-11-20: succeeded" in text
+    assert "2026-11-20  batch" in trnjobs("history")[1]
+    assert trnjobs("cancel")[0] == 0
+    assert trnjobs("retry")[0] == 78
+
+    code, text = trnjobs("submit", "--jobs.train.nodes=3")
+    assert code == 78 and "was submitted to batch with plan" in text
+    assert jobs_at(account) == submitted
+
+
+def test_the_driver_submits_what_is_due_once(trnjobs: Trnjobs, account: Any) -> None:
+    for _ in range(2):
+        code, text = trnjobs("driver", "--scheduled-time=2026-11-21T02:00:00Z", cycle="")
+        assert code == 0, text
+    assert set(jobs_at(account)) == {
+        f"relevance-2026-11-21-{name}"
+        for name in ("prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report")
+    }
+    assert len(jobs_at(account)) == 8 + 3  # the children of the array are listed too
+
+
+@pytest.mark.parametrize(
+    ("flag", "seen"),
+    [
+        ("--jobs.queue=none", "none"),
+        ("--jobs.share-identifier=prod-1", "prod-1"),
+        ("--jobs.train.nodes=100", "1,280"),
+    ],
+)
+def test_what_the_account_cannot_run_is_refused_before_anything_is_sent(
+    trnjobs: Trnjobs, account: Any, flag: str, seen: str
+) -> None:
+    code, text = trnjobs("submit", flag)
+    assert code == 78 and seen in text, text
+    assert jobs_at(account) == []
+    assert trnjobs("submit")[0] == 0  # corrected
