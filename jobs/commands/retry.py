@@ -32,4 +32,4 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         if not again:
             raise ConfigError(f"cycle {store.cycle}: no job failed", next_command="trnjobs status")
         hand_over = HandOver(arguments.settings, store, target.name, say, stop)
-        return hand_over(plan, max(store.rounds()) + 1, again)
+        return hand_over(plan, max(store.rounds(), default=0) + 1, again)

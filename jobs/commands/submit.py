@@ -93,7 +93,7 @@ def finish(
     """
     for line in status_lines(records):
         say(line)
-    closed = outcome_of(plan, records, cancelled=cancelled)
+    closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is None:
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
         return EXIT_OK

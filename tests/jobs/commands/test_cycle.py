@@ -207,7 +207,9 @@ def test_a_killed_submission_goes_on_with_the_same_jobs(trnjobs: Trnjobs) -> Non
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
 
 
-@pytest.mark.parametrize(("last", "left"), [("embed", {"prepare", "train"}), ("train", {"prepare"})])
+@pytest.mark.parametrize(
+    ("last", "left"), [("embed", {"prepare", "train"}), ("train", {"prepare"}), ("prepare", set())]
+)
 def test_a_cycle_submitted_half_is_cancelled_and_run_again(
     last: str, left: set[str], trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
