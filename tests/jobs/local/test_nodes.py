@@ -13,7 +13,7 @@ import pytest
 from jobs.core.gang import NodeEnd, NodeView, Phase
 from jobs.local import keeper
 from jobs.local.nodes import NodeStart, Processes, end_leftovers
-from tests.jobs.local.waiting import is_alive, keepers_of, number_in, until
+from tests.jobs.local.waiting import is_alive, keepers_of, number_in, suspend, until
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
 GRANDCHILD = """
@@ -148,7 +148,7 @@ def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(fol
     start(nodes, folder, GRANDCHILD + SLEEP)
     until(lambda: number_in(Path("command")), "the command")
     (pid,) = keepers_of(folder)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     nodes.stop(folder, "SIGTERM")
     assert nodes.look(folder).phase is Phase.RUNNING
     nodes.kill(folder, "timeout")
@@ -163,7 +163,7 @@ def test_a_suspended_command_ends_as_well(folder: Path) -> None:
     nodes = Processes(grace_s=0.1)
     start(nodes, folder, SLEEP)
     until(lambda: number_in(Path("command")), "the command")
-    os.kill(number_in(Path("command")), signal.SIGSTOP)
+    suspend(number_in(Path("command")))
     nodes.stop(folder, "SIGTERM")
     end = ended(nodes, folder)  # by its keeper
     assert (end.exit_code, end.stopped_by, end.lost) == (137, "SIGTERM", False)

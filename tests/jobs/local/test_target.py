@@ -27,7 +27,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.core.cases import job
-from tests.jobs.local.waiting import is_alive, keepers_of, number_in, until
+from tests.jobs.local.waiting import is_alive, keepers_of, number_in, suspend, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
@@ -267,7 +267,7 @@ def test_a_killed_keeper_is_a_lost_host_and_the_job_is_tried_again(place: Path) 
 
 def suspend_keeper(place: Path, node: int) -> None:
     (started,) = place.rglob(f"1/node-{node}/started.json")
-    os.kill(json.loads(started.read_text())["pid"], signal.SIGSTOP)
+    suspend(json.loads(started.read_text())["pid"])
 
 
 class Late:

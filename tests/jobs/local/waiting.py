@@ -1,5 +1,7 @@
 """Waiting for other processes."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,3 +47,9 @@ def keepers_of(folder: Path) -> list[int]:
             place = Path(words[words.index(keeper.__file__) + 1])
             found += [process.pid] if place.is_relative_to(folder) else []
     return found
+
+
+def suspend(pid: int) -> None:
+    """Returns when it has stopped: until then SIGTERM would still end it."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the process to stop")
