@@ -83,10 +83,10 @@ def test_a_node_that_is_killed_is_lost_at_once(tmp_path: Path) -> None:
         gang.nodes[2].kill()
         assert gang.codes()[:2] == [75, 143]
     main = post_mortem(tmp_path)
-    assert (main["reason"], main["nodes"][2]["lost"]) == (
-        "node 2 is lost: the connection was closed",
-        "the connection was closed",
-    )
+    lost = main["nodes"][2]["lost"]
+    assert main["reason"] == f"node 2 is lost: {lost}"
+    # The kernel resets the connection of a process that had not read all it was sent.
+    assert lost in ("the connection was closed", "the connection is broken (Connection reset by peer)")
 
 
 def test_a_node_that_falls_silent_is_lost_after_a_while(tmp_path: Path) -> None:
