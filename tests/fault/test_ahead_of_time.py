@@ -114,6 +114,7 @@ def test_keys_are_the_same_in_another_place_and_in_another_run(place: Callable[.
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_keys_change_with_what_decides_a_graph(place: Callable[..., Place]) -> None:
     here = place("xla", (*ONE_SHAPE, "--train.loss.negatives-group=2"))
     seen = set[str]()
