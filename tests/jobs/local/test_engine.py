@@ -107,9 +107,8 @@ def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
     assert made.nodes.now == pytest.approx(PATIENCE_S, abs=2.0)
 
 
-def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
-    fates = {1: Fate(hangs="running")}
-    made = world([job("a", retry=retry_strategy(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
+def interrupt(made: World) -> None:
+    """An engine runs for a second, and is told to stop as Ctrl-C does."""
     stop = StopSignal()
     first = made.engine(stop)
     for _ in range(10):
@@ -118,6 +117,12 @@ def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> No
     stop.set("SIGINT")
     with pytest.raises(Preempted):
         first.run()
+
+
+def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
+    fates = {1: Fate(hangs="running")}
+    made = world([job("a", retry=retry_strategy(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
+    interrupt(made)
     assert made.nodes.kills == [(("a", 1, 0), "SIGINT")]
     made.engine().run()
     assert made.ends() == {"a": SUCCEEDED}
@@ -167,14 +172,7 @@ def test_cancelled_jobs_are_not_tried_again() -> None:
 
 def test_interrupted_it_ends_what_runs_and_the_next_engine_goes_on() -> None:
     made = world([job("a", retry=retry_strategy(1)), job("b", "a")], lambda name, attempt, node: Fate(after_s=5.0))
-    stop = StopSignal()
-    first = made.engine(stop)
-    for _ in range(10):
-        first.tick()
-        made.nodes.pause(0.1)
-    stop.set("SIGINT")
-    with pytest.raises(Preempted):
-        first.run()
+    interrupt(made)
     assert made.nodes.stops == [(("a", 1, 0), "SIGINT")]
     assert made.ends() == {"a": JobState.RUNNABLE, "b": JobState.PENDING}
     made.engine().run()
