@@ -21,7 +21,7 @@ OF_A_CYCLE: dict[str, str] = {
     "logs": "what a try of a job said, on any of its nodes",
     "cancel": "end what is left of a cycle, from the last job backwards",
     "retry": "once more: the jobs that failed, and those after them",
-    "reconcile": "put on record what became of the jobs, and close the cycle when all have ended",
+    "reconcile": "put on record what became of the jobs of a cycle, or of all under way, and close what has ended",
     "history": "the cycles of a workspace",
     "cost": "where the time and the money of a cycle went; --last N: several, with their success rate",
     "report": "write the page of a cycle, reports/<cycle>.html; the last job of every cycle",

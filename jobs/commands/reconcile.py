@@ -1,9 +1,17 @@
-"""`trnjobs reconcile`: put on record what became of the jobs; AWS Batch forgets them after a week."""
+"""`trnjobs reconcile`: put on record what became of the jobs; AWS Batch forgets them after a week.
+
+Without a cycle it looks at all that are under way: what a second schedule starts, so that blocked queues and missed
+deadlines are noticed by themselves.
+"""
 
 import argparse
 
 from jobs.commands.submit import finish
-from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
+from jobs.ledger.read import read_ledger
+from jobs.ledger.show import summary
+from jobs.settings import CycleSettings
+from jobs.store.cycle import CycleStore, claimed_cycles
+from jobs.targets import Say, open_cycle, open_target_of, prices_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 
@@ -13,13 +21,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Say) -> int:
-    """Store the records of the cycle, and close it when all its jobs have ended."""
-    store = open_cycle(arguments.settings, StopSignal())
-    plan = submitted_plan(store)
-    target = open_target_of(arguments.settings, store, say, StopSignal())
+    """Store the records of the cycle, or of all that are under way; close those of which all jobs have ended."""
+    settings: CycleSettings = arguments.settings
+    asked = open_cycle(settings, StopSignal())
+    if settings.cycle:
+        _reconcile(settings, asked, say)
+        return EXIT_OK
+    stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage)]
+    under_way = [store for store in stores if store.closed() is None]
+    for store in under_way:
+        if store.plan() is None:
+            say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
+        else:
+            _reconcile(settings, store, say)
+    if not under_way:
+        say(f"no cycle is under way in {asked.storage.root}")
+    return EXIT_OK
+
+
+def _reconcile(settings: CycleSettings, store: CycleStore, say: Say) -> None:
+    config, plan = settings.jobs, submitted_plan(store)
+    target = open_target_of(settings, store, say, StopSignal())
     records = target.records(plan)
     store.save_records(records)
-    for line in target.check_blocked(records, dwell_s=arguments.settings.jobs.blocked_dwell_s):
+    for line in target.check_blocked(records, dwell_s=config.blocked_dwell_s):
         say(line)
     finish(store, plan, records, say)
-    return EXIT_OK
+    say(summary(read_ledger(store, plan, records, prices_of(settings), sla_s=config.sla_s, schedule=config.schedule)))

@@ -24,6 +24,7 @@ class StageJob(_Config):
     memory_mib: int | None = Field(
         None, ge=4, description="MiB of a node; null: what the instance can give, 2048 without one"
     )
+    image: str = Field("", description="Another image than jobs.image")
     queue: str = Field("", description="Another queue than jobs.queue")
     role: str = Field("", description="ARN of another role than jobs.role")
     attempts: int = Field(3, ge=1, le=10, description="Tries in all")

@@ -45,7 +45,7 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...]) -> JobSpec:
         stage=name,
         command=_command(name, wanted),
         resources=_resources(wanted),
-        image=jobs.image,
+        image=wanted.image or jobs.image,
         num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
         array_size=wanted.workers if wanted.workers > 1 else 0,
         environment=jobs.environment,

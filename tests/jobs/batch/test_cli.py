@@ -4,7 +4,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import boto3
 import pytest
+from moto.batch.models import batch_backends
+from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
 
 from jobs import cli
 
@@ -75,6 +78,42 @@ def test_the_driver_submits_what_is_due_once(trnjobs: Trnjobs, account: Any) -> 
         for name in ("prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report")
     }
     assert len(jobs_at(account)) == 8 + 3  # the children of the array are listed too
+
+
+def states(account: Any, cycle: str, status: str) -> None:
+    """moto's jobs succeed at once; make those of a cycle something else."""
+    for job in batch_backends[ACCOUNT_ID]["us-east-1"]._jobs.values():
+        if f"-{cycle}-" in job.job_name:
+            job.status = status
+
+
+def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, account: Any) -> None:
+    assert trnjobs("reconcile", cycle="") == (0, "no cycle is under way in s3://bucket/relevance\n")
+    for cycle in ("2026-11-19", "2026-11-20", "2026-11-21"):
+        assert trnjobs("submit", "--jobs.sla-s=60", cycle=cycle)[0] == 0
+    for cycle in ("2026-11-19", "2026-11-20"):  # opened again: they were not over when the watch came
+        boto3.client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
+    states(account, "2026-11-20", "RUNNABLE")
+
+    code, text = trnjobs("reconcile", "--jobs.sla-s=60", cycle="")
+    assert code == 0 and "cycle 2026-11-19: succeeded" in text and "cycle 2026-11-20: under way" in text
+    assert "cycle 2026-11-20: under way, deadline MISSED" in text and "cycle 2026-11-21" not in text
+    assert "cycle 2026-11-19" not in trnjobs("reconcile", cycle="")[1]
+
+    states(account, "2026-11-20", "SUCCEEDED")
+    assert "cycle 2026-11-20: succeeded" in trnjobs("reconcile", cycle="")[1]
+    assert trnjobs("reconcile", cycle="")[1].startswith("no cycle is under way")
+
+
+def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account: Any) -> None:
+    assert trnjobs("submit")[0] == 0
+    for name in ("plan.json", "closed.json"):
+        boto3.client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/2026-11-20/jobs/{name}")
+    code, text = trnjobs("reconcile", cycle="")
+    assert (code, text) == (
+        0,
+        "cycle 2026-11-20: claimed, and nothing submitted; next: trnjobs submit --cycle 2026-11-20\n",
+    )
 
 
 @pytest.mark.parametrize(

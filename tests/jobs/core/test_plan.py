@@ -104,8 +104,15 @@ def test_one_machine_alone_needs_no_network_between_machines() -> None:
 
 
 def test_what_one_stage_asks_goes_before_what_all_get() -> None:
-    made = trainium(role="arn:all", environment={"A": "1"}, priority=7, evaluate={"role": "arn:one"})
+    made = trainium(
+        role="arn:all",
+        environment={"A": "1"},
+        priority=7,
+        evaluate={"role": "arn:one"},
+        embed={"image": "cpu@sha256:1"},
+    )
     assert (made.job("prepare").queue, made.job("train").queue) == ("cpu", "trainium")
+    assert (made.job("embed").image, made.job("verify").image) == ("cpu@sha256:1", made.job("train").image)
     assert (made.job("evaluate").job_role, made.job("train").job_role) == ("arn:one", "arn:all")
     assert {(one.environment["A"], one.priority, one.share_identifier) for one in made.jobs} == {("1", 7, "production")}
     small = trainium(train={"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 96, "memory_mib": 400_000})
