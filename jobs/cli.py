@@ -16,6 +16,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_o
 # Those of a cycle also take every setting, as `trnpipe` does, and find them in `arguments.settings`.
 OF_A_CYCLE: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
+    "fit": "would a cycle run on what Terraform is about to make: schedule, limits, room for every job",
     "submit": "hand the jobs over, here or to AWS Batch; run again after any stop, none is started twice",
     "status": "the jobs of a cycle now",
     "logs": "what a try of a job said, on any of its nodes",

@@ -1,0 +1,92 @@
+"""What would not run on the planned machines is said before Terraform makes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import cli
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FLEET = [
+    {"queue": "trainium", "type": "EC2", "max_vcpus": 512, "instance_types": ["trn1.32xlarge"], "shares": ["prod"]},
+    {"queue": "cpu", "type": "SPOT", "max_vcpus": 64, "instance_types": ["m7i.4xlarge"], "shares": ["prod"]},
+]
+IMAGE = "1234.dkr.ecr.us-east-1.amazonaws.com/trnpipe@sha256:" + "0" * 64
+ON_CPU = {name: {"queue": "cpu"} for name in ("prepare", "embed", "verify", "report")}
+SCHEDULE = {"expression": "cron(0 2 * * ? *)", "timezone": "UTC"}
+
+
+def planned(path: Path, **jobs: Any) -> Path:
+    """The part of a plan that is read, as `terraform show -json` writes it; ARNs are not known yet."""
+    told = {"image": IMAGE, "queue": "trainium", "share_identifier": "prod", "schedule": SCHEDULE, "role": None}
+    settings = {"workspace": "s3://bucket/relevance", "jobs": {"name": "relevance", **told, **ON_CPU, **jobs}}
+    changes = {
+        "fleet": {"actions": ["create"], "after": FLEET},
+        "settings": {
+            "actions": ["create"],
+            "before": None,
+            "after": settings,
+            "after_unknown": {"jobs": {"role": True}},
+        },
+    }
+    path.write_text(json.dumps({"format_version": "1.2", "output_changes": changes}))
+    return path
+
+
+def fit(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    configs = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}"]
+    code = cli.main(["fit", str(path), *configs, *flags])
+    seen = capsys.readouterr()
+    return code, seen.out + seen.err
+
+
+def test_the_preset_fits_what_infra_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = fit(planned(tmp_path / "plan.json"), capsys)
+    assert code == 0
+    assert text.startswith("8 jobs fit the planned queues; the first cycle by the schedule is 2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "seen"),
+    [
+        ({"schedule": {"expression": "cron(0 2 31 2 ? *)"}}, "", "cron(0 2 31 2 ? *)"),
+        ({"schedule": {"expression": "cron(0 2 1 1 ? 2020)"}}, "", "cron(0 2 1 1 ? 2020) (UTC) has no time left"),
+        ({"schedule": {"timezone": "Mars/Base"}}, "", "Mars/Base"),
+        ({}, "--jobs.train.nodes=5", "train: 640 vCPU at once; the compute environments of trainium go up to 512"),
+        ({}, "--jobs.train.instance=trn1n.32xlarge", "instance type trn1n.32xlarge"),
+        ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
+        ({"health": {"queue": "cpu"}}, "", "4 nodes; they need a managed on-demand EC2 compute environment"),
+        ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
+    ],
+)
+def test_what_would_not_run_is_refused(
+    changes: dict[str, Any], flag: str, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = fit(planned(tmp_path / "plan.json", **changes), capsys, *([flag] if flag else []))
+    assert (code, seen in text, "Traceback" in text) == (78, True, False), text
+
+
+def test_a_share_without_a_weight_is_only_worth_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = fit(planned(tmp_path / "plan.json", share_identifier="other"), capsys)
+    assert (code, "warning: share identifier other is not in the policy of queue trainium" in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        (None, "No such file"),
+        ("not JSON", "Invalid JSON"),
+        ("{}", "output_changes: Field required"),
+        ('{"output_changes": {"fleet": {"after": []}}}', "output_changes.settings: Field required"),
+    ],
+)
+def test_what_is_no_plan_is_refused(
+    content: str | None, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    code, text = fit(path, capsys)
+    assert (code, seen in text, "terraform -chdir=infra show -json" in text) == (78, True, True), text
