@@ -7,7 +7,7 @@ from typing import Any
 import boto3
 import pytest
 from moto.batch.models import batch_backends
-from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
+from moto.core.models import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
 
 from jobs import cli
 
