@@ -19,8 +19,20 @@ ARGS      ?=
 FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
+# make deploy SETTINGS="configs/small.toml configs/jobs/trn1.toml": what a cycle on AWS is told, in the image and here
+SETTINGS  ?= configs/base.toml configs/jobs/trn1.toml
+TF         = terraform -chdir=infra
+TF_VARS    = -var 'settings_files=[$(subst $(SPACE),$(COMMA),$(patsubst %,"%",$(SETTINGS)))]'
+AWS_FLAGS  = $(SETTINGS:%=--config %) --config build/infra.json $(if $(filter command line environment,$(origin CYCLE)),--cycle $(CYCLE)) $(ARGS)
+APPROVE   ?=
+ASK        = test "$(APPROVE)" = yes || { printf 'Do it? (yes or no) '; read answer; test "$$answer" = yes; }
+NO_DIGEST := 0000000000000000000000000000000000000000000000000000000000000000
+COMMA     := ,
+EMPTY     :=
+SPACE     := $(EMPTY) $(EMPTY)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint bench lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint bench bootstrap repository deploy submit destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -79,6 +91,44 @@ lint: $(STAMP)  ## formatting, lint, strict types
 bench: $(STAMP)  ## measure every claim of the README and rewrite its table (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.table --write README.md
+
+bootstrap:  ## AWS: print what an account needs before the first deployment
+	@sh infra/bootstrap.sh
+
+repository:  ## AWS, the first time: only the storage of infra/, so that there is a repository to push images to
+	mkdir -p build
+	$(TF) init -input=false -backend-config=backend.hcl
+	$(TF) plan -input=false -out=../build/infra.plan -target=module.storage -var image=none@sha256:$(NO_DIGEST)
+	@$(ASK)
+	$(TF) apply -input=false ../build/infra.plan
+
+deploy: $(STAMP)  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
+	mkdir -p build
+	$(TF) init -input=false -backend-config=backend.hcl
+	$(TF) plan -input=false -out=../build/infra.plan $(TF_VARS)
+	$(TF) show -json ../build/infra.plan > build/infra.plan.json
+	$(BIN)/trnjobs fit build/infra.plan.json $(SETTINGS:%=--config %)
+	@$(ASK)
+	$(TF) apply -input=false ../build/infra.plan
+	$(TF) output -json settings > build/infra.json
+
+submit: $(STAMP) build/infra.json  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
+	$(BIN)/trnjobs plan --target batch $(AWS_FLAGS)
+	@$(ASK)
+	$(BIN)/trnjobs submit --target batch $(AWS_FLAGS)
+
+build/infra.json:
+	mkdir -p build
+	$(TF) output -json settings > $@.new
+	mv $@.new $@
+
+destroy:  ## AWS: show what would be taken down, ask, then do it; a bucket that holds anything stays
+	mkdir -p build
+	$(TF) init -input=false -backend-config=backend.hcl
+	$(TF) plan -destroy -input=false -out=../build/infra.plan $(TF_VARS)
+	@$(ASK)
+	$(TF) apply -input=false ../build/infra.plan
+	rm -f build/infra.json
 
 lock: $(STAMP)  ## resolve requirements.lock anew (needs uv)
 	uv pip compile pyproject.toml --all-extras --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \

@@ -1,0 +1,45 @@
+#!/bin/sh
+# What an AWS account needs before the first `make deploy`. Prints; changes nothing. AWS_REGION and NAME may be set.
+set -eu
+region=${AWS_REGION:-${AWS_DEFAULT_REGION:-us-west-2}}
+name=${NAME:-relevance}
+cat <<END
+Before the first deployment of "$name" in $region. Commands are yours to run; nothing is done by this page.
+
+1. Tools: terraform 1.9 or newer, aws (version 2) with credentials that may make VPCs, Batch, IAM roles, S3, ECR, KMS,
+   EventBridge, SNS and budgets; docker with buildx for the images.
+
+     aws sts get-caller-identity
+
+2. Quota, in vCPU, of "Running On-Demand Trn instances" (a trn1.32xlarge is 128; 4 of them 512). It is variable
+   quota_vcpus; a new account often has 0, and an increase takes days.
+
+     aws service-quotas list-service-quotas --service-code ec2 --region $region \\
+       --query "Quotas[?contains(QuotaName, 'Trn instances')].[QuotaName, Value, QuotaCode]" --output table
+
+3. A zone that offers the machine: variable availability_zone.
+
+     aws ec2 describe-instance-type-offerings --location-type availability-zone --region $region \\
+       --filters Name=instance-type,Values=trn1.32xlarge --query "InstanceTypeOfferings[].Location"
+
+4. The service-linked roles, once an account (an error that they exist is fine).
+
+     aws iam create-service-linked-role --aws-service-name batch.amazonaws.com
+     aws iam create-service-linked-role --aws-service-name ecs.amazonaws.com
+     aws iam create-service-linked-role --aws-service-name spot.amazonaws.com
+
+5. A bucket for Terraform's state; then infra/backend.hcl, from infra/backend.hcl.example.
+
+     aws s3api create-bucket --bucket $name-terraform-state-ACCOUNT --region $region \\
+       --create-bucket-configuration LocationConstraint=$region      # without this flag in us-east-1
+     aws s3api put-bucket-versioning --bucket $name-terraform-state-ACCOUNT --versioning-configuration Status=Enabled
+     aws s3api put-public-access-block --bucket $name-terraform-state-ACCOUNT --public-access-block-configuration \\
+       BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true
+
+6. The machine image of Trainium hosts. Pin the id as variable ami_id once it has run well.
+
+     aws ssm get-parameter --region $region --query Parameter.Value \\
+       --name /aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id
+
+7. infra/terraform.tfvars, from infra/example.tfvars. Then: make deploy, and docs/operate.md for the first checks.
+END
