@@ -12,16 +12,12 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.io.storage import Storage, open_storage
-
-SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
+from tests.real_data import real_file
 
 
 @pytest.fixture
 def pricerunner() -> str:
-    path = SHARED_DATA / "pricerunner_relevance_derived.parquet"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    return str(path)
+    return str(real_file("pricerunner_relevance_derived.parquet"))
 
 
 @dataclass

@@ -6,34 +6,10 @@ import pytest
 from pydantic import JsonValue
 
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
-from tests.train.rows import write_shard
-
-
-def info_of(partition: str, shards: dict[str, tuple[ShardInfo, ...]]) -> TokenSetInfo:
-    return TokenSetInfo(
-        dataset="d",
-        partition=partition,
-        watermark=partition.removeprefix("dt="),
-        fingerprint=f"print-{partition}",
-        tokenizer_fingerprint="tok",
-        vocab_size=40,
-        pad_id=0,
-        buckets=("4x6", "6x8"),
-        labels=("bad", "good"),
-        label_gains=(0.0, 1.0),
-        numeric=("price",),
-        categorical=(CategoricalInfo(column="c", num_ids=5),),
-        splits=shards,  # type: ignore[arg-type]
-        rows_read=0,
-        rows_bad=0,
-        reasons={},
-        truncated_rows=0,
-        tokens=0,
-    )
+from tests.train.rows import write_token_set
 
 
 @pytest.fixture
@@ -45,9 +21,10 @@ def commit(workspace: Storage, tmp_path: Path, day: int, *, kind: str = "tokens"
     """A partition with 3 + day training rows of bucket 0 and 2 of bucket 1, and no validation rows."""
     folder = tmp_path / f"staging-{day}"
     folder.mkdir()
-    rows = (3 + day, 2)
-    write_shard(folder / "train-00000.safetensors", rows, 100 * day + 1)
-    info = info_of(f"dt=2026-01-0{day}", {"train": (ShardInfo(file="train-00000.safetensors", rows=rows),)})
+    partition = f"dt=2026-01-0{day}"
+    info = write_token_set(
+        folder, {"train": (3 + day, 2)}, partition=partition, fingerprint=f"print-{partition}", first_id=100 * day + 1
+    )
     prefix = f"tokens/d/{info.fingerprint}"
     commit_dir(workspace, folder, prefix, kind=kind, fields={**info.model_dump(mode="json"), **changes})
     return prefix
@@ -91,8 +68,8 @@ def test_partitions_that_do_not_fit_together_are_named(
 
 def test_a_shard_of_another_size_is_a_data_error(workspace: Storage, tmp_path: Path) -> None:
     sets = read_token_sets(workspace, [commit(workspace, tmp_path, 1)])
-    path = workspace.local_path(f"{sets[0].prefix}/train-00000.safetensors")
+    path = workspace.local_path(f"{sets[0].prefix}/train.safetensors")
     assert path is not None
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"train-00000\.safetensors has \d+ bytes"):
+    with pytest.raises(DataError, match=r"train\.safetensors has \d+ bytes"):
         open_rows(workspace, sets, "train", tmp_path / "cache")

@@ -1,7 +1,6 @@
 """Windows to batches: equal texts once, every token where it belongs."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,8 +14,8 @@ from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.program import row_shapes
 from pipeline.embedding.windows import distinct_texts, flat_batches, row_batches
 from tests.embedding.models import CLS, SEP, SPEC, texts
+from tests.real_data import real_file
 
-OFFERS = Path(__file__).parents[3] / "shared" / "data" / "pricerunner_offers.parquet"
 SHAPES = row_shapes((24, 80), 160)
 
 
@@ -92,9 +91,8 @@ def test_padding_of_any_lengths_in_static_shapes_is_small(buckets: tuple[int, ..
     assert padding_share(windows, EmbedConfig(buckets=buckets)) < 0.1
 
 
-@pytest.mark.skipif(not OFFERS.exists(), reason="the real offers are not on this machine")
 def test_padding_of_real_titles_in_static_shapes_is_small() -> None:
-    titles = pq.read_table(OFFERS, columns=["title"])["title"].to_pylist()
+    titles = pq.read_table(real_file("pricerunner_offers.parquet"), columns=["title"])["title"].to_pylist()
     tokenizer = TextTokenizer(train_tokenizer(titles[::10], TokenizerConfig(vocab_size=8192)))
     windows = (tokenizer.encode(titles[first : first + 16_384]) for first in range(0, len(titles), 16_384))
     distinct = [distinct_texts(window, 128, tokenizer.sep_id).tokens.lengths for window in windows]

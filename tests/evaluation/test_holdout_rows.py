@@ -15,13 +15,13 @@ from pipeline.evaluation.holdout_rows import Holdout, length_column, open_holdou
 from pipeline.evaluation.judged import judged_slices
 from pipeline.evaluation.order import HoldoutOrder
 from pipeline.io.storage import open_storage
-from tests.data.test_token_store import commit, info_of
-from tests.train.rows import make_rows
+from tests.data.test_token_store import commit
+from tests.train.rows import make_rows, token_set_info
 
 
 def token_set(name: str, *names: str) -> TokenSet:
     slices = (SliceInfo(column="kind", names=names),) if names else ()
-    made = info_of(name, {}).model_copy(update={"slices": slices})
+    made = token_set_info(name).model_copy(update={"slices": slices})
     return TokenSet(f"tokens/{name}", made)
 
 

@@ -23,9 +23,8 @@ from pipeline.evaluation.retrieval import RetrievalTask, search
 from pipeline.evaluation.retrieval_sources import from_catalogue, from_products
 from pipeline.evaluation.texts import join_tokens
 from pipeline.parallel.gang import Gang
-from tests.data.test_token_store import info_of
 from tests.evaluation.gangs import on_ranks
-from tests.train.rows import make_rows
+from tests.train.rows import make_rows, token_set_info
 
 Float32s = npt.NDArray[np.float32]
 
@@ -43,7 +42,7 @@ def embed(windows: Iterable[Tokens]) -> Iterator[Float32s]:
 def holdout(tmp_path: Path) -> Holdout:
     rows = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)
     order = HoldoutOrder(tuple(np.arange(size) for size in rows.sizes))
-    return Holdout("test", [TokenSet("tokens/x", info_of("flat", {}))], rows, order, 0)
+    return Holdout("test", [TokenSet("tokens/x", token_set_info("flat"))], rows, order, 0)
 
 
 def texts_of(tokens: Tokens) -> list[tuple[int, ...]]:

@@ -34,8 +34,6 @@ from tests.fault.harness import Place
 from tests.fault.kills import lose_scratch
 from tests.fault.s3_server import S3Server
 
-OFFERS = Path(__file__).parents[3] / "shared" / "data" / "pricerunner_offers.parquet"
-"""35,311 real offers."""
 ROWS_PER_PART, WINDOW_ROWS = 2_000, 512
 S3_PHASES = ("start", "reading", "part", "record", "marker")
 WORKERS = (2, 3, 7)
@@ -45,7 +43,9 @@ def main() -> int:
     """Parse, kill, compare, tell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--catalogue", type=Path, help="Parquet file with product_id and title (default: real offers)")
+    parser.add_argument(
+        "--catalogue", type=Path, help="Parquet file with product_id and title (default: 35,311 made up)"
+    )
     parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -54,9 +54,7 @@ def main() -> int:
         if server is not None:
             os.environ.update(server.env)
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="trnpipe-embed-")))
-        catalogue = arguments.catalogue or (
-            OFFERS if OFFERS.exists() else write_catalogue(folder / "in" / "rows.parquet", made_up(35_311))
-        )
+        catalogue = arguments.catalogue or write_catalogue(folder / "in" / "rows.parquet", made_up(35_311))
         return _Marathon(catalogue, folder, server, random.Random(arguments.seed)).run(arguments.kills)
 
 

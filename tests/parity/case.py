@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline.core.parity_config import ParityConfig
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
@@ -23,7 +22,7 @@ from pipeline.stages.result import StageResult, store_result
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import RunConfig, Surroundings, TrainRun
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, write_shard
+from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CYCLE = "c1"
 CPU = Side("cpu", "fp32")
@@ -75,30 +74,7 @@ def make_case(folder: Path, rows: Rows = ROWS) -> Case:
     )
     storage, staging = open_storage(str(workspace)), folder / "staging"
     staging.mkdir()
-    splits = {}
-    for number, (split, counts) in enumerate(rows.items()):
-        write_shard(staging / f"{split}.safetensors", counts, 1000 * number + 1)
-        splits[split] = (ShardInfo(file=f"{split}.safetensors", rows=counts),)
-    info = TokenSetInfo(
-        dataset="d",
-        partition="flat",
-        watermark="",
-        fingerprint="print",
-        tokenizer_fingerprint="tok",
-        vocab_size=SPEC.vocab_size,
-        pad_id=SPEC.pad_id,
-        buckets=tuple(bucket.name for bucket in BUCKETS),
-        labels=SPEC.labels,
-        label_gains=SPEC.label_gains,
-        numeric=SPEC.numeric,
-        categorical=(CategoricalInfo(column="c", num_ids=5),),
-        splits=splits,  # type: ignore[arg-type]
-        rows_read=1,
-        rows_bad=0,
-        reasons={},
-        truncated_rows=0,
-        tokens=1,
-    )
+    info = write_token_set(staging, rows, partition="flat", fingerprint="print")
     commit_dir(storage, staging, "tokens/d/print", kind="tokens", fields=info.model_dump(mode="json"))
     storage.write_bytes("tokens/d/tokenizers/tok/tokenizer.json", b"{}")
     outputs = {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"}

@@ -1,6 +1,6 @@
 """Token shards on disk and tiny settings for the tests of data, training and evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.core.buckets import Bucket
 from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
@@ -70,6 +71,44 @@ def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequenc
         }
     save_file(tensors, path)
     return ShardFile(path, tuple(rows))
+
+
+def write_token_set(
+    folder: Path, splits: Mapping[str, Sequence[int]], *, partition: str, fingerprint: str, first_id: int = 1
+) -> TokenSetInfo:
+    """A partition as `prepare` stages it: a shard a split of `splits[split][b]` rows of bucket b."""
+    shards = {}
+    for number, (split, rows) in enumerate(splits.items()):
+        name = f"{split}.safetensors"
+        write_shard(folder / name, rows, first_id + 1000 * number)
+        shards[split] = (ShardInfo(file=name, rows=tuple(rows)),)
+    return token_set_info(partition, fingerprint, shards)
+
+
+def token_set_info(
+    partition: str, fingerprint: str = "print", shards: Mapping[str, tuple[ShardInfo, ...]] | None = None
+) -> TokenSetInfo:
+    """What `prepare` says of a partition of rows like these."""
+    return TokenSetInfo(
+        dataset="d",
+        partition=partition,
+        watermark=partition.removeprefix("dt=") if partition.startswith("dt=") else "",
+        fingerprint=fingerprint,
+        tokenizer_fingerprint="tok",
+        vocab_size=SPEC.vocab_size,
+        pad_id=SPEC.pad_id,
+        buckets=tuple(bucket.name for bucket in BUCKETS),
+        labels=SPEC.labels,
+        label_gains=SPEC.label_gains,
+        numeric=SPEC.numeric,
+        categorical=(CategoricalInfo(column="c", num_ids=5),),
+        splits=dict(shards or {}),  # type: ignore[arg-type]
+        rows_read=1,
+        rows_bad=0,
+        reasons={},
+        truncated_rows=0,
+        tokens=1,
+    )
 
 
 def _framed(topic: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:

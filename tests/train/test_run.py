@@ -14,7 +14,6 @@ from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
@@ -24,7 +23,7 @@ from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, write_shard
+from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
 
@@ -57,30 +56,8 @@ class Cycle:
     def partition(self, day: int, splits: dict[str, Sequence[int]]) -> None:
         staging = self.folder / f"staging-{day}"
         staging.mkdir()
-        shards = {}
-        for number, (split, rows) in enumerate(splits.items()):
-            write_shard(staging / f"{split}.safetensors", rows, 10_000 * day + 1000 * number + 1)
-            shards[split] = (ShardInfo(file=f"{split}.safetensors", rows=tuple(rows)),)
-        date = f"2026-01-0{day}"
-        info = TokenSetInfo(
-            dataset="d",
-            partition=f"dt={date}",
-            watermark=date,
-            fingerprint=f"print-{day}",
-            tokenizer_fingerprint="tok",
-            vocab_size=SPEC.vocab_size,
-            pad_id=SPEC.pad_id,
-            buckets=tuple(bucket.name for bucket in BUCKETS),
-            labels=SPEC.labels,
-            label_gains=SPEC.label_gains,
-            numeric=SPEC.numeric,
-            categorical=(CategoricalInfo(column="c", num_ids=5),),
-            splits=shards,  # type: ignore[arg-type]
-            rows_read=1,
-            rows_bad=0,
-            reasons={},
-            truncated_rows=0,
-            tokens=1,
+        info = write_token_set(
+            staging, splits, partition=f"dt=2026-01-0{day}", fingerprint=f"print-{day}", first_id=10_000 * day + 1
         )
         prefix = f"tokens/d/{info.fingerprint}"
         commit_dir(self.storage, staging, prefix, kind="tokens", fields=info.model_dump(mode="json"))
