@@ -12,7 +12,7 @@ from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import incumbent_prefix
 from pipeline.stages.result import load_result
-from pipeline.train.guarding import open_embed_guard
+from pipeline.train.guarding import open_part_guard
 from pipeline.train.plan import embed_plan
 
 
@@ -82,4 +82,4 @@ def _watch(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, backen
         return NoWatch()
     state = checkpoint.state
     plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, backend.device_name())
-    return open_embed_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
+    return open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)

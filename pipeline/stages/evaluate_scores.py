@@ -23,8 +23,9 @@ from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.shapes import Shapes
-from pipeline.train.guarding import open_guard
+from pipeline.train.guarding import open_part_guard
 from pipeline.train.inputs import spec_of
+from pipeline.train.plan import evaluation_plan
 
 
 @dataclass
@@ -110,8 +111,8 @@ class ModelScorer:
             plan = shapes.plan(
                 self.settings.model_copy(update={"model": model}), self.ctx.world, self.backend.device_name()
             )
-            self._watches[name] = open_guard(
-                self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
+            self._watches[name] = open_part_guard(
+                self.ctx.workspace, evaluation_plan(plan), self.backend, self.settings.compile, self.ctx.console
             )
         return self._watches[name]
 

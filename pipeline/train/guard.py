@@ -20,7 +20,7 @@ class SpikeGuard:
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self.config = config
         self.state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=device)
-        # On the device as fp32: comparing with a Python float would put f64 into the graph (neuron.md 8.4).
+        # On the device as fp32: comparing with a Python float would put f64 into the graph (docs/neuron.md).
         self._largest = torch.tensor(_LARGEST, dtype=torch.float32, device=device)
         self._warmup = torch.tensor(float(config.warmup_steps), dtype=torch.float32, device=device)
 

@@ -9,6 +9,8 @@ from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.telemetry.console import Console
 
+QUICK_COMPILER = "xla:CPU"
+
 
 def open_guard(
     workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
@@ -23,14 +25,20 @@ def open_guard(
     return _unguarded(workspace, plan, load_manifests(workspace), config, console)
 
 
-def open_embed_guard(
+def open_part_guard(
     workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
 ) -> GraphWatch:
-    """The same for embedding, whose part of the plan (`embed_plan`) several ways of training may share."""
+    """The same for evaluation and embedding, whose part of the plan several ways of training may share.
+
+    They may run on CPU machines while training runs on Trainium. What was compiled for another device does not bind
+    XLA:CPU, which compiles in seconds.
+    """
     manifests = load_manifests(workspace)
     for manifest in manifests:
         if plan.items() <= manifest.plan.items():
             return _guard(manifest, counters, config, console)
+    if plan["device"] == QUICK_COMPILER and all(manifest.plan["device"] != QUICK_COMPILER for manifest in manifests):
+        manifests = []
     parts = [GraphManifest(plan={name: manifest.plan.get(name) for name in plan}, graphs=()) for manifest in manifests]
     return _unguarded(workspace, plan, parts, config, console)
 

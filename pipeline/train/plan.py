@@ -27,6 +27,7 @@ _NOT_IN_GRAPHS = {
     "on_deadline",
     "collective_timeout_s",
 }
+_SHARING = {"accumulation", "world_size"}
 _ENCODER = {"max_positions", "layer_norm_eps", "pooling"}
 _SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
@@ -67,6 +68,11 @@ def graph_plan(
         "log.every_steps": settings.log_every,
         "world_size": share.world_size,
     }
+
+
+def evaluation_plan(plan: Mapping[str, PlanValue]) -> dict[str, PlanValue]:
+    """What of the plan of a run decides the graphs of evaluation: not how many ranks share a step."""
+    return {name: value for name, value in plan.items() if name not in _SHARING}
 
 
 def embed_plan(

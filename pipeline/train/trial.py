@@ -28,7 +28,9 @@ from pipeline.train.loop import Cadence, Hooks, TrainLoop
 from pipeline.train.program import TrainProgram
 
 STEPS_PER_BUCKET = 3
-"""The first step, a steady one and one more; with accumulation also at least two full cycles (neuron.md 1.5)."""
+"""The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
+after as many, measured with torch-xla 2.9 on XLA:CPU.
+"""
 
 
 class TrialRows:

@@ -22,7 +22,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
-from pipeline.train.guarding import open_embed_guard
+from pipeline.train.guarding import open_part_guard
 from pipeline.train.plan import GraphSettings, embed_plan, graph_plan
 from pipeline.train.trial import Trial
 from tests.embedding.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, texts, vectors_of
@@ -79,7 +79,7 @@ def test_embedding_meets_no_other_and_agrees_with_the_eager_cpu(
     workspace = open_storage(str(tmp_path))
     store_manifest(workspace, manifest)
     plan = embed_plan(MODEL, CONFIG, CompileConfig(), SPEC, xla.device_name())  # of any number of ranks
-    guard = open_embed_guard(workspace, plan, xla, CompileConfig(), Console(quiet=True))
+    guard = open_part_guard(workspace, plan, xla, CompileConfig(), Console(quiet=True))
     assert isinstance(guard, Guard)
     compiled = xla.compile_count()
     made = Embedder(open_engine(encoder(), xla, CONFIG, guard), xla, limit=80, sep_id=SEP, stop=StopSignal())

@@ -53,6 +53,9 @@ def test_training_meets_only_compiled_graphs(
     if boundary == "fused" and accumulation == 1:  # its graphs are the same in every mode
         evaluated = here.run("evaluate")
         assert "compiled ahead of time, manifest" in evaluated.out and "generation 1" in evaluated.out
+    elif processes > 1:  # what fewer ranks evaluate was compiled by all of them
+        evaluated = here.run("evaluate", "--launch.processes=1")
+        assert "compiled ahead of time, manifest" in evaluated.out and "generation 1" in evaluated.out
     again = here.run("compile")
     assert "done already" in again.out + again.err
 

@@ -13,8 +13,8 @@ from pipeline.graphs.manifest import GraphManifest, Plan, store_manifest
 from pipeline.graphs.watch import Guard, NoWatch
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.console import Console
-from pipeline.train.guarding import open_embed_guard, open_guard
-from pipeline.train.plan import GraphSettings, embed_plan, graph_plan
+from pipeline.train.guarding import open_guard, open_part_guard
+from pipeline.train.plan import GraphSettings, embed_plan, evaluation_plan, graph_plan
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 DEVICE = "xla:NEURON"
@@ -46,21 +46,52 @@ def workspace(tmp_path: Path) -> Storage:
 def test_embedding_is_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
     manifest = GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=())
     store_manifest(workspace, manifest)
-    found = open_embed_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+    found = open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
     assert isinstance(found, Guard) and found.manifest == manifest
     with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
         open_guard(workspace, training(1, EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+
+
+def test_evaluation_is_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
+    manifest = GraphManifest(plan=dict(training(128, EmbedConfig())), graphs=())
+    store_manifest(workspace, manifest)
+    found = open_part_guard(
+        workspace, evaluation_plan(training(32, EmbedConfig())), NoCounters(), CompileConfig(), Console(quiet=True)
+    )
+    assert isinstance(found, Guard) and found.manifest == manifest
+    other = evaluation_plan({**training(32, EmbedConfig()), "data.buckets": ["8x8"]})
+    with pytest.raises(ConfigError, match=r"data\.buckets: compiled \['4x6'\], now \['8x8'\]\n"):
+        open_part_guard(workspace, other, NoCounters(), CompileConfig(), Console(quiet=True))
+
+
+def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
+    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=()))
+    here = {**embedding(EmbedConfig()), "device": "xla:CPU"}
+    found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
+    assert isinstance(found, NoWatch)
+    store_manifest(workspace, GraphManifest(plan={**training(8, EmbedConfig()), "device": "xla:CPU"}, graphs=()))
+    assert isinstance(open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True)), Guard)
+    with pytest.raises(ConfigError, match=r"embed\.precision: compiled fp32, now bf16"):
+        open_part_guard(
+            workspace, {**here, "embed.precision": "bf16"}, NoCounters(), CompileConfig(), Console(quiet=True)
+        )
+
+
+def test_what_was_compiled_on_a_cpu_machine_is_not_enough_for_trainium(workspace: Storage) -> None:
+    store_manifest(workspace, GraphManifest(plan={**training(8, EmbedConfig()), "device": "xla:CPU"}, graphs=()))
+    with pytest.raises(ConfigError, match="device: compiled xla:CPU, now xla:NEURON"):
+        open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
 
 
 def test_what_embedding_was_not_compiled_for_is_named_alone(workspace: Storage) -> None:
     store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(buckets=(64,)))), graphs=()))
     plan = embedding(EmbedConfig(), "bf16")
     with pytest.raises(ConfigError) as raised:
-        open_embed_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
+        open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
     assert "embed.buckets: compiled [64], now [128, 512]; embed.precision: compiled fp32, now bf16" in raised.value.seen
     assert "world_size" not in raised.value.seen and "train." not in raised.value.seen
     lenient = CompileConfig(on_unknown_graph="warn")
-    assert isinstance(open_embed_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True)), NoWatch)
+    assert isinstance(open_part_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True)), NoWatch)
 
 
 def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
@@ -70,5 +101,5 @@ def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
 
 
 def test_without_a_manifest_nothing_is_watched(workspace: Storage) -> None:
-    found = open_embed_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+    found = open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
     assert isinstance(found, NoWatch)
