@@ -27,7 +27,8 @@ _RANKS = frozenset({"health", "compile", "train", "evaluate", "embed"})  # stage
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
 ENTRY = ("trnjobs-entry", "--")
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
-UNLIMITED = -1
+OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
+LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 
 def plan_cycle(jobs: JobsConfig, *, cycle: str, workspace: str, settings: str = "") -> CyclePlan:
@@ -104,7 +105,7 @@ def _resources(wanted: StageJob) -> Resources:
         memory_mib=memory_mib,
         shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
         devices=tuple(devices),
-        ulimits=(Ulimit(name="memlock", soft=UNLIMITED, hard=UNLIMITED),) if efas and wanted.nodes > 1 else (),
+        ulimits=(OPEN_FILES, LOCKED_MEMORY) if neurons else (OPEN_FILES,),
         instance_type=wanted.instance,
         processes_per_node=wanted.processes,
     )

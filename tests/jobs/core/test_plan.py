@@ -76,7 +76,8 @@ def test_commands() -> None:
 
 def test_a_cycle_of_one_machine_has_neither_gangs_nor_arrays_nor_devices() -> None:
     for one in planned().jobs:
-        assert (one.num_nodes, one.array_size, one.resources.devices, one.resources.ulimits) == (0, 0, (), ())
+        assert (one.num_nodes, one.array_size, one.resources.devices) == (0, 0, ())
+        assert [limit.name for limit in one.resources.ulimits] == ["nofile"]
         assert (one.resources.vcpus, one.resources.memory_mib, one.resources.shared_memory_mib) == (1, 2048, 256)
 
 
@@ -88,7 +89,10 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
         *(f"/dev/neuron{index}" for index in range(16)),
         *(f"/dev/infiniband/uverbs{index}" for index in range(8)),
     )
-    assert [(one.name, one.soft, one.hard) for one in needs.ulimits] == [("memlock", -1, -1)]
+    assert [(one.name, one.soft, one.hard) for one in needs.ulimits] == [
+        ("nofile", 65_536, 65_536),
+        ("memlock", -1, -1),
+    ]
     assert needs.shared_memory_mib == 503_296 // 8
     assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
     assert (train.timeout_s, train.retry) == (7200, retry_strategy(5))
@@ -97,7 +101,10 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
 def test_one_machine_alone_needs_no_network_between_machines() -> None:
     made = trainium()
     assert made.job("compile").resources.devices == tuple(f"/dev/neuron{index}" for index in range(16))
-    assert made.job("compile").resources.ulimits == ()
+    assert [limit.name for limit in made.job("compile").resources.ulimits] == [
+        "nofile",
+        "memlock",
+    ]  # its devices ask it
     embed = made.job("embed")
     assert (embed.array_size, embed.num_nodes, embed.resources.devices) == (8, 0, ("/dev/neuron0",))
     assert (embed.resources.vcpus, embed.resources.memory_mib) == (8, 31_457)
