@@ -1,71 +1,32 @@
-"""`python -m bench.table`: the committed results as a Markdown table; `--write README.md` puts it between the marks."""
+"""`python -m bench.table`: the committed results as a short table; `--write` puts it into README.md, one line a claim,
+and writes docs/benchmarks.md with all figures."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.results import RESULTS, Figure, Result, load_results
+from bench.page import page_of
+from bench.results import RESULTS, ROOT, Result, load_results
+from bench.words import machines_text, target_text, value_text, verdict_text
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-_COMPARISONS = {"<=": "at most", "<": "under", ">=": "at least"}
+README, PAGE = Path("README.md"), Path("docs/benchmarks.md")
 
 
 def table_of(results: Sequence[Result]) -> str:
-    """One row a bench with its target and its leading figures, then the machine and versions. Markdown."""
-    if not results:
+    """One row a claim, with a link to its section of the page, and the machines below. Markdown."""
+    claims = [result for result in results if result.target is not None]
+    if not claims:
         return "No result yet: `make bench`."
     rows = ["| claim | measured | target | |", "|---|---|---|---|"]
-    rows += [
-        f"| {_claim(result)} | {_measured(result)} | {_target(result)} | {_verdict(result)} |" for result in results
-    ]
-    return "\n".join([*rows, "", *_footnotes(results)])
+    return "\n".join([*rows, *map(_row, claims), "", f"Measured on {machines_text(claims)}."])
 
 
-def _claim(result: Result) -> str:
-    return f"{result.title} ([{result.bench}](bench/results/{result.bench}.json))"
-
-
-def _measured(result: Result) -> str:
-    """The judged figure and those to be shown beside it; without either every figure of the bench."""
-    chosen = [result.figure(name) for name in result.also]
-    figures = chosen if result.target or chosen else result.figures
-    lines = [f"{figure.text}: {figure_text(figure)}" for figure in figures]
-    if result.target:
-        lines.insert(0, f"**{figure_text(result.figure(result.target.figure))}**")
-    return "<br>".join(lines)
-
-
-def figure_text(figure: Figure) -> str:
-    """Value, unit and spread; shares in percent."""
-    if figure.unit == "share":
-        value, spread, unit = f"{figure.value:.2%}", f"{figure.low:.2%} to {figure.high:.2%}", ""
-    else:
-        value, spread, unit = f"{figure.value:g}", f"{figure.low:g} to {figure.high:g}", f" {figure.unit}"
-    return f"{value}{unit}" + (f" ({spread}, {figure.repeats} repeats)" if figure.repeats > 1 else "")
-
-
-def _target(result: Result) -> str:
-    if result.target is None:
-        return "none"
-    bound = result.target.value
-    unit = result.figure(result.target.figure).unit
-    return f"{_COMPARISONS[result.target.comparison]} {f'{100 * bound:g}%' if unit == 'share' else f'{bound:g} {unit}'}"
-
-
-def _verdict(result: Result) -> str:
-    return "" if result.passed is None else "pass" if result.passed else "**fail**"
-
-
-def _footnotes(results: Sequence[Result]) -> list[str]:
-    """Machine, versions and date, each said once for all results that share it."""
-    notes: dict[str, list[str]] = {}
-    for result in results:
-        packages = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-        notes.setdefault(f"{result.machine.text}; {packages}; {result.date[:10]}", []).append(result.bench)
-    if len(notes) == 1:
-        return [f"Measured on {note}." for note in notes]
-    return [f"- {', '.join(benches)}: {note}." for note, benches in notes.items()]
+def _row(result: Result) -> str:
+    measured = "-" if result.target is None else value_text(result.figure(result.target.figure))
+    link = f"[{result.title}]({PAGE}#{result.bench})"
+    return f"| {link} | {measured} | {target_text(result)} | {verdict_text(result)} |"
 
 
 def replace_table(text: str, table: str) -> str:
@@ -76,22 +37,32 @@ def replace_table(text: str, table: str) -> str:
     return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
 
 
+def documents(results: Sequence[Result], root: Path = ROOT) -> dict[Path, str]:
+    """What the documents should hold, by path. Raises ValueError for a README without marks, OSError."""
+    readme = root / README
+    return {
+        readme: replace_table(readme.read_text(encoding="utf-8"), table_of(results)),
+        root / PAGE: page_of(results),
+    }
+
+
 def main() -> int:
-    """Print the table, or write it into a file."""
+    """Print the table, or write the documents."""
     parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table in this file")
+    parser.add_argument("--write", action="store_true", help=f"write {README} and {PAGE}")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the two documents")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args()
-    table = table_of(load_results(arguments.results))
-    if arguments.write is None:
-        print(table)
+    results = load_results(arguments.results)
+    if not arguments.write:
+        print(table_of(results))
         return 0
     try:
-        text = replace_table(arguments.write.read_text(encoding="utf-8"), table)
+        for path, text in documents(results, arguments.root).items():
+            path.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"bench.table: {arguments.write}: {error}", file=sys.stderr)
+        print(f"bench.table: {error}", file=sys.stderr)
         return 1
-    arguments.write.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -8,8 +8,10 @@ from pydantic import ValidationError
 
 from bench.__main__ import BENCHES
 from bench.machine import cpu_model, os_name, this_machine
+from bench.page import page_of
 from bench.results import RESULTS, ROOT, Figure, Result, Target, figure, load_results
-from bench.table import END, START, figure_text, replace_table, table_of
+from bench.table import END, START, documents, replace_table, table_of
+from bench.words import script_of, spread_text, value_text
 
 pytestmark = pytest.mark.unit
 
@@ -71,44 +73,54 @@ def test_a_result_that_does_not_fit_is_refused(changes: dict[str, object]) -> No
         result(changes=changes)
 
 
-def test_table_has_a_row_for_each_bench_with_verdict_and_machine() -> None:
+def test_the_table_has_a_line_for_each_claim_and_its_machine() -> None:
     table = table_of([result("fast"), result("slow", value=1.0), result("free", target=None)])
-    rows = table.splitlines()
-    assert rows[2].startswith(
-        "| title of fast ([fast](bench/results/fast.json)) | **1.5 samples/s (1.3 to 1.9, 3 repeats)**"
-    )
-    assert rows[2].endswith("| at least 1.3 samples/s | pass |")
-    assert rows[3].endswith("| **fail** |")
-    assert "how fast: 1.5 samples/s" in rows[4]
-    assert rows[4].endswith("| none |  |")
-    assert all(row.count("|") == 5 for row in rows[:5])
-    assert rows[-1] == f"Measured on {this_machine().text}; torch 2.9.1; 2026-01-02."
+    assert table.splitlines()[2:] == [
+        "| [title of fast](docs/benchmarks.md#fast) | 1.5 samples/s | at least 1.3 samples/s | pass |",
+        "| [title of slow](docs/benchmarks.md#slow) | 1 samples/s | at least 1.3 samples/s | **fail** |",
+        "",
+        f"Measured on {this_machine().text}.",
+    ]
+    assert table_of([result(target=None)]) == "No result yet: `make bench`."
 
 
-def test_figures_beside_the_judged_one_are_shown_and_must_exist() -> None:
-    assert "repeats)**<br>how fast: 1.5 samples/s" in table_of([result(changes={"also": ("rate",)})])
+def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
+    figures = (figure("rate", [1.5, 1.3], "samples/s", "how fast"), figure("wait", 20000, "s", "how slow"))
+    page = page_of([result(changes={"figures": figures, "passed": True}), result("free", target=None)])
+    assert "| [title of speed](#speed) | 1.4 samples/s | at least 1.3 samples/s | pass |" in page
+    assert "Measured without a target:\n\n- [title of free](#free)\n" in page
+    section = page.split("## speed\n")[1].split("## free")[0]
+    assert "Target: at least 1.3 samples/s. Measured: 1.4 samples/s, pass." in section
+    assert "| how fast | 1.4 samples/s | 1.3 to 1.5 | 2 |\n| how slow | 20,000 s |  | 1 |\n" in section
+    assert "How: stop-watch\n\nSettings: steps 3.\n\n" in section
+    assert f"Measured on {this_machine().text}; torch 2.9.1; 2026-01-02. Again: " in section
+
+
+def test_figures_beside_the_judged_one_must_exist() -> None:
     with pytest.raises(ValidationError, match="has no figure 'speed'"):
         result(changes={"also": ("speed",)})
 
 
-def test_without_a_target_the_chosen_figures_are_shown() -> None:
-    figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("wait", 2.0, "s", "how slow"))
-    row = table_of([result(target=None, changes={"figures": figures, "also": ("wait",)})]).splitlines()[2]
-    assert "how slow: 2 s" in row
-    assert "how fast" not in row
-
-
-def test_results_of_two_machines_are_told_apart() -> None:
+def test_machines_are_told_apart() -> None:
     other = this_machine().model_copy(update={"cores": 96})
-    table = table_of([result("here"), result("there", changes={"machine": other})])
-    assert "- here: " in table
-    assert "- there: " in table
-    assert "96 cores" in table
+    table = table_of([result("here"), result("there", changes={"machine": other}), result("again")])
+    assert table.endswith(f"Measured on {this_machine().text}; {other.text}.")
 
 
 def test_shares_are_percent() -> None:
     share = Figure(name="s", value=0.0712, unit="share", low=0.06, high=0.08, repeats=5, text="host")
-    assert figure_text(share) == "7.12% (6.00% to 8.00%, 5 repeats)"
+    assert (value_text(share), spread_text(share)) == ("7.12%", "6.00% to 8.00%")
+
+
+def test_the_documents_are_what_the_results_make() -> None:
+    for path, text in documents(load_results()).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m bench.table --write"
+
+
+def test_the_page_names_scripts_that_exist() -> None:
+    for loaded in load_results():
+        name = script_of(loaded.bench).removeprefix("python -m bench").split()
+        assert name[:1] == ["--only"] or (ROOT / "bench" / f"{name[0].removeprefix('.')}.py").is_file()
 
 
 def test_only_the_text_between_the_marks_is_replaced() -> None:

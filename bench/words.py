@@ -1,0 +1,62 @@
+"""Results in words: figures, targets, verdicts, where they were measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.__main__ import BENCHES
+from bench.results import ROOT, Figure, Result
+
+_COMPARISONS = {"<=": "at most", "<": "under", ">=": "at least"}
+
+
+def value_text(figure: Figure) -> str:
+    """Value and unit; shares in percent."""
+    return f"{figure.value:.2%}" if figure.unit == "share" else f"{_number(figure.value)} {figure.unit}".rstrip()
+
+
+def spread_text(figure: Figure) -> str:
+    """From the smallest to the largest of the repeats; empty for one."""
+    if figure.repeats == 1:
+        return ""
+    if figure.unit == "share":
+        return f"{figure.low:.2%} to {figure.high:.2%}"
+    return f"{_number(figure.low)} to {_number(figure.high)}"
+
+
+def _number(value: float) -> str:
+    """Four significant digits; large ones with commas and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def target_text(result: Result) -> str:
+    """The bound on the judged figure, in its unit; `none` without one."""
+    if result.target is None:
+        return "none"
+    bound, unit = result.target.value, result.figure(result.target.figure).unit
+    shown = f"{100 * bound:g}%" if unit == "share" else f"{bound:,g} {unit}".rstrip()
+    return f"{_COMPARISONS[result.target.comparison]} {shown}"
+
+
+def verdict_text(result: Result) -> str:
+    """Whether the target is met; empty without one."""
+    return "" if result.passed is None else "pass" if result.passed else "**fail**"
+
+
+def where_text(result: Result) -> str:
+    """Machine, versions and date of one result."""
+    packages = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return f"{result.machine.text}; {packages}; {result.date[:10]}"
+
+
+def machines_text(results: Sequence[Result]) -> str:
+    """The machines of several results, each once."""
+    return "; ".join(dict.fromkeys(result.machine.text for result in results))
+
+
+def script_of(bench: str) -> str:
+    """The command that measures it again, or the script that does, with arguments of its own."""
+    if bench in BENCHES:
+        return f"python -m bench --only {bench}"
+    scripts = [path for path in sorted((ROOT / "bench").glob("*.py")) if bench.startswith(path.stem)]
+    script = scripts[-1] if scripts else Path("bench/real_data.py")
+    return f"python -m bench.{script.stem} --help"

@@ -1,0 +1,127 @@
+"""What docs/operate.md tells to type on AWS goes through, as far as moto can follow: it succeeds every job at once."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto import mock_aws
+
+import jobs.cli
+import pipeline.cli
+from tests.docs.markdown import ROOT
+from tests.docs.shell import NEEDS_AWS, runs, simple_commands
+
+OPERATE = ROOT / "docs" / "operate.md"
+REGION = "us-west-2"
+IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:" + "0" * 64
+ON_CPU = {"queue": "relevance-cpu", "image": IMAGE}
+SETTINGS = {
+    "workspace": "s3://your-bucket/relevance",
+    "jobs": {
+        "name": "relevance",
+        "target": "batch",
+        "image": IMAGE,
+        "queue": "relevance-trainium",
+        "share_identifier": "production",
+        "log_group": "/relevance/jobs",
+        "sla_s": 28800,
+        "schedule": {"expression": "cron(0 2 * * ? *)", "timezone": "UTC"},
+        **dict.fromkeys(("prepare", "embed", "verify", "report"), ON_CPU),
+    },
+}
+"""What `terraform output -json settings` says, without roles."""
+FOLLOWED = (
+    ("trnjobs", "plan"),
+    ("trnjobs", "submit"),
+    ("trnjobs", "status"),
+    ("trnjobs", "history"),
+    ("trnjobs", "cost"),
+    ("trnjobs", "reconcile"),
+    ("trnjobs", "cancel"),
+    ("trnpipe", "cache"),
+)
+"""Not: logs (moto writes none), retry (nothing fails there), what needs a model."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to type in, and an account with both queues and the bucket."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "infra.json").write_text(json.dumps(SETTINGS))
+    with mock_aws(config={"batch": {"use_docker": False}}):
+        _make_account()
+        yield tmp_path
+
+
+def _make_account() -> None:
+    batch, iam = boto3.client("batch"), boto3.client("iam")
+    role = iam.create_role(RoleName="service", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
+    iam.create_role(RoleName="instance", AssumeRolePolicyDocument="{}")
+    profile = iam.create_instance_profile(InstanceProfileName="instance")["InstanceProfile"]["Arn"]
+    ec2 = boto3.client("ec2")
+    subnet = ec2.describe_subnets()["Subnets"][0]
+    group = ec2.describe_security_groups(Filters=[{"Name": "vpc-id", "Values": [subnet["VpcId"]]}])["SecurityGroups"][0]
+    shares = [{"shareIdentifier": "production", "weightFactor": 1.0}]
+    policy = batch.create_scheduling_policy(name="relevance", fairsharePolicy={"shareDistribution": shares})["arn"]
+    machines = {"relevance-trainium": ["trn1.2xlarge", "trn1.32xlarge"], "relevance-cpu": ["m6i.4xlarge"]}
+    for name, types in machines.items():
+        batch.create_compute_environment(
+            computeEnvironmentName=name,
+            type="MANAGED",
+            state="ENABLED",
+            serviceRole=role,
+            computeResources={
+                "type": "EC2",
+                "minvCpus": 0,
+                "maxvCpus": 512,
+                "instanceTypes": types,
+                "subnets": [subnet["SubnetId"]],
+                "securityGroupIds": [group["GroupId"]],
+                "instanceRole": profile,
+            },
+        )
+        batch.create_job_queue(
+            jobQueueName=name,
+            state="ENABLED",
+            priority=1,
+            schedulingPolicyArn=policy,
+            computeEnvironmentOrder=[{"order": 1, "computeEnvironment": name}],
+        )
+    boto3.client("s3").create_bucket(
+        Bucket="your-bucket", CreateBucketConfiguration={"LocationConstraint": "us-west-2"}
+    )
+
+
+@pytest.mark.stage
+@pytest.mark.slow
+def test_the_commands_for_aws_go_through(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trn1 = ["--config=configs/base.toml", "--config=configs/jobs/trn1.toml", "--config=build/infra.json"]
+    assert jobs.cli.main(["submit", *trn1, "--cycle=2026-11-20"]) == 0  # what make submit does
+    typed, failed = list[str](), list[str]()
+    for run in runs(OPERATE):
+        for command in run.commands if run.block.info == NEEDS_AWS else ():
+            if command.here_document:
+                Path(command.first_line.split(">")[1].split("<")[0].strip()).write_text(command.here_document)
+            for words in simple_commands(command):
+                if tuple(words[:2]) not in FOLLOWED:
+                    continue
+                given = [word.replace("YOUR-BUCKET", "your-bucket") for word in words[1:]]
+                capsys.readouterr()
+                code = (jobs.cli if words[0] == "trnjobs" else pipeline.cli).main(given)
+                typed.append(" ".join(words))
+                if code:
+                    failed.append(f"{command.place}: exit {code}: {typed[-1]}\n{capsys.readouterr()}")
+    assert failed == []
+    assert {tuple(line.split()[:2]) for line in typed} == set(FOLLOWED)
+    submitted = {one["jobName"] for one in boto3.client("batch").list_jobs(jobQueue="relevance-cpu")["jobSummaryList"]}
+    for cycle in ("check-cpu", "check-trn", "check-gang", "check-fault", "2026-11-20"):
+        assert f"relevance-{cycle}-prepare" in submitted
+    assert "relevance-check-cpu-train" in submitted
+    assert "relevance-check-trn-train" not in submitted  # on the Trainium queue
