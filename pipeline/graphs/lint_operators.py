@@ -1,11 +1,11 @@
-"""What the lint knows of operators and custom calls, from the published pages (neuron.md 8.1-8.3)."""
+"""What the lint knows of operators and custom calls, from the error code pages and release notes of neuronx-cc."""
 
 
 def _words(*lines: str) -> frozenset[str]:
     return frozenset(word for line in lines for word in line.split())
 
 
-# Names on the page of EVRF015 (neuron.md 8.3).
+# Names on the page of EVRF015.
 CUSTOM_CALLS = _words(
     "AwsNeuronErf AwsNeuronGelu AwsNeuronGeluApprxTanh AwsNeuronGeluBackward AwsNeuronSilu AwsNeuronSiluBackward",
     "AwsNeuronRmsNorm AwsNeuronSoftmax AwsNeuronSoftmaxBackward AwsNeuronCollectiveMatmul AwsNeuronIntMatmult",
@@ -16,7 +16,7 @@ CUSTOM_CALLS = _words(
     "AwsNeuronModuleMarkerStart-Backward AwsNeuronModuleMarkerEnd-Backward",
 )
 
-# The last published operator list (8.1) in the words of HLO.
+# The last published operator list (release notes, "Supported Operators") in the words of HLO.
 LISTED = _words(
     "abs add all-gather all-reduce and atan2 batch-norm-grad batch-norm-inference batch-norm-training bitcast-convert",
     "broadcast ceil clamp compare concatenate constant convert cosine custom-call divide dot dynamic-update-slice",
@@ -26,13 +26,13 @@ LISTED = _words(
 )
 REDUCERS = _words("maximum minimum add multiply")
 
-# Absent from it, but used by AWS's own frameworks today, or refused only in special forms (8.1, 8.2).
+# Absent from it, but used by AWS's own frameworks today, or refused only in special forms (error code pages).
 USED_TODAY = _words(
     "all-to-all collective-permute convolution erf logistic reduce-scatter reduce-window shift-right-arithmetic sort",
     "topk while",
 )
 
-# Documented as refused by name; and of the same family, or a transfer to the host, but not named (8.2).
+# Refused by name on an error code page; and of the same family, or a transfer to the host, but not named there.
 REFUSED = _words("triangular-solve")
 DOUBTFUL = _words("cholesky fft infeed outfeed send send-done recv recv-done map")
 DYNAMIC = _words("set-dimension-size get-dimension-size dynamic-reshape")

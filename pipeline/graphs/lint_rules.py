@@ -1,4 +1,5 @@
-"""The rules of the readiness lint, one function each. Facts: neuron.md 8.1-8.4, the error codes of neuronx-cc.
+"""The rules of the readiness lint, one function each. Facts: AWS Neuron documentation (error code pages and
+release notes of neuronx-cc), and traces by torch-xla 2.9 on XLA:CPU.
 
 A code such as EVRF001 is the one that neuronx-cc prints (as NCC_EVRF001). HLO0xx are ours, for what has no code:
 results that are documented to be wrong, and operators that the published list does not name. What is documented as

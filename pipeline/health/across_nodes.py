@@ -1,7 +1,8 @@
-"""nccom-test over all nodes of a job, driven by the main node (neuron.md 5). For those who have set up what it needs.
+"""nccom-test over all nodes of a job, driven by the main node. For those who have set up what it needs.
 
-It starts a program on each host through mpirun, which as a rule comes in by ssh: containers of AWS Batch have no ssh
-daemon unless the image brings one. The ranks' own collectives cross the nodes without any of this.
+It starts a program on each host through mpirun, which as a rule comes in by ssh (AWS: nccom-test user guide):
+containers of AWS Batch have no ssh daemon unless the image brings one. The ranks' own collectives cross the nodes
+without any of this.
 """
 
 import os

@@ -24,7 +24,7 @@ from pipeline.health.device import on_device
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
 FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
-"""With a whole gradient bucket (50 MB on Neuron, neuron.md 4.1)."""
+"""With a whole gradient bucket (50 MB on Neuron: torch_xla/_internal/neuron.py)."""
 CHUNKED = frozenset({"all-gather", "reduce-scatter", "all-to-all"})
 """One buffer of these holds a chunk for each rank."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05

@@ -22,8 +22,9 @@ from pipeline.health.nccom import NAME as NCCOM
 from pipeline.io.storage import Storage
 from pipeline.parallel.rendezvous import MASTER_PORT
 
-ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (neuron.md 4.1)
-# vCPUs and GiB of memory by instance type (neuron.md 6.6; the vCPUs of trn2.3xlarge are not confirmed, so not here).
+ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
+# vCPUs and GiB of memory by instance type: AWS Neuron documentation, Trn1 and Trn2 architecture pages. The vCPUs of
+# trn2.3xlarge are not confirmed, so not here.
 MACHINES: Mapping[str, tuple[int, int]] = {
     "trn1.2xlarge": (8, 32),
     "trn1.32xlarge": (128, 512),
@@ -197,7 +198,7 @@ class HostChecks:
             yield CheckResult("shared memory", Verdict.PASS, seen, figures=figures)
 
     def free_ports(self, ctx: CheckContext) -> Iterator[CheckResult]:
-        """A second job on the same default port hangs at its start without an error (neuron.md 4.4)."""
+        """A second job on the same default port hangs at its start without an error (reported by users)."""
         numbers = [port.number for port in self.ports if port.needed]
         if len(set(numbers)) < len(numbers):
             raise ConfigError(

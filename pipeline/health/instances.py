@@ -1,4 +1,6 @@
-"""What a Neuron machine should have, by instance type. Figures: neuron.md 6.6 and core/footprint."""
+"""What a Neuron machine should have, by instance type. Figures: AWS Neuron documentation, Trn1 and Trn2 architecture
+pages (EFA interfaces of trn2.48xlarge: an EKS sample), and core/footprint.
+"""
 
 from dataclasses import dataclass
 
@@ -91,8 +93,8 @@ def _instance(
     )
 
 
-# Ranks: neuron.md 0 (of trn2.3xlarge nothing is known). Bandwidth: examples of the nccom-test user guide; for the large
-# machines that of two instances, which one alone exceeds.
+# Ranks: docs/neuron.md for trn1; no page found for trn2.48xlarge, nothing known of trn2.3xlarge. Bandwidth: examples of
+# the nccom-test user guide; for the large machines that of two instances, which one alone exceeds.
 _TABLE = {
     instance.name: instance
     for instance in (

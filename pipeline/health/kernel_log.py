@@ -1,4 +1,7 @@
-"""What the kernel wrote about broken Neuron hardware and the host's memory (neuron.md 6.5)."""
+"""What the kernel wrote about broken Neuron hardware and the host's memory.
+
+`NEURON_HW_ERR` lines: AWS Neuron documentation, runtime troubleshooting.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Do the cores of this machine, or of a gang, add up right and fast: nccom-test (neuron.md 5).
+"""Do the cores of this machine, or of a gang, add up right and fast: nccom-test (AWS: its user guide).
 
 Its exit code is not documented: a run is good only when every size asked for was measured and no failure was told.
 """

@@ -1,4 +1,7 @@
-"""Memory errors by device: the driver's counters in sysfs, and what any counters mean (neuron.md 6.2, 6.3)."""
+"""Memory errors by device: the driver's counters in sysfs, and what any counters mean.
+
+Facts: AWS Neuron documentation, user guides of sysfs and neuron-monitor.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields

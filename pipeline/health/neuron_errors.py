@@ -1,8 +1,8 @@
 """What an error of the Neuron runtime, driver or network means: one table, and the error to raise for a text.
 
-From the tables 6.4 (status codes) and 6.5 (log patterns) of neuron.md. RETRY: the same work may pass elsewhere or
-later; FIX: it would fail on every machine; WARN: goes on. Where the facts leave both open, RETRY: a few short attempts
-cost less than a night lost to one sick machine.
+Status codes: the Neuron runtime's nrt_status.h. Log patterns: for the most part AWS Neuron documentation, runtime
+troubleshooting. RETRY: the same work may pass elsewhere or later; FIX: it would fail on every machine; WARN: goes on.
+Where the facts leave both open, RETRY: a few short attempts cost less than a night lost to one sick machine.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Are all Neuron devices there, whole and free: `neuron-ls -j` against the instance table (neuron.md 6.1)."""
+"""Are all Neuron devices there, whole and free: `neuron-ls -j` against the instance table (AWS: its user guide)."""
 
 import os
 import re

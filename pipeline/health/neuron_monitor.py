@@ -1,4 +1,4 @@
-"""What neuron-monitor tells: hardware, and error counters beside those of sysfs (neuron.md 6.2)."""
+"""What neuron-monitor tells: hardware, and error counters beside those of sysfs (AWS: neuron-monitor user guide)."""
 
 import json
 from collections.abc import Mapping

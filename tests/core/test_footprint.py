@@ -143,7 +143,7 @@ def test_more_samples_cost_more(
 
 
 def test_the_instances_are_those_of_the_table() -> None:
-    """Chips x figures a chip (neuron.md 6.6): 32 GiB, 190 / 47.5 TFLOPS; 96 GiB, 667 / 181 TFLOPS."""
+    """Chips x figures a chip (AWS, Trn1 and Trn2 pages): 32 GiB, 190 / 47.5 TFLOPS; 96 GiB, 667 / 181 TFLOPS."""
     for name, chips, memory_gib, bf16, fp32 in (
         ("trn1.2xlarge", 1, 32, 190, 47.5),
         ("trn1.32xlarge", 16, 512, 3040, 760),

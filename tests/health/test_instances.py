@@ -1,4 +1,4 @@
-"""The instance table against the facts (neuron.md 6.6)."""
+"""The instance table against the Trn1 and Trn2 architecture pages of the AWS Neuron documentation."""
 
 import pytest
 

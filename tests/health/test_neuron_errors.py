@@ -1,4 +1,4 @@
-"""Every row of the tables 6.4 and 6.5 of neuron.md has its class."""
+"""Every status code and every log pattern has its class."""
 
 import pytest
 
