@@ -3,6 +3,7 @@ PYTHON  ?= python3.11
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+SCAN    := $(VENV)/scan
 TORCH   := torch==2.9.1
 # Come with PyTorch's CUDA build and stay out of the lock: the CPU build needs none of them.
 CUDA_PACKAGES := $(foreach name,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn cufft cufile curand cusolver cusparse \
@@ -31,8 +32,21 @@ COMMA     := ,
 EMPTY     :=
 SPACE     := $(EMPTY) $(EMPTY)
 
+# make image push IMAGE=neuron REPOSITORY=123456789012.dkr.ecr.us-east-1.amazonaws.com/relevance BASE_DIGEST=sha256:...
+IMAGE       ?= cpu
+IMAGES      := cpu cuda neuron
+REPOSITORY  ?= trnpipe
+BASE_DIGEST ?=
+SOURCE      ?=
+VERSION      = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REVISION     = $(shell git describe --always --dirty --abbrev=12 --exclude='*')
+TAG          = $(REPOSITORY):$(IMAGE)-$(REVISION)
+REGISTRY     = $(firstword $(subst /, ,$(REPOSITORY)))
+REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
+UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
+
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint bench bootstrap repository deploy submit destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push bootstrap repository deploy submit destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -74,7 +88,7 @@ health: $(STAMP)  ## check this machine: host, tensor operations, memory, collec
 prepare: $(STAMP)  ## only prepare the data
 	$(BIN)/trnpipe prepare $(FLAGS)
 
-test: $(STAMP) lint  ## lint, types and all tests
+test: $(STAMP) lint scan  ## lint, types, security rules and all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants
@@ -83,14 +97,41 @@ test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants
 test-fast: $(STAMP)  ## unit tests only, seconds
 	$(BIN)/python -m pytest -n 2 -m "not stage and not fault" $(TESTS)
 
-lint: $(STAMP)  ## formatting, lint, strict types
+lint: $(STAMP)  ## formatting, lint, strict types, Dockerfiles
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint --failure-threshold style docker/*.Dockerfile
 
-bench: $(STAMP)  ## measure every claim of the README and rewrite its table (about half an hour, quiet machine)
+scan: $(SCAN)/.installed  ## security rules over infra/, docker/ and the workflow; every exception has its reason beside it
+	$(SCAN)/bin/checkov --directory infra --directory docker --directory .github \
+	  --framework terraform dockerfile github_actions secrets --compact --quiet --skip-download
+
+$(SCAN)/.installed: infra/scan.lock | $(STAMP)
+	$(PYTHON) -m venv $(SCAN)
+	$(SCAN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r infra/scan.lock
+	touch $@
+
+bench: $(STAMP)  ## measure every claim; rewrites docs/benchmarks.md and the table of the README (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)
-	$(BIN)/python -m bench.table --write README.md
+	$(BIN)/python -m bench.table --write
+
+image:  ## build docker/<IMAGE>.Dockerfile, IMAGE=cpu (default), cuda or neuron, as REPOSITORY:<IMAGE>-<revision>
+	$(if $(filter $(IMAGE),$(IMAGES)),,$(error IMAGE is '$(IMAGE)', expected one of $(IMAGES): make image IMAGE=cpu))
+	docker buildx build --platform linux/amd64 --provenance=false --load --file docker/$(IMAGE).Dockerfile \
+	  --build-arg 'BASE_DIGEST=$(BASE_DIGEST)' --build-arg 'VERSION=$(VERSION)' --build-arg 'REVISION=$(REVISION)' \
+	  --build-arg 'SOURCE=$(SOURCE)' --tag '$(TAG)' .
+
+push:  ## AWS: push what `make image` built to REPOSITORY in ECR, and print the line for infra/ with its digest
+	$(if $(findstring .dkr.ecr.,$(REGISTRY)),,$(error REPOSITORY is '$(REPOSITORY)', expected one in ECR: make push REPOSITORY=<account>.dkr.ecr.<region>.amazonaws.com/<name>))
+	$(if $(findstring -dirty,$(REVISION)),$(error the checkout has changes, expected what a commit holds: git status, then make image push))
+	@password=$$(aws ecr get-login-password --region '$(REGION)') \
+	  && printf %s "$$password" | docker login --username AWS --password-stdin '$(REGISTRY)'
+	docker push '$(TAG)'
+	@digest=$$(aws ecr describe-images --region '$(REGION)' --registry-id '$(firstword $(subst ., ,$(REGISTRY)))' \
+	    --repository-name '$(REPOSITORY:$(REGISTRY)/%=%)' --image-ids 'imageTag=$(lastword $(subst :, ,$(TAG)))' \
+	    --query 'imageDetails[0].imageDigest' --output text) \
+	  && echo "$(if $(filter cpu,$(IMAGE)),cpu_image,image) = \"$(REPOSITORY)@$$digest\""
 
 bootstrap:  ## AWS: print what an account needs before the first deployment
 	@sh infra/bootstrap.sh
@@ -130,9 +171,22 @@ destroy:  ## AWS: show what would be taken down, ask, then do it; a bucket that 
 	$(TF) apply -input=false ../build/infra.plan
 	rm -f build/infra.json
 
-lock: $(STAMP)  ## resolve requirements.lock anew (needs uv)
-	uv pip compile pyproject.toml --all-extras --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  --no-emit-package torch --no-emit-package triton $(foreach p,$(CUDA_PACKAGES),--no-emit-package $(p)) -o requirements.lock
+lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
+	mkdir -p build
+	$(UV_COMPILE) pyproject.toml --all-extras --python-version 3.11 \
+	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o requirements.lock
+	grep -oE '^[^ #]+==[^ ]+' requirements.lock > build/constraints.txt
+	grep -v '^pyarrow==' build/constraints.txt > build/constraints-neuron.txt
+	echo setuptools | $(UV_COMPILE) - --python-version 3.11 -c build/constraints.txt -o docker/build.lock
+	$(UV_COMPILE) pyproject.toml --extra xla --extra ann --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
+	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o docker/cpu.lock
+	echo '$(TORCH)' | $(UV_COMPILE) pyproject.toml - --extra ann --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  -c build/constraints.txt -o docker/cuda.lock
+	# pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
+	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
+	# Its pins disagree with ours: an environment of its own, see scan.
+	echo checkov | $(UV_COMPILE) - --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o infra/scan.lock
 
 clean:  ## remove the virtual environment and caches (workspaces stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
