@@ -1,0 +1,20 @@
+# A fleet of four trn1.32xlarge that retrains every night at 02:00. Copy, correct, and name the copy at make deploy.
+name              = "relevance"
+region            = "us-west-2"
+availability_zone = "us-west-2d" # one that offers trn1 in your account: aws ec2 describe-instance-type-offerings
+
+image     = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+cpu_image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:1111111111111111111111111111111111111111111111111111111111111111"
+
+max_nodes     = 4
+quota_vcpus   = 512 # the account's quota "Running On-Demand Trn instances"; four trn1.32xlarge need 512
+ami_id        = ""  # pin it once a cycle has run on it; the outputs of the first apply name it
+budget_usd    = 20000
+notify_emails = ["search-platform@example.com"]
+
+schedule_expression = "cron(0 2 * * ? *)"
+timezone            = "Europe/Berlin"
+
+data = [
+  { bucket = "example-search-logs", prefix = "relevance" },
+]

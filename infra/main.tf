@@ -1,0 +1,119 @@
+# From the ground up: storage, network, machines, queues, rights, schedule, alarms. One module each.
+
+data "aws_caller_identity" "current" {}
+
+# The newest ECS image with the Neuron driver, while none is pinned.
+data "aws_ssm_parameter" "ami" {
+  count = var.ami_id == "" ? 1 : 0
+  name  = var.ami_parameter
+}
+
+locals {
+  account_id     = data.aws_caller_identity.current.account_id
+  ami_id         = var.ami_id == "" ? nonsensitive(data.aws_ssm_parameter.ami[0].value) : var.ami_id # a public parameter
+  max_vcpus      = var.max_nodes * local.trainium[var.instance_type].vcpus
+  efa_interfaces = coalesce(var.efa_interfaces, local.trainium[var.instance_type].efa_interfaces)
+}
+
+module "storage" {
+  source = "./modules/storage"
+
+  name               = var.name
+  account_id         = local.account_id
+  region             = var.region
+  log_retention_days = var.log_retention_days
+  emulator           = var.emulator
+  force_destroy      = var.force_destroy
+}
+
+module "network" {
+  source = "./modules/network"
+
+  name               = var.name
+  account_id         = local.account_id
+  region             = var.region
+  availability_zone  = var.availability_zone
+  cidr               = var.vpc_cidr
+  key_arn            = module.storage.key_arn
+  log_retention_days = var.log_retention_days
+}
+
+module "compute" {
+  source = "./modules/compute"
+
+  name              = var.name
+  emulator          = var.emulator
+  subnet_id         = module.network.subnet_id
+  security_group_id = module.network.nodes_security_group_id
+  instance_type     = var.instance_type
+  max_vcpus         = local.max_vcpus
+  efa_interfaces    = local.efa_interfaces
+  ami_id            = local.ami_id
+  capacity_block_id = var.capacity_block_id
+  root_volume_gib   = var.root_volume_gib
+  stop_timeout_s    = var.stop_timeout_s
+  cpu               = var.cpu
+}
+
+module "queues" {
+  source = "./modules/queues"
+
+  name                     = var.name
+  trainium_environment_arn = module.compute.trainium_environment_arn
+  cpu_environment_arn      = module.compute.cpu_environment_arn
+  shares                   = var.shares
+  share_decay_s            = var.share_decay_s
+  compute_reservation      = var.compute_reservation
+  wait_limit_s             = var.queue_wait_limit_s
+}
+
+module "roles" {
+  source = "./modules/roles"
+
+  name               = var.name
+  account_id         = local.account_id
+  region             = var.region
+  bucket_arn         = module.storage.bucket_arn
+  workspace_arn      = module.storage.workspace_arn
+  workspace_prefix   = var.name
+  data               = var.data
+  key_arn            = module.storage.key_arn
+  log_group_arn      = module.storage.log_group_arn
+  queue_arns         = [module.queues.trainium_queue.arn, module.queues.cpu_queue.arn]
+  schedule_queue_arn = module.queues.cpu_queue.arn
+  share_identifier   = var.share_identifier
+  definition_prefix  = var.name
+}
+
+module "schedule" {
+  source = "./modules/schedule"
+
+  name               = var.name
+  image              = var.cpu_image
+  settings_files     = var.settings_files
+  environment        = local.environment
+  queue_arn          = module.queues.cpu_queue.arn
+  share_identifier   = var.share_identifier
+  driver_role_arn    = module.roles.driver_role_arn
+  scheduler_role_arn = module.roles.scheduler_role_arn
+  expression         = var.schedule_expression
+  timezone           = var.timezone
+  enabled            = var.schedule_enabled
+  watch_expression   = var.watch_expression
+  attempts           = var.driver_attempts
+  log_group          = module.storage.log_group
+  key_arn            = module.storage.key_arn
+}
+
+module "alarms" {
+  source = "./modules/alarms"
+
+  name             = var.name
+  account_id       = local.account_id
+  queue_arns       = [module.queues.trainium_queue.arn, module.queues.cpu_queue.arn]
+  log_group        = module.storage.log_group
+  dead_letter_name = module.schedule.dead_letter_name
+  emails           = var.notify_emails
+  budget_usd       = var.budget_usd
+  key_arn          = module.storage.key_arn
+}

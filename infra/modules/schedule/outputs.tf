@@ -1,0 +1,34 @@
+output "driver_definition_arn" {
+  description = "Job definition of the driver, with its revision."
+  value       = aws_batch_job_definition.this["driver"].arn
+}
+
+output "watch_definition_arn" {
+  description = "Job definition of the watch, with its revision."
+  value       = aws_batch_job_definition.this["watch"].arn
+}
+
+output "dead_letter_arn" {
+  description = "Queue of starts that failed for good."
+  value       = aws_sqs_queue.dead_letter.arn
+}
+
+output "dead_letter_name" {
+  description = "Name of that queue."
+  value       = aws_sqs_queue.dead_letter.name
+}
+
+output "group_name" {
+  description = "Group of both schedules; the scheduler's role trusts it alone."
+  value       = aws_scheduler_schedule_group.this.name
+}
+
+output "driver_schedule_name" {
+  description = "Schedule that starts cycles."
+  value       = aws_scheduler_schedule.this["driver"].name
+}
+
+output "watch_schedule_name" {
+  description = "Schedule that looks after open cycles."
+  value       = aws_scheduler_schedule.this["watch"].name
+}

@@ -1,0 +1,44 @@
+# What Terraform knows of a cycle's settings, said once. The driver and the watch get it as TRNPIPE_ variables, people
+# as the output `settings`: terraform output -json settings > build/infra.json; trnjobs submit --config build/infra.json.
+
+locals {
+  # [jobs]
+  job_settings = {
+    name             = var.name
+    target           = "batch"
+    image            = var.image
+    queue            = module.queues.trainium_queue.name
+    share_identifier = var.share_identifier
+    log_group        = module.storage.log_group
+    role             = module.roles.train_role_arn
+    sla_s            = var.sla_s
+  }
+
+  # Work without Trainium.
+  on_cpu = { queue = module.queues.cpu_queue.name, image = var.cpu_image }
+
+  # [jobs.schedule], [jobs.environment] and [jobs.<stage>]
+  job_sections = {
+    schedule    = { expression = var.schedule_expression, timezone = var.timezone }
+    environment = { AWS_DEFAULT_REGION = var.region } # not confirmed that AWS Batch sets a region on EC2
+    prepare     = local.on_cpu
+    evaluate    = { role = module.roles.promote_role_arn }
+    embed       = merge(local.on_cpu, { role = module.roles.embed_role_arn })
+    verify      = merge(local.on_cpu, { role = module.roles.embed_role_arn })
+    report      = merge(local.on_cpu, { role = module.roles.report_role_arn })
+  }
+
+  settings = {
+    workspace = module.storage.workspace
+    jobs      = merge(local.job_settings, local.job_sections)
+  }
+
+  environment = merge(
+    { AWS_DEFAULT_REGION = var.region, TRNPIPE_WORKSPACE = module.storage.workspace },
+    { for key, value in local.job_settings : "TRNPIPE_JOBS__${upper(key)}" => tostring(value) },
+    # Names inside [jobs.environment] are those of variables and keep their letters.
+    merge([for section, values in local.job_sections : { for key, value in values :
+      "TRNPIPE_JOBS__${upper(section)}__${section == "environment" ? key : upper(key)}" => value
+    }]...),
+  )
+}

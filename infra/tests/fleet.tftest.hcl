@@ -1,0 +1,99 @@
+# The whole stack, planned without an account: what is known before anything is made.
+
+mock_provider "aws" {
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
+  mock_data "aws_ssm_parameter" {
+    defaults = { value = "ami-0123456789abcdef0" }
+  }
+}
+
+variables {
+  name              = "relevance"
+  region            = "us-west-2"
+  availability_zone = "us-west-2d"
+  image             = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+  cpu_image         = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:1111111111111111111111111111111111111111111111111111111111111111"
+  quota_vcpus       = 512
+  budget_usd        = 20000
+  notify_emails     = ["search-platform@example.com"]
+}
+
+run "settings_and_fleet_are_known_before_anything_is_made" {
+  command = plan
+
+  assert {
+    condition     = output.settings.workspace == "s3://relevance-123456789012-us-west-2/relevance"
+    error_message = "workspace ${output.settings.workspace}"
+  }
+
+  assert {
+    condition     = output.settings.jobs.queue == "relevance-trainium" && output.settings.jobs.share_identifier == "production"
+    error_message = "cycles belong on the Trainium queue, in the share production"
+  }
+
+  assert {
+    condition = alltrue([for stage in ["prepare", "embed", "verify", "report"] :
+      output.settings.jobs[stage].queue == "relevance-cpu" && output.settings.jobs[stage].image == var.cpu_image
+    ])
+    error_message = "work without Trainium belongs on the CPU queue, with the CPU image"
+  }
+
+  assert {
+    condition     = output.fleet[0].max_vcpus == 512 && output.fleet[0].type == "EC2" && one(output.fleet[0].instance_types) == "trn1.32xlarge"
+    error_message = "four trn1.32xlarge are 512 vCPU, on demand"
+  }
+
+  assert {
+    condition     = output.fleet[1].type == "SPOT" && join(" ", output.fleet[1].shares) == "backfills experiments production"
+    error_message = "CPU machines are Spot, with the same shares"
+  }
+
+  assert {
+    condition     = output.ami_id == "ami-0123456789abcdef0"
+    error_message = "without ami_id the parameter's newest image is taken"
+  }
+}
+
+run "the_driver_gets_the_settings_as_variables" {
+  command = plan
+
+  variables {
+    timezone = "Europe/Berlin"
+    sla_s    = 3600
+  }
+
+  assert {
+    condition = local.environment["TRNPIPE_WORKSPACE"] == output.settings.workspace && alltrue([for name, value in {
+      TRNPIPE_JOBS__QUEUE                           = "relevance-trainium"
+      TRNPIPE_JOBS__IMAGE                           = var.image
+      TRNPIPE_JOBS__SLA_S                           = "3600"
+      TRNPIPE_JOBS__EMBED__IMAGE                    = var.cpu_image
+      TRNPIPE_JOBS__EMBED__QUEUE                    = "relevance-cpu"
+      TRNPIPE_JOBS__SCHEDULE__TIMEZONE              = "Europe/Berlin"
+      TRNPIPE_JOBS__ENVIRONMENT__AWS_DEFAULT_REGION = "us-west-2"
+      AWS_DEFAULT_REGION                            = "us-west-2"
+    } : local.environment[name] == value])
+    error_message = "the environment of the driver is not that of the settings: ${join(", ", keys(local.environment))}"
+  }
+
+  assert {
+    condition     = contains(keys(local.environment), "TRNPIPE_JOBS__EVALUATE__ROLE") && !anytrue([for name in keys(local.environment) : startswith(name, "TRNPIPE_TRAIN")])
+    error_message = "the job that promotes has a role of its own, and how to train is not for Terraform to say"
+  }
+}
+
+run "a_pinned_image_asks_for_no_parameter" {
+  command = plan
+
+  variables {
+    ami_id = "ami-00000000000000001"
+  }
+
+  assert {
+    condition     = output.ami_id == "ami-00000000000000001" && length(data.aws_ssm_parameter.ami) == 0
+    error_message = "the pin decides"
+  }
+}

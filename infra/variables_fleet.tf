@@ -1,0 +1,186 @@
+# Machines, queues and who gets how much of them.
+
+locals {
+  # vCPU and EFA interfaces by type; jobs/core/limits.py has the same (a test compares them).
+  trainium = jsondecode(file("${path.module}/trainium.json"))
+}
+
+variable "instance_type" {
+  type        = string
+  description = "Trainium instances of the gang."
+  default     = "trn1.32xlarge"
+
+  validation {
+    condition     = contains(keys(local.trainium), var.instance_type)
+    error_message = "instance_type is \"${var.instance_type}\"; expected one of ${join(", ", keys(local.trainium))}."
+  }
+}
+
+variable "max_nodes" {
+  type        = number
+  description = "Trainium instances at once, of all cycles and experiments together."
+  default     = 4
+
+  validation {
+    condition     = var.max_nodes >= 1 && var.max_nodes == floor(var.max_nodes)
+    error_message = "max_nodes is ${var.max_nodes}; expected a whole number from 1."
+  }
+
+  validation {
+    condition     = var.max_nodes * try(local.trainium[var.instance_type].vcpus, 0) <= var.quota_vcpus
+    error_message = "max_nodes is ${var.max_nodes}, which needs ${var.max_nodes * try(local.trainium[var.instance_type].vcpus, 0)} vCPU of ${var.instance_type}, and quota_vcpus is ${var.quota_vcpus}: jobs would wait for ever. Expected fewer nodes, or a raised quota."
+  }
+}
+
+variable "quota_vcpus" {
+  type        = number
+  description = "The account's quota \"Running On-Demand Trn instances\", in vCPU; make bootstrap prints how to ask for it. With a capacity block: its vCPU."
+}
+
+variable "efa_interfaces" {
+  type        = number
+  description = "EFA interfaces of an instance; null: as many as it has (one a network card)."
+  default     = null
+
+  validation {
+    condition     = var.efa_interfaces == null || try(local.trainium[var.instance_type].efa_interfaces, -1) == var.efa_interfaces
+    error_message = "efa_interfaces is ${coalesce(var.efa_interfaces, 0)}; expected ${try(local.trainium[var.instance_type].efa_interfaces, "a known instance_type")} on ${var.instance_type}, or null."
+  }
+}
+
+variable "ami_id" {
+  type        = string
+  description = "Image of Trainium instances; empty: the newest that ami_parameter names. Pin it once a cycle has run: its Neuron driver must fit the container's runtime."
+  default     = ""
+
+  validation {
+    condition     = var.ami_id == "" || can(regex("^ami-[0-9a-f]{8,17}$", var.ami_id))
+    error_message = "ami_id is \"${var.ami_id}\"; expected ami-<hex digits>, or empty."
+  }
+}
+
+variable "ami_parameter" {
+  type        = string
+  description = "Public SSM parameter that holds the id of the newest ECS image with the Neuron driver."
+  default     = "/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id"
+
+  validation {
+    condition     = startswith(var.ami_parameter, "/aws/service/") && endswith(var.ami_parameter, "/image_id")
+    error_message = "ami_parameter is \"${var.ami_parameter}\"; expected /aws/service/.../image_id."
+  }
+}
+
+variable "capacity_block_id" {
+  type        = string
+  description = "Capacity block (cr-...) that Trainium instances come from; empty: on demand."
+  default     = ""
+
+  validation {
+    condition     = var.capacity_block_id == "" || can(regex("^cr-[0-9a-f]{8,17}$", var.capacity_block_id))
+    error_message = "capacity_block_id is \"${var.capacity_block_id}\"; expected cr-<hex digits>, or empty."
+  }
+}
+
+variable "root_volume_gib" {
+  type        = number
+  description = "Root volume of an instance in GiB, which also holds images and scratch."
+  default     = 512
+
+  validation {
+    condition     = var.root_volume_gib >= 100 && var.root_volume_gib <= 16384
+    error_message = "root_volume_gib is ${var.root_volume_gib}; expected 100 to 16384: the Neuron image alone takes tens of GiB."
+  }
+}
+
+variable "stop_timeout_s" {
+  type        = number
+  description = "Seconds from SIGTERM to SIGKILL; a process of ours saves and ends within 20."
+  default     = 30
+
+  validation {
+    condition     = var.stop_timeout_s >= 30 && var.stop_timeout_s <= 3600
+    error_message = "stop_timeout_s is ${var.stop_timeout_s}; expected 30 to 3600."
+  }
+}
+
+variable "cpu" {
+  type = object({
+    instance_types = optional(list(string), ["m6i", "m7i", "r6i"])
+    max_vcpus      = optional(number, 256)
+    spot           = optional(bool, true)
+  })
+  description = "CPU machines of the driver and of work without Trainium: types or families, most vCPU at once, Spot or on demand."
+  default     = {}
+
+  validation {
+    condition     = length(var.cpu.instance_types) > 0 && var.cpu.max_vcpus >= 16
+    error_message = "cpu is ${jsonencode(var.cpu)}; expected at least one instance type and max_vcpus from 16 (the job that prepares data)."
+  }
+}
+
+variable "shares" {
+  type        = map(number)
+  description = "Weight by share identifier. The LOWER the weight, the more: 1 gets twice as much as 2."
+  default     = { production = 1, experiments = 2, backfills = 4 }
+
+  validation {
+    condition     = length(var.shares) > 0 && alltrue([for share in keys(var.shares) : can(regex("^[A-Za-z0-9]{1,254}\\*?$", share))])
+    error_message = "shares names ${join(", ", keys(var.shares))}; expected letters and digits only (no - or _), * only at the end."
+  }
+
+  validation {
+    condition     = alltrue([for weight in values(var.shares) : weight >= 0.0001 && weight <= 999.9999])
+    error_message = "shares has the weights ${join(", ", values(var.shares))}; expected 0.0001 to 999.9999."
+  }
+
+  validation {
+    condition = alltrue(flatten([for group in keys(var.shares) : [for share in keys(var.shares) :
+      share == group || !startswith(share, trimsuffix(group, "*"))
+    ] if endswith(group, "*")]))
+    error_message = "shares names ${join(", ", keys(var.shares))}; expected no identifier that another one with * covers as well."
+  }
+}
+
+variable "share_identifier" {
+  type        = string
+  description = "Whose share the cycles are; one of shares."
+  default     = "production"
+
+  validation {
+    condition     = can(regex("^[A-Za-z0-9]{1,255}$", var.share_identifier)) && contains(keys(var.shares), var.share_identifier)
+    error_message = "share_identifier is \"${var.share_identifier}\"; expected one of shares (${join(", ", keys(var.shares))}), letters and digits."
+  }
+}
+
+variable "share_decay_s" {
+  type        = number
+  description = "Seconds that the past use of a share counts; AWS takes 600 for 0."
+  default     = 3600
+
+  validation {
+    condition     = var.share_decay_s >= 0 && var.share_decay_s <= 604800
+    error_message = "share_decay_s is ${var.share_decay_s}; expected 0 to 604800 (a week)."
+  }
+}
+
+variable "compute_reservation" {
+  type        = number
+  description = "Percent of the vCPU held back for shares that are not active yet."
+  default     = 0
+
+  validation {
+    condition     = var.compute_reservation >= 0 && var.compute_reservation <= 99
+    error_message = "compute_reservation is ${var.compute_reservation}; expected 0 to 99."
+  }
+}
+
+variable "queue_wait_limit_s" {
+  type        = number
+  description = "Seconds that a job without capacity, or too large for its queue, may block the head of the queue before it is cancelled."
+  default     = 21600
+
+  validation {
+    condition     = var.queue_wait_limit_s >= 600 && var.queue_wait_limit_s <= 86400
+    error_message = "queue_wait_limit_s is ${var.queue_wait_limit_s}; expected 600 to 86400."
+  }
+}

@@ -1,0 +1,169 @@
+"""Mistakes in variables of infra/ are refused before anything is planned, with what was seen and what was expected."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.core.cron import parse_schedule
+from jobs.core.limits import INSTANCES
+from pipeline.core.errors import ConfigError
+from tests.infra.terraform import INFRA, Terraform
+
+DIGEST = "sha256:" + "0" * 64
+GOOD: dict[str, Any] = {
+    "name": "relevance",
+    "region": "us-west-2",
+    "availability_zone": "us-west-2d",
+    "image": f"123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@{DIGEST}",
+    "cpu_image": f"123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@{DIGEST}",
+    "quota_vcpus": 512,
+    "budget_usd": 20_000,
+    "notify_emails": ["search-platform@example.com"],
+}
+NEVER_FIRE = {
+    "five fields": "cron(0 2 * * ?)",
+    "seven fields": "cron(0 0 2 * * ? *)",
+    "a word": "cron(bogus)",
+    "both days": "cron(0 2 1 * MON *)",
+    "neither day": "cron(0 2 ? * ? *)",
+    "both days open": "cron(0 2 * * * *)",
+    "minute 60": "cron(60 2 * * ? *)",
+    "hour 24": "cron(0 24 * * ? *)",
+    "day 0": "cron(0 2 0 * ? *)",
+    "day 32": "cron(0 2 32 * ? *)",
+    "month 13": "cron(0 2 1 13 ? *)",
+    "weekday 8": "cron(0 2 ? * 8 *)",
+    "weekday in steps": "cron(0 2 ? * 2/2 *)",
+    "sixth Monday": "cron(0 2 ? * 2#6 *)",
+    "year 1969": "cron(0 2 * * ? 1969)",
+    "step of 0": "cron(0/0 2 * * ? *)",
+    "backwards": "cron(0 5-2 * * ? *)",
+    "31 February": "cron(0 2 31 2 ? *)",
+    "30 February": "cron(0 2 30 FEB ? *)",
+    "30 and 31 February": "cron(0 2 30,31 2 ? *)",
+    "31 April and June": "cron(0 2 31 4,JUN ? *)",
+    "working day near 31 November": "cron(0 2 31W 11 ? *)",
+    "past years": "cron(0 2 * * ? 2020-2023,2025)",
+}
+FIRE = {
+    "weekdays": "cron(30 14 ? * MON-FRI *)",
+    "lists and steps": "cron(0/15 0-6,22 * * ? *)",
+    "last day": "cron(0 2 L * ? 2026-2199)",
+    "second Tuesday": "cron(0 2 ? 1/3 3#2 *)",
+    "last Friday": "cron(0 2 ? * 6L *)",
+    "31st where there is one": "cron(0 2 31 2,3 ? *)",
+    "leap day": "cron(0 2 29 FEB ? *)",
+    "working day": "cron(0 2 15W jan-mar ? 2020/2)",
+}
+MISTAKES: list[tuple[str, Any, str]] = [
+    ("shares", {"production": 1, "prod-1": 1}, "prod-1, production; expected letters and digits only"),
+    ("shares", {"production": 1, "my_share": 1}, "my_share, production; expected letters and digits only"),
+    ("shares", {"production": 1, "prod*": 1}, "another one with * covers"),
+    ("shares", {"production": 0}, "the weights 0; expected 0.0001 to 999.9999"),
+    ("shares", {"production": 1000}, "the weights 1000; expected 0.0001 to 999.9999"),
+    ("shares", {"experiments": 1}, 'share_identifier is "production"; expected one of shares (experiments)'),
+    ("share_identifier", "nightly", "expected one of shares (backfills, experiments, production)"),
+    ("share_identifier", "prod-1", 'share_identifier is "prod-1"'),
+    ("share_decay_s", 31_536_000, "expected 0 to 604800"),
+    ("compute_reservation", 100, "expected 0 to 99"),
+    ("driver_attempts", 11, "driver_attempts is 11; expected a whole number from 1 to 10"),
+    ("driver_attempts", 0, "driver_attempts is 0"),
+    ("max_nodes", 5, "max_nodes is 5, which needs 640 vCPU of trn1.32xlarge, and quota_vcpus is 512"),
+    ("max_nodes", 1.5, "expected a whole number"),
+    ("efa_interfaces", 7, "efa_interfaces is 7; expected 8 on trn1.32xlarge"),
+    ("efa_interfaces", 0, "efa_interfaces is 0; expected 8 on trn1.32xlarge"),
+    ("instance_type", "trn9.xl", "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge"),
+    ("image", "registry/relevance:latest", "expected repository@sha256:"),
+    ("cpu_image", "relevance@sha256:0123", "expected repository@sha256:"),
+    ("settings_files", ["configs/base"], "expected paths that end in .toml or .json"),
+    ("name", "Relevance", "expected 2 to 31 lower-case letters"),
+    ("region", "Oregon", 'region is "Oregon"'),
+    ("availability_zone", "us-east-1a", "expected a zone of us-west-2"),
+    ("vpc_cidr", "10.20.0.0/28", "from /16 to /24"),
+    ("vpc_cidr", "10.20.0.300/16", "expected an IPv4 range"),
+    ("ami_id", "ami-newest", "expected ami-"),
+    ("ami_parameter", "/mine", "expected /aws/service/"),
+    ("capacity_block_id", "block", "expected cr-"),
+    ("root_volume_gib", 30, "expected 100 to 16384"),
+    ("stop_timeout_s", 5, "expected 30 to 3600"),
+    ("cpu", {"instance_types": []}, "expected at least one instance type"),
+    ("queue_wait_limit_s", 60, "expected 600 to 86400"),
+    ("timezone", "Europe / Berlin", "expected an IANA name"),
+    ("watch_expression", "rate(2 hour)", "expected a rate such as rate(1 hour)"),
+    ("sla_s", 0, "expected a whole number of seconds from 60"),
+    ("data", [{"bucket": "s3://logs", "prefix": ""}], "expected names without s3://"),
+    ("data", [{"bucket": "logs", "prefix": "a/b/"}], "expected no / at either end"),
+    ("notify_emails", [], "an alarm that nobody hears"),
+    ("budget_usd", -1, "expected 0 or more"),
+    ("log_retention_days", 100, "expected one that CloudWatch has"),
+    ("schedule_expression", "rate(1 day)", "expected six in cron("),
+    ("schedule_expression", "at(2030-01-01T00:00:00)", "expected six in cron("),
+    ("schedule_expression", "cron(0 2 99 * ? *)", "where day-of-month is 99; expected"),
+    ("schedule_expression", "cron(0 2 31 2 ? *)", "a day that none of its months has"),
+    ("schedule_expression", "cron(0 2 * * ? 2025)", "its last year has passed"),
+]
+
+
+def refused(variables: Terraform, folder: Path, **changed: Any) -> str:
+    """What Terraform says, on one line; empty when it takes the values."""
+    values = folder / "values.tfvars.json"
+    values.write_text(json.dumps(GOOD | changed))
+    done = variables.run("plan", "-input=false", "-no-color", "-lock=false", f"-var-file={values}")
+    if done.returncode == 0:
+        return ""
+    assert "Invalid value for variable" in done.stderr, done.stderr
+    return " ".join(done.stderr.split())
+
+
+def test_what_is_right_is_taken(variables: Terraform, tmp_path: Path) -> None:
+    assert refused(variables, tmp_path) == ""
+    small = {
+        "instance_type": "trn1.2xlarge",
+        "efa_interfaces": 0,
+        "max_nodes": 64,
+        "shares": {"production": 1, "x*": 2},
+    }
+    assert refused(variables, tmp_path, **small) == ""
+
+
+@pytest.mark.parametrize(("name", "value", "said"), MISTAKES, ids=[f"{one[0]}={one[1]}" for one in MISTAKES])
+def test_a_mistake_is_named(variables: Terraform, tmp_path: Path, name: str, value: Any, said: str) -> None:
+    assert said in refused(variables, tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("expression", NEVER_FIRE.values(), ids=NEVER_FIRE)
+def test_a_cron_that_cannot_fire_is_refused_here_and_by_our_parser(
+    variables: Terraform, tmp_path: Path, expression: str
+) -> None:
+    assert f'schedule_expression is "{expression}"' in refused(variables, tmp_path, schedule_expression=expression)
+    try:
+        ends = parse_schedule(expression).next(datetime.now(UTC))
+    except ConfigError:
+        return
+    assert ends is None
+
+
+@pytest.mark.parametrize("expression", FIRE.values(), ids=FIRE)
+def test_a_cron_that_fires_is_taken_here_and_by_our_parser(
+    variables: Terraform, tmp_path: Path, expression: str
+) -> None:
+    assert refused(variables, tmp_path, schedule_expression=expression) == ""
+    assert parse_schedule(expression).next(datetime.now(UTC)) is not None
+
+
+def test_a_network_too_small_for_the_fleet_is_refused(variables: Terraform, tmp_path: Path) -> None:
+    fleet = {"max_nodes": 20, "quota_vcpus": 2560, "vpc_cidr": "10.20.0.0/24"}
+    assert "too small for 20 nodes" in refused(variables, tmp_path, **fleet)
+    assert refused(variables, tmp_path, **fleet | {"vpc_cidr": "10.20.0.0/22"}) == ""
+
+
+def test_the_example_is_right(variables: Terraform) -> None:
+    variables.must("plan", "-input=false", "-no-color", "-lock=false", f"-var-file={INFRA / 'example.tfvars'}")
+
+
+def test_sizes_of_instances_are_those_that_plans_are_checked_with() -> None:
+    known = json.loads((INFRA / "trainium.json").read_text())
+    assert known == {name: {"vcpus": vcpus, "efa_interfaces": efas} for name, (vcpus, _, _, efas) in INSTANCES.items()}
