@@ -139,7 +139,7 @@ bootstrap:  ## AWS: print what an account needs before the first deployment
 repository:  ## AWS, the first time: only the storage of infra/, so that there is a repository to push images to
 	mkdir -p build
 	$(TF) init -input=false -backend-config=backend.hcl
-	$(TF) plan -input=false -out=../build/infra.plan -target=module.storage -var image=none@sha256:$(NO_DIGEST)
+	$(TF) plan -input=false -out=../build/infra.plan -target=module.storage -var image=none@sha256:$(NO_DIGEST) -var cpu_image=none@sha256:$(NO_DIGEST)
 	@$(ASK)
 	$(TF) apply -input=false ../build/infra.plan
 
