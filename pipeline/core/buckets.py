@@ -21,10 +21,6 @@ class Bucket:
     def name(self) -> str:
         return f"{self.query_tokens}x{self.product_tokens}"
 
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.query_tokens + self.product_tokens
-
     @staticmethod
     def parse(text: str) -> "Bucket":
         """Read `16x32` (query x product) or `32` (both)."""

@@ -10,8 +10,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.core.errors import ConfigError
-
 _TARGET_IS_HASHED = (2, 16)
 _JSON_IS_HASHED = (2, 15)
 
@@ -45,33 +43,6 @@ class CompilerFlags(BaseModel):
         return " ".join(self.tokens())
 
 
-def parse_flags(text: str) -> CompilerFlags:
-    """NEURON_CC_FLAGS as people write it, in any order and with either spelling, to typed flags.
-
-    Options of the wrapper (cache folder, retries, logging), which never reach the compiler, are dropped. As in
-    neuronx-cc the right-most of two equal options wins. Raises ConfigError for an option or a value not known here,
-    `--optlevel O1` among them.
-    """
-    values: dict[str, str | int] = {}
-    words = _joined(text.split())
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in _WRAPPER_OPTIONS:
-            continue
-        field = _FIELD_OF.get(name)
-        if field is None or (field == "optlevel" and value not in ("1", "2", "3")):
-            raise ConfigError(
-                f"{word} in NEURON_CC_FLAGS",
-                expected="--optlevel=1, 2 or 3" if field else f"one of {', '.join(_FIELD_OF)}",
-                next_command="trnpipe config  # the section `compile.flags` sets them",
-            )
-        values[field] = int(value) if field == "optlevel" else value
-    try:
-        return CompilerFlags.model_validate(values)
-    except ValueError as error:
-        raise ConfigError(f"NEURON_CC_FLAGS is {text!r}", expected=str(error)) from error
-
-
 def flags_hash(tokens: tuple[str, ...], *, compiler: str, target: str) -> str:
     """The eight hex digits after `+` in a cache entry's name, as neuronx-cc `compiler` (a version) makes them.
 
@@ -85,27 +56,3 @@ def flags_hash(tokens: tuple[str, ...], *, compiler: str, target: str) -> str:
     else:
         text = " ".join(tokens)
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:8]
-
-
-_FIELD_OF = {
-    "--model-type": "model_type",
-    "--auto-cast": "auto_cast",
-    "--auto-cast-type": "auto_cast_type",
-    "--optlevel": "optlevel",
-}
-_WRAPPER_OPTIONS = ("--cache_dir", "--retry_failed_compilation", "--no_cache", "--log_level", "--dump")
-_WITHOUT_VALUE = ("--retry_failed_compilation", "--no_cache")
-
-
-def _joined(words: list[str]) -> list[str]:
-    """`--name value`, `-O1` and `-O 1` as `--name=value`."""
-    joined: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word.startswith("-O") and not word.startswith("--"):
-            joined.append(f"--optlevel={word[2:] or next(rest, '')}")
-        elif "=" in word or word in _WITHOUT_VALUE:
-            joined.append(word)
-        else:
-            joined.append(f"{word}={next(rest, '')}")
-    return joined

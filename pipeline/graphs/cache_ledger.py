@@ -13,8 +13,7 @@ from pipeline import __version__
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.cache_entry import DONE_NAME, CacheEntry, EntryName, EntryState
-from pipeline.graphs.cache_scan import list_local
+from pipeline.graphs.cache_entry import DONE_NAME, CacheEntry, EntryName
 from pipeline.io import atomic, locks
 from pipeline.io.errors import os_errors
 from pipeline.io.hashing import file_record
@@ -33,26 +32,11 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
             yield folder
 
 
-def record_local(root: Path, stop: StopSignal) -> int:
-    """Take the checksums of finished entries that have none yet, best right after compiling. Returns how many."""
-    todo = [entry for entry in list_local(root) if entry.state is EntryState.DONE and read(root, entry) is None]
-    for entry in todo:
-        take(root, entry, stop)
-    return len(todo)
-
-
 def take(root: Path, entry: CacheEntry, stop: StopSignal) -> dict[str, FileRecord]:
     """The checksums of a finished entry as they are now, written down. KeyNotFound when it vanishes meanwhile."""
     records = records_of(root, entry, stop)
     write(root, entry.name, records)
     return records
-
-
-def check_local(root: Path, stop: StopSignal) -> list[tuple[EntryName, str]]:
-    """Finished entries whose files no longer have the checksums taken earlier, and what is wrong. Reads every byte."""
-    entries = [entry for entry in list_local(root) if entry.state is EntryState.DONE]
-    found = [(entry.name, problem_of(root, entry, deep=True, stop=stop)) for entry in entries]
-    return [(name, problem) for name, problem in found if problem is not None]
 
 
 def problem_of(root: Path, entry: CacheEntry, *, deep: bool, stop: StopSignal) -> str | None:

@@ -1,6 +1,5 @@
 """The seam to storage: one protocol over `file://` and `s3://`, and how a URI becomes a Storage."""
 
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from pipeline.io.retry import RetryPolicy
 
 # The protocol has a method named list, which hides the type inside the class.
 Names = list[str]
-PROBE_KEY_PREFIX = "write-probe-"
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,6 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
         expected="s3://bucket/prefix, file:///folder or a plain path",
         next_command="correct the URI in the settings",
     )
-
-
-def check_writable(storage: Storage) -> None:
-    """Write and delete a probe key. ConfigError with the reason when that is not allowed."""
-    key = f"{PROBE_KEY_PREFIX}{secrets.token_hex(4)}"
-    storage.write_bytes(key, b"probe\n")
-    storage.delete([key])
 
 
 def _open_local(path: str, stop: StopSignal) -> Storage:

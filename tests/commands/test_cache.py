@@ -20,7 +20,7 @@ from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.cache_entry import EntryState
 from pipeline.graphs.cache_host import Compilers, Mount, Mounts
-from pipeline.graphs.cache_ledger import LEDGER_DIR, record_local
+from pipeline.graphs.cache_ledger import LEDGER_DIR
 from pipeline.graphs.cache_sync import sync_cache
 from pipeline.graphs.manifest import GraphManifest, GraphRecord, store_manifest
 from pipeline.io.storage import open_storage
@@ -42,6 +42,7 @@ from tests.graphs.cache_cases import (
     local_disk,
     name_of,
     nobody,
+    record_local,
     somebody,
     write_entry,
 )

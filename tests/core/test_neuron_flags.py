@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash, parse_flags
+from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 
 # Hashes seen in real logs, by compiler version.
 SEEN = [
@@ -27,24 +26,3 @@ def test_one_spelling_in_one_order() -> None:
     flags = CompilerFlags(auto_cast="all", optlevel=2)
     assert flags.text() == "--model-type=transformer --auto-cast=all --auto-cast-type=bf16 --optlevel=2"
     assert CompilerFlags().text() == "--model-type=transformer --auto-cast=none --optlevel=1"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--optlevel=1 --auto-cast=all --auto-cast-type=bf16 --model-type=transformer",
-        "-O1 --auto-cast all --model-type transformer",
-        "-O 1 --auto-cast=all --cache_dir=/var/tmp/x --retry_failed_compilation --log_level INFO",
-        "--optlevel=2 --auto-cast=all --optlevel 1",
-    ],
-)
-def test_however_it_is_written(text: str) -> None:
-    assert parse_flags(text) == CompilerFlags(auto_cast="all")
-
-
-@pytest.mark.parametrize(
-    "text", ["--optlevel O1", "--optlevel=4", "--auto-cast=matmul", "--enable-experimental-O1", "-O"]
-)
-def test_what_the_compiler_would_refuse_or_take_for_something_else(text: str) -> None:
-    with pytest.raises(ConfigError, match="NEURON_CC_FLAGS"):
-        parse_flags(text)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.stop import StopSignal
+from pipeline.graphs import cache_ledger
 from pipeline.graphs.cache_entry import EntryName, EntryState, parse_entry
 from pipeline.graphs.cache_host import CompilerProcess, Mount
 from pipeline.graphs.cache_ledger import LEDGER_DIR
+from pipeline.graphs.cache_scan import list_local
 from pipeline.graphs.cache_sync import Direction, SyncReport, Verify, sync_cache
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
@@ -128,3 +130,20 @@ def damage(storage: Storage, name: EntryName, file: str) -> None:
     data = bytearray(storage.read_bytes(key))
     data[1] ^= 0x40
     storage.write_bytes(key, bytes(data))
+
+
+def record_local(root: Path, stop: StopSignal) -> int:
+    """Take the checksums of finished entries that have none yet, best right after compiling. Returns how many."""
+    todo = [
+        entry for entry in list_local(root) if entry.state is EntryState.DONE and cache_ledger.read(root, entry) is None
+    ]
+    for entry in todo:
+        cache_ledger.take(root, entry, stop)
+    return len(todo)
+
+
+def check_local(root: Path, stop: StopSignal) -> list[tuple[EntryName, str]]:
+    """Finished entries whose files no longer have the checksums taken earlier, and what is wrong. Reads every byte."""
+    entries = [entry for entry in list_local(root) if entry.state is EntryState.DONE]
+    found = [(entry.name, cache_ledger.problem_of(root, entry, deep=True, stop=stop)) for entry in entries]
+    return [(name, problem) for name, problem in found if problem is not None]

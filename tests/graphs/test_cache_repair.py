@@ -11,7 +11,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.graphs import cache_repair
 from pipeline.graphs.cache_entry import CacheEntry, EntryName, EntryState
 from pipeline.graphs.cache_host import CompilerProcess, Compilers
-from pipeline.graphs.cache_ledger import LEDGER_DIR, record_local
+from pipeline.graphs.cache_ledger import LEDGER_DIR
 from pipeline.graphs.cache_repair import Action, RepairReport, repair_local, repair_storage
 from pipeline.graphs.cache_scan import list_entry, scan_local
 from pipeline.graphs.cache_sync import sync_cache
@@ -31,6 +31,7 @@ from tests.graphs.cache_cases import (
     local_disk,
     name_of,
     nobody,
+    record_local,
     somebody,
     write_entry,
 )

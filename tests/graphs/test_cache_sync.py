@@ -13,7 +13,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.cache_entry import EntryState
 from pipeline.graphs.cache_host import Mount
-from pipeline.graphs.cache_ledger import cache_lock, check_local, take
+from pipeline.graphs.cache_ledger import cache_lock, take
 from pipeline.graphs.cache_remote import publish
 from pipeline.graphs.cache_repair import repair_local
 from pipeline.graphs.cache_scan import list_entry, list_local, scan_local
@@ -33,6 +33,7 @@ from tests.graphs.cache_cases import (
     THREE,
     TWO,
     VERSION,
+    check_local,
     content_of,
     done_files,
     entries_of,

@@ -15,7 +15,7 @@ from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.cache_entry import EntryState
-from pipeline.graphs.cache_ledger import LEDGER_DIR, check_local, record_local
+from pipeline.graphs.cache_ledger import LEDGER_DIR
 from pipeline.graphs.cache_scan import list_local
 from pipeline.io.errors import DiskFull
 from pipeline.io.storage import Storage
@@ -31,6 +31,7 @@ from tests.graphs.cache_cases import (
     PREFIX,
     TWO,
     VERSION,
+    check_local,
     content_of,
     damage,
     done_files,
@@ -39,6 +40,7 @@ from tests.graphs.cache_cases import (
     keys_of,
     moved,
     opened,
+    record_local,
     requests_of,
     sync,
     write_entry,

@@ -10,7 +10,7 @@ from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.errors import DiskFull, translate_os_error
-from pipeline.io.storage import Storage, check_writable, open_storage
+from pipeline.io.storage import Storage, open_storage
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_an_unwritable_root_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for root in (str(tmp_path / "file" / "below"), "/proc/self/nowhere"):
         with pytest.raises(ConfigError, match=root):
-            check_writable(open_storage(root))
+            open_storage(root).write_bytes("a", b"")
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync"])

@@ -15,7 +15,7 @@ from pipeline.io.retry import RetryPolicy
 from pipeline.io.s3 import S3Storage
 from pipeline.io.s3_client import S3Client
 from pipeline.io.s3_transfer import MAX_PARTS, TransferSettings, part_ranges
-from pipeline.io.storage import Storage, check_writable, open_storage
+from pipeline.io.storage import Storage, open_storage
 from tests.io.conftest import BUCKET, FAST, Fault, Proxy
 
 pytestmark = pytest.mark.fault
@@ -84,7 +84,7 @@ def test_broken_answers_are_read_again(s3: Storage, proxy: Proxy, kind: str) -> 
 def test_forbidden_is_not_repeated(s3: Storage, proxy: Proxy) -> None:
     proxy.faults = [Fault("denied", "PUT", times=10)]
     with pytest.raises(ConfigError, match="PutObject"):
-        check_writable(s3)
+        s3.write_bytes("a", b"")
     assert proxy.faults[0].hits == 1
 
 

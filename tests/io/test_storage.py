@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage, check_writable, open_storage
+from pipeline.io.storage import Storage, open_storage
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -205,11 +205,6 @@ def test_requests_are_counted(storage: Storage) -> None:
     after = storage.requests.snapshot()
     spent = {name: after[name] - before[name] for name in after}
     assert spent == {"get": 1, "put": 1, "head": 1, "list": 1, "delete": 1, "retries": 0}
-
-
-def test_probe_leaves_nothing(storage: Storage) -> None:
-    check_writable(storage)
-    assert keys_of(storage) == []
 
 
 def test_a_stop_ends_transfers(storage: Storage, stop: StopSignal, tmp_path: Path, tree: Path) -> None:
