@@ -27,6 +27,7 @@ from pipeline.embedding.parts import PartCounts, PartRecord, id_range, load_reco
 from pipeline.embedding.plan import EmbedPlan, vectors_prefix
 from pipeline.embedding.texts import DUPLICATE_ID
 from pipeline.embedding.vector_set import KIND, QUARANTINE, PartInfo, VectorSet, VectorSetInfo, ids_at
+from pipeline.io.commit import read_manifest
 from pipeline.io.hashing import hash_bytes
 from pipeline.io.keys import join_key
 from pipeline.io.storage import Storage
@@ -44,6 +45,28 @@ def finish(
     Ids in several parts are taken out of the later ones, whose files appear under another name. Raises DataError when
     too many rows are bad, or none is good.
     """
+    try:
+        return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
+    except DataError:
+        theirs = _published(workspace, plan)
+        if theirs is None:
+            raise
+        return theirs  # another worker was first, and removed what it had written again while this one read it
+
+
+def _published(workspace: Storage, plan: EmbedPlan) -> VectorSet | None:
+    """What some worker has published of this very plan."""
+    prefix = vectors_prefix(plan.cycle)
+    manifest = read_manifest(workspace, prefix)
+    if manifest is None or manifest.kind != KIND:
+        return None
+    found = VectorSet(workspace, prefix, manifest)
+    return found if found.info.plan == plan.fingerprint else None
+
+
+def _finish(
+    workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
+) -> VectorSet:
     prefix = vectors_prefix(plan.cycle)
     records = load_records(workspace, plan, stop)
     draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.embedding import finish as finish_module
 from pipeline.embedding import parts as parts_module
 from pipeline.embedding.parts import finished_parts, records_prefix
 from pipeline.embedding.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
@@ -99,6 +100,25 @@ def test_workers_that_finish_at_the_same_time(tmp_path: Path) -> None:
     assert len({result.manifest.digest for result in results}) == 1
     verify_dir(case.workspace, "embeddings/c1", deep=True)
     assert len(rows_of(open_vectors(case.workspace, "c1"))) == 106
+
+
+def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, catalogue = Case(tmp_path), with_repeats(tmp_path)
+    plan = case.plan(catalogue)
+    case.work(plan)
+    find, published = finish_module._duplicates, []
+
+    def overtaken(*args: Any, **more: Any) -> Any:
+        found = find(*args, **more)
+        monkeypatch.setattr(finish_module, "_duplicates", find)
+        published.append(case.finish(plan))
+        return found
+
+    monkeypatch.setattr(finish_module, "_duplicates", overtaken)
+    assert case.finish(plan).manifest == published[0].manifest
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
 
 
 @pytest.mark.parametrize("titles", [[None] * 6 + ["phone"] * 94, [""] * 100])
