@@ -41,7 +41,7 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path) -> None:
     "preset",
     [
         "tiny",
-        pytest.param("small", marks=pytest.mark.slow),
+        pytest.param("small", marks=pytest.mark.thorough),
         pytest.param("base", marks=pytest.mark.thorough),
         pytest.param("large", marks=pytest.mark.thorough),
     ],

@@ -19,7 +19,7 @@ MODES = [
     pytest.param("split", 4, 1, 1, 5, id="split-accumulating", marks=pytest.mark.thorough),
     pytest.param("fused", 4, 3, 1, 4, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
     pytest.param("fused", 4, 1, 2, 5, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
-    pytest.param("split", 1, 1, 2, 3, id="split-two-processes", marks=pytest.mark.slow),
+    pytest.param("split", 1, 1, 2, 3, id="split-two-processes", marks=pytest.mark.thorough),
 ]
 
 
@@ -60,6 +60,7 @@ def test_training_meets_only_compiled_graphs(
     assert "done already" in again.out + again.err
 
 
+@pytest.mark.thorough
 def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
     here = bare_place("xla", ONE_SHAPE)
     compiled = here.run("compile")
@@ -106,6 +107,7 @@ def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Cal
     assert re.search(r", from \S+\.py:\d+", here.run("train", code=78).err)
 
 
+@pytest.mark.thorough
 def test_keys_are_the_same_in_another_place_and_in_another_run(place: Callable[..., Place]) -> None:
     one, other = place("xla", ONE_SHAPE), place("xla", (*ONE_SHAPE, "--data.num-workers=2"))
     for here in (one, other):

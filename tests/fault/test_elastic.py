@@ -49,6 +49,7 @@ def test_two_processes_stopped_then_one_then_three(place: Callable[..., Place]) 
     assert len(trace) == len(alone.trace)
 
 
+@pytest.mark.thorough
 def test_two_processes_on_xla(place: Callable[..., Place]) -> None:
     few = (*ON_XLA, "--train.max-steps=10", "--train.evaluate-every=0", "--train.loss.negatives-group=4")
     alone = place("cpu", few)

@@ -141,8 +141,15 @@ def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen:
     assert "rank 0 of this node ended" not in run.err
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["cores", "collectives"])
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        ("cores", signal.SIGKILL),
+        ("collectives", signal.SIGTERM),
+        pytest.param("cores", signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param("collectives", signal.SIGKILL, marks=pytest.mark.thorough),
+    ],
+)
 def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: str, how: signal.Signals) -> None:
     """Only the process that was started is told; the fixture looks for the others and for files."""
     ranks = 2 if moment == "collectives" else 1

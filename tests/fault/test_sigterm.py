@@ -76,6 +76,7 @@ def test_after_the_last_step(place: Callable[..., Place]) -> None:
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_in_the_first_compile(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     run = here.start("train")
