@@ -20,17 +20,18 @@ ARGS      ?=
 FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
-# make deploy SETTINGS="configs/small.toml configs/jobs/trn1.toml": what a cycle on AWS is told, in the image and here
-SETTINGS  ?= configs/base.toml configs/jobs/trn1.toml
+# What Terraform told trnjobs: files of settings and, over them, build/infra.json.
 TF         = terraform -chdir=infra
-TF_VARS    = -var 'settings_files=[$(subst $(SPACE),$(COMMA),$(patsubst %,"%",$(SETTINGS)))]'
-AWS_FLAGS  = $(SETTINGS:%=--config %) --config build/infra.json $(if $(filter command line environment,$(origin CYCLE)),--cycle $(CYCLE)) $(ARGS)
+AWS_FLAGS  = $$(cat build/infra.flags) $(if $(filter command line environment,$(origin CYCLE)),--cycle $(CYCLE)) $(ARGS)
+FLAGS_OF   = import json, sys; print(*(f"--config {file}" for file in [*json.load(sys.stdin), "build/infra.json"]))
+define WRITE_TOLD
+$(TF) output -json settings > build/infra.json
+$(TF) output -json settings_files > build/infra.files
+$(BIN)/python -c '$(FLAGS_OF)' < build/infra.files > build/infra.flags
+endef
 APPROVE   ?=
 ASK        = test "$(APPROVE)" = yes || { printf 'Do it? (yes or no) '; read answer; test "$$answer" = yes; }
 NO_DIGEST := 0000000000000000000000000000000000000000000000000000000000000000
-COMMA     := ,
-EMPTY     :=
-SPACE     := $(EMPTY) $(EMPTY)
 
 # make image push IMAGE=neuron REPOSITORY=123456789012.dkr.ecr.us-east-1.amazonaws.com/relevance BASE_DIGEST=sha256:...
 IMAGE       ?= cpu
@@ -46,7 +47,7 @@ REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push bootstrap repository deploy submit destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push bootstrap repository deploy submit told destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -146,30 +147,30 @@ repository:  ## AWS, the first time: only the storage of infra/, so that there i
 deploy: $(STAMP)  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
 	mkdir -p build
 	$(TF) init -input=false -backend-config=backend.hcl
-	$(TF) plan -input=false -out=../build/infra.plan $(TF_VARS)
+	$(TF) plan -input=false -out=../build/infra.plan
 	$(TF) show -json ../build/infra.plan > build/infra.plan.json
-	$(BIN)/trnjobs fit build/infra.plan.json $(SETTINGS:%=--config %)
+	$(BIN)/trnjobs fit build/infra.plan.json
 	@$(ASK)
 	$(TF) apply -input=false ../build/infra.plan
-	$(TF) output -json settings > build/infra.json
+	$(WRITE_TOLD)
 
-submit: $(STAMP) build/infra.json  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
+submit: $(STAMP) told  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
 	$(BIN)/trnjobs plan --target batch $(AWS_FLAGS)
 	@$(ASK)
 	$(BIN)/trnjobs submit --target batch $(AWS_FLAGS)
 
-build/infra.json:
+told: $(STAMP)  ## AWS: fetch what Terraform made, as build/infra.json for trnjobs --config
 	mkdir -p build
-	$(TF) output -json settings > $@.new
-	mv $@.new $@
+	$(TF) init -input=false -backend-config=backend.hcl
+	$(WRITE_TOLD)
 
 destroy:  ## AWS: show what would be taken down, ask, then do it; a bucket that holds anything stays
 	mkdir -p build
 	$(TF) init -input=false -backend-config=backend.hcl
-	$(TF) plan -destroy -input=false -out=../build/infra.plan $(TF_VARS)
+	$(TF) plan -destroy -input=false -out=../build/infra.plan
 	@$(ASK)
 	$(TF) apply -input=false ../build/infra.plan
-	rm -f build/infra.json
+	rm -f build/infra.json build/infra.flags
 
 lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	mkdir -p build

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RankShare, RowSource
+from pipeline.data.loader import RowSource
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.batches import BatchStream

@@ -6,7 +6,7 @@ name=${NAME:-relevance}
 cat <<END
 Before the first deployment of "$name" in $region. Commands are yours to run; nothing is done by this page.
 
-1. Tools: terraform 1.9 or newer, aws (version 2) with credentials that may make VPCs, Batch, IAM roles, S3, ECR, KMS,
+1. Tools: terraform 1.11 or newer, aws (version 2) with credentials that may make VPCs, Batch, IAM roles, S3, ECR, KMS,
    EventBridge, SNS and budgets; docker with buildx for the images.
 
      aws sts get-caller-identity
@@ -17,10 +17,16 @@ Before the first deployment of "$name" in $region. Commands are yours to run; no
      aws service-quotas list-service-quotas --service-code ec2 --region $region \\
        --query "Quotas[?contains(QuotaName, 'Trn instances')].[QuotaName, Value, QuotaCode]" --output table
 
-3. A zone that offers the machine: variable availability_zone.
+   CPU machines have theirs ("All Standard ... Spot Instance Requests", or on-demand with cpu.spot = false): preparing data takes
+   16 vCPU, embedding 128 with configs/jobs/trn1.toml. A new account may have 5.
+
+     aws service-quotas list-service-quotas --service-code ec2 --region $region \\
+       --query "Quotas[?contains(QuotaName, 'Standard')].[QuotaName, Value, QuotaCode]" --output table
+
+3. A zone that offers both kinds of machines: variable availability_zone.
 
      aws ec2 describe-instance-type-offerings --location-type availability-zone --region $region \\
-       --filters Name=instance-type,Values=trn1.32xlarge --query "InstanceTypeOfferings[].Location"
+       --filters Name=instance-type,Values=trn1.32xlarge,m7i.4xlarge --query "InstanceTypeOfferings[].Location"
 
 4. The service-linked roles, once an account (an error that they exist is fine).
 
@@ -41,5 +47,6 @@ Before the first deployment of "$name" in $region. Commands are yours to run; no
      aws ssm get-parameter --region $region --query Parameter.Value \\
        --name /aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id
 
-7. infra/terraform.tfvars, from infra/example.tfvars. Then: make deploy, and docs/operate.md for the first checks.
+7. infra/terraform.tfvars, from infra/example.tfvars. Then: make repository; make image and make push, for cpu and for
+   neuron; both digests into that file; make deploy. docs/operate.md goes through it, and on to the first checks.
 END

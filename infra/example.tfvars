@@ -1,4 +1,4 @@
-# A fleet of four trn1.32xlarge that retrains every night at 02:00. Copy, correct, and name the copy at make deploy.
+# A fleet of four trn1.32xlarge that retrains every night at 02:00. Copy to terraform.tfvars and correct.
 name              = "relevance"
 region            = "us-west-2"
 availability_zone = "us-west-2d" # one that offers trn1 in your account: aws ec2 describe-instance-type-offerings

@@ -3,6 +3,11 @@ output "settings" {
   description = "Settings of a cycle on this fleet, for trnjobs --config."
 }
 
+output "settings_files" {
+  value       = var.settings_files
+  description = "Files that the settings go over: --config before build/infra.json."
+}
+
 output "fleet" {
   value = [
     {

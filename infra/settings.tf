@@ -20,7 +20,7 @@ locals {
   # [jobs.schedule], [jobs.environment] and [jobs.<stage>]
   job_sections = {
     schedule    = { expression = var.schedule_expression, timezone = var.timezone }
-    environment = { AWS_DEFAULT_REGION = var.region } # not confirmed that AWS Batch sets a region on EC2
+    environment = merge({ AWS_DEFAULT_REGION = var.region }, var.job_environment) # not confirmed that AWS Batch sets a region on EC2
     prepare     = local.on_cpu
     evaluate    = { role = module.roles.promote_role_arn }
     embed       = merge(local.on_cpu, { role = module.roles.embed_role_arn })

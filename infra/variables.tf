@@ -5,8 +5,8 @@ variable "name" {
   description = "First word of all names: queues, roles, job definitions, jobs."
 
   validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{1,30}$", var.name))
-    error_message = "name is \"${var.name}\"; expected 2 to 31 lower-case letters, digits and -, beginning with a letter."
+    condition     = can(regex("^[a-z][a-z0-9]*(-[a-z0-9]+)*$", var.name)) && length(var.name) >= 2 && length(var.name) <= 31
+    error_message = "name is \"${var.name}\"; expected 2 to 31 lower-case letters, digits and single -, beginning with a letter and not ending in -."
   }
 }
 
@@ -87,8 +87,19 @@ variable "settings_files" {
   default     = ["configs/base.toml", "configs/jobs/trn1.toml"]
 
   validation {
-    condition     = alltrue([for path in var.settings_files : can(regex("\\.(toml|json)$", path))])
-    error_message = "settings_files is ${jsonencode(var.settings_files)}; expected paths that end in .toml or .json."
+    condition     = alltrue([for path in var.settings_files : can(regex("^configs/[A-Za-z0-9_./-]+\\.toml$", path))])
+    error_message = "settings_files is ${jsonencode(var.settings_files)}; expected configs/<name>.toml: nothing else is in the image."
+  }
+}
+
+variable "job_environment" {
+  type        = map(string)
+  description = "Variables of every job, such as NEURON_RT_EXEC_TIMEOUT; they take the place of [jobs.environment] in settings. No secrets."
+  default     = {}
+
+  validation {
+    condition     = alltrue([for name in keys(var.job_environment) : can(regex("^[A-Za-z_][A-Za-z0-9_]*$", name)) && !startswith(name, "AWS_BATCH")])
+    error_message = "job_environment names ${join(", ", keys(var.job_environment))}; expected names of variables that do not begin with AWS_BATCH."
   }
 }
 
@@ -98,7 +109,7 @@ variable "data" {
     prefix      = string
     kms_key_arn = optional(string)
   }))
-  description = "Where cycles may read their input, besides the workspace: bucket, file or folder in it (empty: all of it), and the key it is encrypted with. At most four."
+  description = "Where cycles may read their input, besides the workspace, in this region (the endpoint of S3 leads to no other): bucket, file or folder in it (empty: all of it), and the key it is encrypted with. At most four."
   default     = []
 
   validation {

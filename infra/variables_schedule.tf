@@ -94,11 +94,11 @@ variable "schedule_enabled" {
 
 variable "watch_expression" {
   type        = string
-  description = "How often all open cycles are looked at, which is when a missed deadline is noticed: rate(n minutes|hours|days)."
+  description = "How often all open cycles are looked at, which is when a missed deadline is noticed: rate(n minutes|hours), at least once a day."
   default     = "rate(1 hour)"
 
   validation {
-    condition     = can(regex("^rate\\((1 (minute|hour|day)|[1-9][0-9]* (minutes|hours|days))\\)$", var.watch_expression))
+    condition     = can(regex("^rate\\((1 (minute|hour|day)|[1-9][0-9]* minutes|([2-9]|1[0-9]|2[0-4]) hours)\\)$", var.watch_expression))
     error_message = "watch_expression is \"${var.watch_expression}\"; expected a rate such as rate(1 hour) or rate(30 minutes)."
   }
 }

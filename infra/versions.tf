@@ -1,5 +1,5 @@
 terraform {
-  required_version = ">= 1.9.0" # validation of one variable against another
+  required_version = ">= 1.11.0" # locks of the state in S3 without a table
 
   required_providers {
     aws = {

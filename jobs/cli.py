@@ -85,7 +85,7 @@ def _command(words: list[str]) -> int:
     if arguments.command in OF_A_CYCLE:
         from jobs.settings import SCHEMA
 
-        given = parse(flags, ())
+        given = arguments.given = parse(flags, ())
         arguments.resolved = SCHEMA.resolve(given.files, os.environ, given.flags)
         arguments.settings = arguments.resolved.settings
     return int(import_module(f"jobs.commands.{arguments.command}").run(arguments, _show))

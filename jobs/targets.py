@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 from jobs.core.config import JobsConfig
 from jobs.core.cost import Prices
@@ -18,7 +19,10 @@ from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
+from pipeline.parallel.world import World
+from pipeline.train.share import batch_share
 
+_SHARE_BATCHES = ("compile", "train", "evaluate")
 Say = Callable[[str], object]
 Renew = Callable[[], None]
 
@@ -28,8 +32,10 @@ def _nothing() -> None:
 
 
 def cycle_of(settings: CycleSettings) -> str:
-    """The cycle of the settings, else today's date (UTC)."""
-    return settings.cycle or datetime.now(UTC).date().isoformat()
+    """The cycle of the settings, else today's date: by the clocks of the schedule where there is one, else UTC."""
+    schedule = settings.jobs.schedule
+    zone = ZoneInfo(schedule.timezone) if schedule.expression else UTC
+    return settings.cycle or datetime.now(zone).date().isoformat()
 
 
 def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
@@ -39,7 +45,10 @@ def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
 
 
 def make_plan(settings: CycleSettings) -> CyclePlan:
-    """What the settings say now; asks nobody. Raises ConfigError."""
+    """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share."""
+    for name in _SHARE_BATCHES:
+        job = settings.jobs.stage(name)
+        batch_share(settings.train, World(world_size=job.nodes * job.processes))
     return plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),

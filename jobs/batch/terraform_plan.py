@@ -1,7 +1,7 @@
 """What Terraform is about to make, as the account that it will be: read from `terraform show -json PLAN`.
 
-Two outputs of infra/ tell it: `settings` (what `trnjobs` is to know; ARNs are unknown before they exist, and are left
-out) and `fleet` (queues with the machines behind them).
+Three outputs of infra/ tell it: `settings` (what `trnjobs` is to know; ARNs are unknown before they exist, and are left
+out), `settings_files` (what it goes over) and `fleet` (queues with the machines behind them).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,14 @@ class _Settings(_Read):
     after: dict[str, Any]
 
 
+class _Files(_Read):
+    after: tuple[Path, ...]
+
+
 class _Outputs(_Read):
     fleet: _Fleets
     settings: _Settings
+    settings_files: _Files
 
 
 class _Plan(_Read):
@@ -48,9 +53,10 @@ class _Plan(_Read):
 
 @dataclass(frozen=True)
 class Planned:
-    """What will be. `settings`: a part of the tree of settings."""
+    """What will be. `settings`: a part of the tree of settings, over `files`, which the driver reads in its image."""
 
     settings: Mapping[str, Any]
+    files: tuple[Path, ...]
     account: Account
 
 
@@ -63,7 +69,7 @@ def read_planned(path: Path) -> Planned:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _refused(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    return Planned(outputs.settings.after, account_of(outputs.fleet.after))
+    return Planned(_known(outputs.settings.after), outputs.settings_files.after, account_of(outputs.fleet.after))
 
 
 def account_of(fleets: Sequence[Fleet]) -> Account:
@@ -99,9 +105,15 @@ def account_of(fleets: Sequence[Fleet]) -> Account:
     )
 
 
+def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is null: not known before it is made."""
+    known = {key: _known(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: value for key, value in known.items() if value is not None}
+
+
 def _refused(path: Path, seen: str) -> ConfigError:
     return ConfigError(
         f"{path}: {seen}",
-        expected="a plan of infra/ with its outputs fleet and settings",
+        expected="a plan of infra/ with its outputs fleet, settings and settings_files",
         next_command=f"terraform -chdir=infra show -json ../build/infra.plan > {path}",
     )

@@ -1,19 +1,18 @@
 """`trnjobs fit`: would the cycle run on what Terraform is about to make? Asked by `make deploy` before it applies."""
 
 import argparse
-from collections.abc import Mapping
+import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from tempfile import TemporaryDirectory
 
 from jobs.batch.preflight import account_problems, account_warnings
 from jobs.batch.terraform_plan import read_planned
 from jobs.core.limits import check_plan
 from jobs.core.schedule import cycle_name
 from jobs.core.schedule_config import ScheduleConfig
-from jobs.settings import CycleSettings
+from jobs.settings import SCHEMA
 from jobs.targets import Say, make_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
 
@@ -24,9 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Say) -> int:
-    """Plan a cycle with what Terraform will say over what the files say; asks nobody. Raises ConfigError."""
-    planned = read_planned(arguments.plan)
-    settings = _with_planned(arguments.settings, planned.settings)
+    """Plan a cycle with what Terraform will say over what its settings files say; asks nobody. Raises ConfigError.
+
+    The files are read here, at the paths that they have in the image. Files and flags of the command come on top.
+    """
+    planned, given = read_planned(arguments.plan), arguments.given
+    with TemporaryDirectory(prefix="trnjobs-") as folder:
+        told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
+        told.write_text(json.dumps(planned.settings))
+        settings = SCHEMA.resolve([*planned.files, *given.files, told], os.environ, given.flags).settings
     first = _next_cycle(settings.jobs.schedule)
     plan = make_plan(settings.model_copy(update={"cycle": settings.cycle or first}))
     check_plan(plan)
@@ -41,30 +46,6 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         say(f"warning: {warning}")
     say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
     return EXIT_OK
-
-
-def _with_planned(settings: CycleSettings, planned: Mapping[str, Any]) -> CycleSettings:
-    try:
-        return CycleSettings.model_validate(_merged(settings.model_dump(), planned))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{'.'.join(map(str, first['loc']))} = {first['input']!r} (output settings of infra/): {first['msg']}",
-            expected="what trnjobs config allows",
-            next_command="correct the variables of infra/, then make deploy",
-        ) from error
-
-
-def _merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Where both have a table its keys are merged; what is not known yet (null) changes nothing."""
-    merged = dict(tree)
-    for key, value in over.items():
-        below = tree.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = _merged(below, value)
-        elif value is not None:
-            merged[key] = value
-    return merged
 
 
 def _next_cycle(config: ScheduleConfig) -> str:

@@ -12,7 +12,7 @@ from jobs.ledger.show import summary
 from jobs.settings import CycleSettings
 from jobs.store.cycle import CycleStore, claimed_cycles
 from jobs.targets import Say, open_cycle, open_target_of, prices_of, submitted_plan
-from pipeline.core.errors import EXIT_OK
+from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
 
 
@@ -29,13 +29,20 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage)]
     under_way = [store for store in stores if store.closed() is None]
+    failed: TrnpipeError | None = None
     for store in under_way:
-        if store.plan() is None:
-            say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
-        else:
-            _reconcile(settings, store, say)
+        try:
+            if store.plan() is None:
+                say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
+            else:
+                _reconcile(settings, store, say)
+        except TrnpipeError as error:  # the others are looked at all the same
+            say(f"cycle {store.cycle}: {type(error).__name__}: {error}")
+            failed = failed or error
     if not under_way:
         say(f"no cycle is under way in {asked.storage.root}")
+    if failed is not None:
+        raise failed
     return EXIT_OK
 
 

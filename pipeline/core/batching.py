@@ -95,6 +95,15 @@ class BatchPlan:
         return pools, rows
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """Which part of every global batch this rank takes."""
+
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+
+
 def rank_slice(batch_size: int, world_size: int, rank: int, accumulation: int, micro_step: int) -> slice:
     """The part of a global batch that one rank handles in one micro-step: contiguous, equal for all."""
     per_rank = batch_size // world_size

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.core.batching import BatchPlan, Int64s, rank_slice
+from pipeline.core.batching import BatchPlan, Int64s, RankShare, rank_slice
 from pipeline.core.order import mix64
 from pipeline.data.shards import Arrays
 
@@ -30,15 +30,6 @@ class MicroBatch:
     bucket: int
     tensors: dict[str, Tensor]
     sample_ids: Int64s
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Which part of every global batch this rank takes."""
-
-    rank: int = 0
-    world_size: int = 1
-    accumulation: int = 1
 
 
 def training_batches(

@@ -9,10 +9,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import DataError
 from pipeline.core.metrics import class_figures, ndcg
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare, RowSource, evaluation_batches
+from pipeline.data.loader import RowSource, evaluation_batches
 from pipeline.data.shards import Arrays
 from pipeline.parallel.gang import Gang
 

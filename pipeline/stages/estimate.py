@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.footprint import EncoderSizes, Estimate, Workload, estimate
 from pipeline.core.format import format_bytes
-from pipeline.data.loader import RankShare
 from pipeline.model.relevance import RelevanceModel
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes

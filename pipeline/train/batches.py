@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from pipeline.backends import Batch
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.schedule import learning_rate
-from pipeline.data.loader import RankShare, RowSource, sample_digest, training_batches
+from pipeline.data.loader import RowSource, sample_digest, training_batches
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import control_values
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RankShare
 from pipeline.embedding.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import PlanValue

@@ -1,7 +1,7 @@
 """How ranks and micro-steps share a global batch. Pure."""
 
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
-from pipeline.data.loader import RankShare
 from pipeline.parallel.world import World
 from pipeline.train.config import TrainConfig
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.backends import Backend
-from pipeline.core.batching import BatchPlan, Int64s
+from pipeline.core.batching import BatchPlan, Int64s, RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare
 from pipeline.data.shards import Arrays
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.program import EmbedProgram

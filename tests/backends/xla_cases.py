@@ -9,9 +9,8 @@ import torch
 
 from pipeline.backends import Backend, Batch, open_backend
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import ConfigError
-from pipeline.data.loader import RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.batches import BatchStream

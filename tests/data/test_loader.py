@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.loader import (
     MicroBatch,
-    RankShare,
     evaluation_batches,
     sample_digest,
     to_tensors,

@@ -137,9 +137,8 @@ def of_make(words: Words) -> str:
         return of_trnjobs(
             ["config", "--config", values["CONFIG"], "--cycle", values["CYCLE"], *shlex.split(values["ARGS"])]
         )
-    if "$(SETTINGS" in "".join(targets[name] for name in asked):
-        files = [word for file in values["SETTINGS"].split() for word in ("--config", file)]
-        return of_trnjobs(["config", *files, *shlex.split(values["ARGS"])])
+    if "$(AWS_FLAGS)" in "".join(targets[name] for name in asked):
+        return of_trnjobs(["config", "--cycle", values["CYCLE"], *shlex.split(values["ARGS"])])
     return ""
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipeline.backends import Backend, open_backend
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare
 from pipeline.data.tokenizer import Tokens, take
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.embedder import Embedder

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 INFRA = Path(__file__).parents[2] / "infra"
-OLDEST = (1, 9)
+OLDEST = (1, 11)
 REGISTRY = "registry.terraform.io"
 """A mirror of providers is a folder that holds a folder of this name."""
 MIRRORS = ("/opt/*", "/usr/share/terraform/*", "/usr/local/share/terraform/*", "~/.terraform.d/*")
@@ -53,11 +53,11 @@ class Terraform:
 def require_terraform() -> None:
     """Skips without one that is new enough."""
     if shutil.which("terraform") is None:
-        pytest.skip("terraform is not on PATH; install 1.9 or newer to run the tests of infra/")
+        pytest.skip("terraform is not on PATH; install 1.11 or newer to run the tests of infra/")
     seen = json.loads(subprocess.run(["terraform", "version", "-json"], capture_output=True, check=True).stdout)
     version = seen["terraform_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        pytest.skip(f"terraform {version} is on PATH; the tests of infra/ need 1.9 or newer")
+        pytest.skip(f"terraform {version} is on PATH; the tests of infra/ need 1.11 or newer")
 
 
 def started(folder: Path, sources: Sequence[Path]) -> Terraform:

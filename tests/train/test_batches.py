@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.batching import BatchPlan
-from pipeline.data.loader import RankShare
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.train.batches import BatchStream, schedule_of
 from tests.train.rows import TRAIN, make_rows

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError
-from pipeline.data.loader import RankShare
 from pipeline.embedding.config import EmbedConfig
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import GraphManifest, Plan, store_manifest
@@ -75,6 +75,14 @@ def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: S
         open_part_guard(
             workspace, {**here, "embed.precision": "bf16"}, NoCounters(), CompileConfig(), Console(quiet=True)
         )
+
+
+def test_another_model_of_the_workspace_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
+    other = {**training(1, EmbedConfig()), "device": "xla:CPU", "model.num_layers": 12}
+    store_manifest(workspace, GraphManifest(plan=other, graphs=()))
+    here = {**embedding(EmbedConfig()), "device": "xla:CPU"}
+    found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
+    assert isinstance(found, NoWatch)
 
 
 def test_what_was_compiled_on_a_cpu_machine_is_not_enough_for_trainium(workspace: Storage) -> None:

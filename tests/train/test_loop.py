@@ -14,11 +14,10 @@ from torch import Tensor
 
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.gang import Gang

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.data.loader import RankShare, training_batches
+from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig

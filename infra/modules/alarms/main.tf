@@ -6,7 +6,7 @@ locals {
   events = {
     failed = {
       description = "A job of ${var.name} has failed for good."
-      # Children of an array are left out by the pattern: their parent fails too, and is one message.
+      # Children of an array and nodes of a gang are left out by the pattern: the whole job fails too, in one message.
       text = "\"Job <job> of cycle <cycle> failed: <reason>. Next: trnjobs status --cycle <cycle>; docs/operate.md has what to do.\""
     }
     blocked = {
@@ -105,6 +105,22 @@ resource "aws_cloudwatch_metric_alarm" "dead_letter" {
   period              = 300
   evaluation_periods  = 1
   treat_missing_data  = "notBreaching"
+  alarm_actions       = [aws_sns_topic.this.arn]
+}
+
+# The watch writes every hour. Where it does not, machines do not start, or do not join, and nothing else would tell.
+resource "aws_cloudwatch_metric_alarm" "silence" {
+  alarm_name          = "${var.name}-silent"
+  alarm_description   = "No job of ${var.name}, the watch included, has written a line for a day. Next: aws batch list-jobs; docs/operate.md has what to do."
+  namespace           = "AWS/Logs"
+  metric_name         = "IncomingLogEvents"
+  dimensions          = { LogGroupName = var.log_group }
+  statistic           = "Sum"
+  comparison_operator = "LessThanThreshold"
+  threshold           = 1
+  period              = 86400
+  evaluation_periods  = 1
+  treat_missing_data  = "breaching"
   alarm_actions       = [aws_sns_topic.this.arn]
 }
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 import boto3
@@ -9,7 +10,7 @@ import pytest
 from moto.batch.models import batch_backends
 from moto.core.models import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
 
-from jobs import cli
+from jobs import cli, targets
 
 Trnjobs = Callable[..., tuple[int, str]]
 FLAGS = (
@@ -20,6 +21,7 @@ FLAGS = (
     "--jobs.share-identifier=production",
     "--jobs.image=1234.dkr.ecr.us-east-1.amazonaws.com/trnpipe@sha256:0",
     "--jobs.train.nodes=2",
+    "--train.global-batch-size=4800",
     "--jobs.train.instance=trn1.32xlarge",
     "--jobs.embed.workers=3",
     "--jobs.schedule.expression=cron(0 2 * * ? *)",
@@ -103,6 +105,29 @@ def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, acco
     states(account, "2026-11-20", "SUCCEEDED")
     assert "cycle 2026-11-20: succeeded" in trnjobs("reconcile", cycle="")[1]
     assert trnjobs("reconcile", cycle="")[1].startswith("no cycle is under way")
+
+
+def test_a_cycle_that_cannot_be_read_does_not_keep_the_watch_from_the_others(trnjobs: Trnjobs, account: Any) -> None:
+    s3 = boto3.client("s3")
+    for cycle in ("2026-11-19", "2026-11-20"):
+        assert trnjobs("submit", cycle=cycle)[0] == 0
+        s3.delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
+    s3.put_object(Bucket="bucket", Key="relevance/cycles/2026-11-19/jobs/plan.json", Body=b"{}")
+    code, text = trnjobs("reconcile", cycle="")
+    assert code == 65 and "cycle 2026-11-19: DataError" in text and "cycle 2026-11-20: succeeded" in text, text
+
+
+def test_today_is_a_day_by_the_clocks_of_the_schedule(
+    trnjobs: Trnjobs, account: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Late":
+            return cls(2026, 11, 20, 23, 30, tzinfo=UTC).astimezone(tz)
+
+    monkeypatch.setattr(targets, "datetime", Late)
+    assert "cycle 2026-11-20 " in trnjobs("plan", cycle="")[1]
+    assert "cycle 2026-11-21 " in trnjobs("plan", "--jobs.schedule.timezone=Asia/Tokyo", cycle="")[1]
 
 
 def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account: Any) -> None:

@@ -1,6 +1,7 @@
 """What would not run on the planned machines is said before Terraform makes them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,21 @@ ON_CPU = {name: {"queue": "cpu"} for name in ("prepare", "embed", "verify", "rep
 SCHEDULE = {"expression": "cron(0 2 * * ? *)", "timezone": "UTC"}
 
 
-def planned(path: Path, **jobs: Any) -> Path:
+def planned(path: Path, files: Sequence[str] = ("base.toml", "jobs/trn1.toml"), **jobs: Any) -> Path:
     """The part of a plan that is read, as `terraform show -json` writes it; ARNs are not known yet."""
     told = {"image": IMAGE, "queue": "trainium", "share_identifier": "prod", "schedule": SCHEDULE, "role": None}
     settings = {"workspace": "s3://bucket/relevance", "jobs": {"name": "relevance", **told, **ON_CPU, **jobs}}
     changes = {
         "fleet": {"actions": ["create"], "after": FLEET},
-        "settings": {
-            "actions": ["create"],
-            "before": None,
-            "after": settings,
-            "after_unknown": {"jobs": {"role": True}},
-        },
+        "settings": {"actions": ["create"], "after": settings, "after_unknown": {"jobs": {"role": True}}},
+        "settings_files": {"actions": ["create"], "after": [str(CONFIGS / name) for name in files]},
     }
     path.write_text(json.dumps({"format_version": "1.2", "output_changes": changes}))
     return path
 
 
 def fit(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    configs = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}"]
-    code = cli.main(["fit", str(path), *configs, *flags])
+    code = cli.main(["fit", str(path), *flags])
     seen = capsys.readouterr()
     return code, seen.out + seen.err
 
@@ -54,11 +50,13 @@ def test_the_preset_fits_what_infra_makes(tmp_path: Path, capsys: pytest.Capture
         ({"schedule": {"expression": "cron(0 2 31 2 ? *)"}}, "", "cron(0 2 31 2 ? *)"),
         ({"schedule": {"expression": "cron(0 2 1 1 ? 2020)"}}, "", "cron(0 2 1 1 ? 2020) (UTC) has no time left"),
         ({"schedule": {"timezone": "Mars/Base"}}, "", "Mars/Base"),
-        ({}, "--jobs.train.nodes=5", "train: 640 vCPU at once; the compute environments of trainium go up to 512"),
+        ({}, "--jobs.health.nodes=5", "health: 640 vCPU at once; the compute environments of trainium go up to 512"),
         ({}, "--jobs.train.instance=trn1n.32xlarge", "instance type trn1n.32xlarge"),
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
         ({"health": {"queue": "cpu"}}, "", "4 nodes; they need a managed on-demand EC2 compute environment"),
         ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
+        ({}, "--train.global-batch-size=1024", "a global batch of 1024 over 128 ranks"),
+        ({"files": ["none.toml"]}, "", "none.toml: No such file"),
     ],
 )
 def test_what_would_not_run_is_refused(
@@ -66,6 +64,18 @@ def test_what_would_not_run_is_refused(
 ) -> None:
     code, text = fit(planned(tmp_path / "plan.json", **changes), capsys, *([flag] if flag else []))
     assert (code, seen in text, "Traceback" in text) == (78, True, False), text
+
+
+def test_what_terraform_says_takes_the_place_of_what_files_say_as_on_a_laptop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mapping is replaced whole, as by --config build/infra.json."""
+    (tmp_path / "ours.toml").write_text('[jobs.environment]\nAWS_BATCH_X = "1"\n')
+    files = ("base.toml", "jobs/trn1.toml", str(tmp_path / "ours.toml"))
+    code, text = fit(planned(tmp_path / "plan.json", files), capsys)
+    assert (code, "AWS_BATCH_X" in text) == (78, True)
+    code, text = fit(planned(tmp_path / "plan.json", files, environment={"AWS_DEFAULT_REGION": "us-east-1"}), capsys)
+    assert code == 0, text
 
 
 def test_a_share_without_a_weight_is_only_worth_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +90,10 @@ def test_a_share_without_a_weight_is_only_worth_a_word(tmp_path: Path, capsys: p
         ("not JSON", "Invalid JSON"),
         ("{}", "output_changes: Field required"),
         ('{"output_changes": {"fleet": {"after": []}}}', "output_changes.settings: Field required"),
+        (
+            '{"output_changes": {"fleet": {"after": []}, "settings": {"after": {}}}}',
+            "output_changes.settings_files: Field required",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused(

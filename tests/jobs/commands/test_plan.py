@@ -29,6 +29,17 @@ def test_the_exact_requests_are_those_aws_batch_takes(capsys: pytest.CaptureFixt
     assert train["SubmitJob"]["nodeOverrides"]["numNodes"] == 4
 
 
+@pytest.mark.parametrize("preset", ["small", "base", "large"])
+def test_every_preset_can_be_trained_on_the_fleet_of_the_example(preset: str) -> None:
+    config = f"--config={CONFIGS / preset}.toml"
+    assert cli.main(["plan", config, *TRN1[1:], *WHERE, IMAGE, "--target=batch"]) == 0
+
+
+def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--train.global-batch-size=1024"]) == 78
+    assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
+
+
 def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--jobs.train.nodes=2"]) == 0
     text = capsys.readouterr().out
