@@ -37,7 +37,7 @@ COPY configs/ /srv/trnpipe/configs/
 RUN useradd --uid 10001 --user-group --create-home trnpipe \
  && install --directory --mode=1777 /workspace
 # Several nodes talk through EFA with RDMA; the first meeting goes over the task's own interface, eth0 in a container.
-# FI_EFA_FORK_SAFE is for kernels before 5.15 and costs elsewhere: set it in [jobs] environment for an Amazon Linux 2 host.
+# FI_EFA_FORK_SAFE is for kernels before 5.15 and costs elsewhere: set it in job_environment for an Amazon Linux 2 host.
 ENV PATH="/opt/trnpipe/bin:${PATH}" \
     PYTHONUNBUFFERED=1 \
     FI_PROVIDER=efa \
