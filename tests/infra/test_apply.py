@@ -203,7 +203,11 @@ def schedules_and_alarms_are_there(stack: Stack) -> None:
         "relevance-watch": "rate(1 hour)",
     }
     alarms = boto3.client("cloudwatch").describe_alarms()["MetricAlarms"]
-    assert {one["AlarmName"] for one in alarms} == {"relevance-deadline-missed", "relevance-not-started"}
+    assert {one["AlarmName"] for one in alarms} == {
+        "relevance-deadline-missed",
+        "relevance-not-started",
+        "relevance-silent",
+    }
     assert {one["Name"] for one in boto3.client("events").list_rules()["Rules"]} == {
         "relevance-failed",
         "relevance-blocked",
