@@ -223,6 +223,7 @@ def test_a_refused_graph_ends_the_stage_but_not_the_others_work(
     assert {entry.name.key for entry in list_storage(open_storage(shared))} == {here.tools.key(0), here.tools.key(2)}
 
 
+@pytest.mark.thorough
 def test_sigterm_in_the_trial_run_and_in_a_compile(machine: Callable[..., Machine]) -> None:
     here = machine()
     run = here.start()

@@ -51,6 +51,7 @@ def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> 
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_killed_on_xla(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     kill(here, Moment("saving", 15))
