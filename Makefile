@@ -29,6 +29,7 @@ $(TF) output -json settings > build/infra.json
 $(TF) output -json settings_files > build/infra.files
 $(BIN)/python -c '$(FLAGS_OF)' < build/infra.files > build/infra.flags
 endef
+APPLY      = $(TF) apply -input=false ../build/infra.plan
 APPROVE   ?=
 ASK        = test "$(APPROVE)" = yes || { printf 'Do it? (yes or no) '; read answer; test "$$answer" = yes; }
 NO_DIGEST := 0000000000000000000000000000000000000000000000000000000000000000
@@ -47,7 +48,7 @@ REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push bootstrap repository deploy submit told destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit told destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -134,24 +135,24 @@ push:  ## AWS: push what `make image` built to REPOSITORY in ECR, and print the 
 	    --query 'imageDetails[0].imageDigest' --output text) \
 	  && echo "$(if $(filter cpu,$(IMAGE)),cpu_image,image) = \"$(REPOSITORY)@$$digest\""
 
+terraform:
+	mkdir -p build
+	$(TF) init -input=false -backend-config=backend.hcl
+
 bootstrap:  ## AWS: print what an account needs before the first deployment
 	@sh infra/bootstrap.sh
 
-repository:  ## AWS, the first time: only the storage of infra/, so that there is a repository to push images to
-	mkdir -p build
-	$(TF) init -input=false -backend-config=backend.hcl
+repository: terraform  ## AWS, the first time: only the storage of infra/, so that there is a repository to push images to
 	$(TF) plan -input=false -out=../build/infra.plan -target=module.storage -var image=none@sha256:$(NO_DIGEST) -var cpu_image=none@sha256:$(NO_DIGEST)
 	@$(ASK)
-	$(TF) apply -input=false ../build/infra.plan
+	$(APPLY)
 
-deploy: $(STAMP)  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
-	mkdir -p build
-	$(TF) init -input=false -backend-config=backend.hcl
+deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
 	$(TF) plan -input=false -out=../build/infra.plan
 	$(TF) show -json ../build/infra.plan > build/infra.plan.json
 	$(BIN)/trnjobs fit build/infra.plan.json
 	@$(ASK)
-	$(TF) apply -input=false ../build/infra.plan
+	$(APPLY)
 	$(WRITE_TOLD)
 
 submit: $(STAMP) told  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
@@ -159,17 +160,13 @@ submit: $(STAMP) told  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else 
 	@$(ASK)
 	$(BIN)/trnjobs submit --target batch $(AWS_FLAGS)
 
-told: $(STAMP)  ## AWS: fetch what Terraform made, as build/infra.json for trnjobs --config
-	mkdir -p build
-	$(TF) init -input=false -backend-config=backend.hcl
+told: $(STAMP) terraform  ## AWS: fetch what Terraform made, as build/infra.json for trnjobs --config
 	$(WRITE_TOLD)
 
-destroy:  ## AWS: show what would be taken down, ask, then do it; a bucket that holds anything stays
-	mkdir -p build
-	$(TF) init -input=false -backend-config=backend.hcl
+destroy: terraform  ## AWS: show what would be taken down, ask, then do it; a bucket that holds anything stays
 	$(TF) plan -destroy -input=false -out=../build/infra.plan
 	@$(ASK)
-	$(TF) apply -input=false ../build/infra.plan
+	$(APPLY)
 	rm -f build/infra.json build/infra.flags
 
 lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
