@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrnpipeError, KeyboardInterrupt) as error:
         print(f"trnjobs {' '.join(words[:1])}: {type(error).__name__}: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except Exception as error:
+    except Exception as error:  # a bug: traceback and exit code 1, from one place
         traceback.print_exc()
         return exit_code_of(error)
 

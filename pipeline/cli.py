@@ -47,7 +47,7 @@ def _guarded(words: list[str]) -> int:
         name = " ".join(["trnpipe", *words[:1]])
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except Exception as error:
+    except Exception as error:  # a bug: traceback and exit code 1, from one place
         traceback.print_exc()
         return exit_code_of(error)
 

@@ -7,12 +7,14 @@ out), `settings_files` (what it goes over) and `fleet` (queues with the machines
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jobs.batch.preflight import Account
 from pipeline.core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class _Read(BaseModel):
@@ -29,22 +31,14 @@ class Fleet(_Read):
     shares: tuple[str, ...]
 
 
-class _Fleets(_Read):
-    after: tuple[Fleet, ...]
-
-
-class _Settings(_Read):
-    after: dict[str, Any]
-
-
-class _Files(_Read):
-    after: tuple[Path, ...]
+class _Output(_Read, Generic[T]):
+    after: T
 
 
 class _Outputs(_Read):
-    fleet: _Fleets
-    settings: _Settings
-    settings_files: _Files
+    fleet: _Output[tuple[Fleet, ...]]
+    settings: _Output[dict[str, Any]]
+    settings_files: _Output[tuple[Path, ...]]
 
 
 class _Plan(_Read):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pipeline.core.errors import ConfigError
 from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
+from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests, plan_differences
 from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.telemetry.console import Console
@@ -38,15 +38,10 @@ def open_part_guard(
         if plan.items() <= manifest.plan.items():
             return _guard(manifest, counters, config, console)
     if plan["device"] == QUICK_COMPILER:
-        manifests = [manifest for manifest in manifests if _model_of(manifest.plan, plan) == _model_of(plan, plan)]
+        names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
+        manifests = [one for one in manifests if all(one.plan.get(name) == plan[name] for name in names)]
     parts = [GraphManifest(plan={name: manifest.plan.get(name) for name in plan}, graphs=()) for manifest in manifests]
     return _unguarded(workspace, plan, parts, config, console)
-
-
-def _model_of(plan: Plan, part: Plan) -> dict[str, PlanValue]:
-    """Device, model and vocabulary, by the names that a part of a plan has."""
-    names = {name for name in part if name.startswith("model.")} | {"device", "data.vocab_size"}
-    return {name: plan.get(name) for name in names}
 
 
 def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
