@@ -12,6 +12,7 @@ import jobs.cli
 import pipeline.cli
 from tests.docs.markdown import ROOT
 from tests.docs.shell import NEEDS_AWS, runs, simple_commands
+from tests.jobs.batch.moto_account import make_environments, make_policy, make_queue
 
 OPERATE = ROOT / "docs" / "operate.md"
 REGION = "us-west-2"
@@ -61,39 +62,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _make_account() -> None:
-    batch, iam = boto3.client("batch"), boto3.client("iam")
-    role = iam.create_role(RoleName="service", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
-    iam.create_role(RoleName="instance", AssumeRolePolicyDocument="{}")
-    profile = iam.create_instance_profile(InstanceProfileName="instance")["InstanceProfile"]["Arn"]
-    ec2 = boto3.client("ec2")
-    subnet = ec2.describe_subnets()["Subnets"][0]
-    group = ec2.describe_security_groups(Filters=[{"Name": "vpc-id", "Values": [subnet["VpcId"]]}])["SecurityGroups"][0]
-    shares = [{"shareIdentifier": "production", "weightFactor": 1.0}]
-    policy = batch.create_scheduling_policy(name="relevance", fairsharePolicy={"shareDistribution": shares})["arn"]
+    arn = make_policy("relevance")
     machines = {"relevance-trainium": ["trn1.2xlarge", "trn1.32xlarge"], "relevance-cpu": ["m6i.4xlarge"]}
-    for name, types in machines.items():
-        batch.create_compute_environment(
-            computeEnvironmentName=name,
-            type="MANAGED",
-            state="ENABLED",
-            serviceRole=role,
-            computeResources={
-                "type": "EC2",
-                "minvCpus": 0,
-                "maxvCpus": 512,
-                "instanceTypes": types,
-                "subnets": [subnet["SubnetId"]],
-                "securityGroupIds": [group["GroupId"]],
-                "instanceRole": profile,
-            },
-        )
-        batch.create_job_queue(
-            jobQueueName=name,
-            state="ENABLED",
-            priority=1,
-            schedulingPolicyArn=policy,
-            computeEnvironmentOrder=[{"order": 1, "computeEnvironment": name}],
-        )
+    make_environments(machines, max_vcpus=512)
+    for name in machines:
+        make_queue(name, name, schedulingPolicyArn=arn)
     boto3.client("s3").create_bucket(
         Bucket="your-bucket", CreateBucketConfiguration={"LocationConstraint": "us-west-2"}
     )
