@@ -194,12 +194,12 @@ class Hub:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listener on this address alone. Raises TransientError when the port is taken."""
+    """A listener on this address alone, on all interfaces for an empty one. Raises TransientError for a taken port."""
     try:
         listener = socket.create_server((address, port), backlog=1024)
     except OSError as error:
         raise TransientError(
-            f"cannot listen at {address}:{port}: {error.strerror}",
+            f"cannot listen at {address or 'all interfaces'}:{port}: {error.strerror}",
             expected="a free port beside that of torchrun",
             next_command="run the job again; set MASTER_PORT where several jobs share a machine",
         ) from error

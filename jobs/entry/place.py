@@ -10,6 +10,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.parallel.rendezvous import MASTER_PORT
 from pipeline.parallel.world import node_from_env
 
+_LOOPBACK = ("127.0.0.1", "localhost")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -26,7 +28,7 @@ class Place:
     """0 is the main node."""
     num_nodes: int
     main_address: str
-    """Empty on the main node, unless MASTER_ADDR says where it is to listen."""
+    """Empty on the main node, which then listens on all interfaces, unless MASTER_ADDR says where it is to listen."""
     port: int
     """Where the main node listens."""
 
@@ -58,6 +60,11 @@ class Place:
     def token(self) -> str:
         """Known to the nodes of this try alone: a node left over from an earlier one has another."""
         return hashlib.sha256(f"{self.job_id}\n{self.attempt}".encode()).hexdigest()
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """All nodes are processes of this machine, which may have no network."""
+        return self.num_nodes == 1 or self.main_address in _LOOPBACK
 
     @property
     def is_in_cycle(self) -> bool:

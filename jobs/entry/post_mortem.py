@@ -14,7 +14,7 @@ from jobs.entry.roll import NodeSeen
 MAX_BYTES = 2**20
 MAX_EVENTS = 200
 MAX_LOG_LINES = 400
-SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA")
+SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA", "CCOM_", "GLOO_", "FI_")
 SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY"})
 HIDDEN = "***"
 _USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")

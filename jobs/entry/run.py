@@ -1,6 +1,7 @@
 """One try of one node of a job, from the environment to the exit code."""
 
 import json
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.health.guard import guarded
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.rendezvous import own_address
+from pipeline.parallel.network import gang_variables, has_efa, own_interface
 
 Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
@@ -62,7 +63,7 @@ def _peers(place: Place, timing: Timing, say: Say) -> Peers:
         return Alone()
     if place.node > 0:
         return Link(place, timing)
-    return Hub(place, timing, say, listen(place.main_address or own_address(), place.port))
+    return Hub(place, timing, say, listen(place.main_address, place.port))
 
 
 @dataclass
@@ -84,11 +85,16 @@ class _Attempt:
         self._started = datetime.now(UTC)
 
     def prepare(self, stop: StopSignal) -> None:
-        """Read the settings of the cycle. A failure is told in `start`: the other nodes are to hear of it."""
-        if not self.place.is_in_cycle:
-            return
+        """Look for the network of a gang, read the settings of the cycle.
+
+        A failure is told in `start`: the other nodes are to hear of it.
+        """
         try:
-            self._settings = read_settings(open_storage(self.place.workspace, stop=stop), self.place.cycle)
+            if not self.place.is_on_one_machine:
+                network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
+                self.env = {**network, **self.env}
+            if self.place.is_in_cycle:
+                self._settings = read_settings(open_storage(self.place.workspace, stop=stop), self.place.cycle)
         except TrnpipeError as error:
             self._failure = error
 

@@ -25,7 +25,7 @@ from jobs.local.nodes import Nodes, NodeStart, Signal
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.errors import translate_os_error
-from pipeline.parallel.rendezvous import own_address
+from pipeline.parallel.network import own_address
 
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk

@@ -17,7 +17,7 @@ from pipeline.health.instances import NeuronInstance
 from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.nccom import check_nccom
 from pipeline.health.tools import all_reduce, least_gib_s
-from pipeline.parallel.rendezvous import own_address
+from pipeline.parallel.network import own_address
 
 ADDRESS, ACROSS = "address", f"{NCCOM} across nodes"
 LIMIT_S = 300.0

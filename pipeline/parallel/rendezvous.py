@@ -1,23 +1,12 @@
 """Where the nodes of one run meet: this machine alone, or the nodes of an AWS Batch multi-node job."""
 
-import socket
 from collections.abc import Callable, Mapping
 
-import psutil
-
 from pipeline.core.errors import ConfigError
+from pipeline.parallel.network import own_address
 from pipeline.parallel.world import node_from_env
 
 MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
-
-
-def own_address() -> str:
-    """The first IPv4 address of this machine that is not loopback. Raises ConfigError when there is none."""
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            if address.family == socket.AF_INET and not address.address.startswith("127."):
-                return address.address
-    raise ConfigError("no network interface has an IPv4 address", expected="the container's own interface")
 
 
 def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:

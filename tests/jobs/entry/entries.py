@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jobs.entry.__main__ import main
-from pipeline.parallel.rendezvous import own_address
+from pipeline.parallel.network import own_address
 
 FAST = {
     "TRNJOBS_HEARTBEAT_S": "0.1",
@@ -23,6 +23,9 @@ FAST = {
 }
 READY = 'import os, signal, sys, time; print("ready", flush=True); '
 WAIT = READY + "time.sleep(100)"
+
+
+LEFT_OUT = ("TRN", "AWS_BATCH", "MASTER", "CCOM_", "GLOO_", "FI_")
 
 
 class Entry:
@@ -81,7 +84,7 @@ def entry(*words: str, env: Mapping[str, str]) -> Entry:
 
 
 def clean_env() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("TRN", "AWS_BATCH", "MASTER"))}
+    return {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
 
 
 def python(code: str) -> list[str]:
@@ -114,8 +117,8 @@ def post_mortem(workspace: Path, *, node: int = 0, job: str = "train", attempt: 
 
 
 def free_port() -> int:
-    """A port p so that p + 1 was free a moment ago."""
-    with socket.create_server((own_address(), 0)) as server:
+    """A port p so that p + 1 was free a moment ago, on all interfaces."""
+    with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1]) - 1
 
 

@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel.rendezvous import own_address
-from tests.jobs.entry.entries import READY, WAIT, EntryGang, entry_gang, post_mortem, python, read_until
+from pipeline.parallel.network import own_address, own_interface
+from tests.jobs.entry.entries import (
+    READY,
+    WAIT,
+    EntryGang,
+    entry,
+    entry_gang,
+    job_env,
+    post_mortem,
+    python,
+    read_until,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(90)]
 
@@ -136,6 +146,30 @@ def test_the_main_node_fails_for_good(tmp_path: Path) -> None:
         gang.start(0, python(READY + "sys.exit(78)"))
         gang.start(1, python(STOPS))
         assert gang.codes() == [78, 143]
+
+
+NETWORK = "print({name: os.environ[name] for name in os.environ if name[:5] in ('CCOM_', 'GLOO_')}, flush=True)"
+
+
+def test_a_gang_is_told_its_network_and_a_node_alone_is_not(tmp_path: Path) -> None:
+    """What the job sets itself stays."""
+    with entry_gang(tmp_path, 2) as gang:
+        for node in range(2):
+            gang.start(node, python(READY + NETWORK), GLOO_SOCKET_IFNAME="given0")
+        said = [gang.nodes[node].finish()[0] for node in range(2)]
+        assert gang.codes() == [0, 0]
+    for text in said:
+        assert f"'CCOM_SOCKET_IFNAME': '{own_interface().name}'" in text and "'GLOO_SOCKET_IFNAME': 'given0'" in text
+    alone = entry(*python(READY + NETWORK), env=job_env(tmp_path))
+    assert alone.finish()[0].splitlines() == ["ready", "{}"]
+
+
+def test_a_gang_on_a_machine_without_a_network_is_told_none(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        for node in range(2):
+            gang.start(node, python(READY + NETWORK), MASTER_ADDR="127.0.0.1")
+        assert [gang.nodes[node].finish()[0].splitlines() for node in range(2)] == [["ready", "{}"]] * 2
+        assert gang.codes() == [0, 0]
 
 
 def test_nodes_that_never_come(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The interface through which the other nodes of a job reach this machine, and what libraries are told of it."""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.core.errors import ConfigError
+
+ROUTES = Path("/proc/net/route")
+EFA_DEVICES = Path("/dev/infiniband")
+# Bridges, and the ends of them, that lead to containers of the same machine. ecs-*: every task of an AWS Batch
+# multi-node job has one beside its own interface (amazon-ecs-agent, agent/ecscni/types_linux.go).
+_LOCAL_ONLY = re.compile(r"lo\d*|(docker|ecs-|br-|veth|virbr|cni|flannel|podman|lxcbr|lxdbr).*")
+_FORK_SAFE_KERNEL = (5, 15)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One IPv4 address of this machine, and the interface that holds it."""
+
+    name: str
+    address: str
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether another machine can be answered from it."""
+        address = ipaddress.IPv4Address(self.address)
+        return not (_LOCAL_ONLY.fullmatch(self.name) or address.is_link_local or address.is_loopback)
+
+
+def own_interface() -> Interface:
+    """The interface of the default route; the first reachable one where there is no such route. Raises ConfigError."""
+    routes = ROUTES.read_text() if ROUTES.exists() else ""  # Linux alone has it
+    return choose_interface(_interfaces(), default_routes(routes))
+
+
+def own_address() -> str:
+    """The IPv4 address at which other machines reach this one. Raises ConfigError when it has none."""
+    return own_interface().address
+
+
+def choose_interface(found: Sequence[Interface], routed: Sequence[str]) -> Interface:
+    """Of `found`, in the order of the system; `routed`: names of interfaces with a default route, the best first.
+
+    The order of the system says nothing: in a task of Amazon ECS the link to the agent (169.254.172.0/22) comes before
+    the interface of the task. Raises ConfigError when no interface is reachable from other machines.
+    """
+    reachable = [interface for interface in found if interface.is_reachable]
+    for name in routed:
+        for interface in reachable:
+            if interface.name == name:
+                return interface
+    if reachable:
+        return reachable[0]
+    seen = ", ".join(f"{interface.name} {interface.address}" for interface in found) or "no IPv4 address"
+    raise ConfigError(
+        f"no network interface that other machines can reach: {seen}",
+        expected="an IPv4 address that is neither loopback nor link-local, on an interface that is no container bridge",
+        next_command="ip -4 address; ip -4 route",
+    )
+
+
+def default_routes(table: str) -> list[str]:
+    """Interfaces with a default route in the text of /proc/net/route, the lowest metric first."""
+    found = []
+    for line in table.splitlines()[1:]:
+        name, destination, _, _, _, _, metric, mask, *_ = line.split()
+        if destination == mask == "00000000":
+            found.append((int(metric), name))
+    return [name for _, name in sorted(found, key=lambda one: one[0])]
+
+
+def gang_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
+    """What collectives between machines read. A machine alone must not have them: its interface has another name.
+
+    CCOM: the bootstrap of Neuron's collectives; GLOO: PyTorch's collectives between processors. EFA as the AWS Neuron
+    documentation sets it up; its FI_EFA_FORK_SAFE is for kernels before 5.15 and costs elsewhere.
+    """
+    variables = {"CCOM_SOCKET_IFNAME": interface.name, "GLOO_SOCKET_IFNAME": interface.name}
+    if has_efa:
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+        if tuple(int(part) for part in re.findall(r"\d+", kernel)[:2]) < _FORK_SAFE_KERNEL:
+            variables["FI_EFA_FORK_SAFE"] = "1"
+    return variables
+
+
+def has_efa(devices: Path = EFA_DEVICES) -> bool:
+    """Whether this container has EFA devices."""
+    return any(devices.glob("uverbs*"))
+
+
+def _interfaces() -> list[Interface]:
+    return [
+        Interface(name, address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
