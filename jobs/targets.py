@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
-from jobs.core.config import JobsConfig
+from jobs.core.config import JobsConfig, StageJob
 from jobs.core.cost import Prices
+from jobs.core.limits import INSTANCES
 from jobs.core.plan import plan_cycle
 from jobs.core.slots import Slots
 from jobs.core.spec import CyclePlan
@@ -18,6 +19,7 @@ from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
+from pipeline.health.limits import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
 from pipeline.train.share import batch_share
@@ -54,7 +56,29 @@ def make_plan(settings: CycleSettings) -> CyclePlan:
         cycle=cycle_of(settings),
         workspace=_workspace_uri(settings.workspace),
         settings=pipeline_fingerprint(settings),
+        stage_limits_s=_stage_limits_s(settings),
     )
+
+
+def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
+    """Of stages that end themselves after some time, on the machines that their jobs are meant for."""
+    health, compile_ = settings.jobs.health, settings.jobs.compile
+    limits = {
+        "health": health_limit_s(
+            settings.health,
+            instance=health.instance,
+            on_neuron=_on_neuron(settings, health),
+            num_nodes=health.nodes,
+            processes=health.processes,
+        )
+    }
+    if _on_neuron(settings, compile_):
+        limits["compile"] = settings.compile.stage_limit_s(num_nodes=compile_.nodes)
+    return limits
+
+
+def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
+    return settings.backend in ("auto", "xla") and job.instance in INSTANCES
 
 
 def submitted_plan(store: CycleStore) -> CyclePlan:

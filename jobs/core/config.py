@@ -28,25 +28,12 @@ class StageJob(_Config):
     queue: str = Field("", description="Another queue than jobs.queue")
     role: str = Field("", description="ARN of another role than jobs.role")
     attempts: int = Field(3, ge=1, le=10, description="Tries in all")
-    timeout_s: int = Field(3600, ge=60, description="Seconds after which one try is ended; never tried again")
-
-
-class ShortJob(StageJob):
-    """Minutes."""
-
-    timeout_s: int = Field(900, ge=60, description="Seconds after which one try is ended; never tried again")
-
-
-class LongJob(StageJob):
-    """Hours."""
-
-    timeout_s: int = Field(12 * 3600, ge=60, description="Seconds after which one try is ended; never tried again")
-
-
-class TrainJob(StageJob):
-    """A day at most."""
-
-    timeout_s: int = Field(24 * 3600, ge=60, description="Seconds after which one try is ended; never tried again")
+    timeout_s: int | None = Field(
+        None,
+        ge=60,
+        description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile and"
+        " embed 12 h, train 24 h), more where the stage allows itself more",
+    )
 
 
 class JobsConfig(_Config):
@@ -76,11 +63,11 @@ class JobsConfig(_Config):
     stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")
     schedule: ScheduleConfig = ScheduleConfig()
     prepare: StageJob = StageJob()
-    health: ShortJob = ShortJob()
-    compile: LongJob = LongJob()
-    train: TrainJob = TrainJob()
+    health: StageJob = StageJob()
+    compile: StageJob = StageJob()
+    train: StageJob = StageJob()
     evaluate: StageJob = StageJob()
-    embed: LongJob = LongJob()
+    embed: StageJob = StageJob()
     verify: StageJob = StageJob()
     report: StageJob = StageJob()
 

@@ -23,12 +23,14 @@ _SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 _REASON = re.compile(r"^[A-Za-z0-9.: \t]{0,511}\*?$")
 _EXIT_CODE = re.compile(r"^[0-9]{0,511}\*?$")
 
-# vCPU, memory a job can ask for (96 % of nominal: the agent keeps some), accelerator devices and EFA interfaces.
-# Source: Amazon EC2 instance types; the 96 % is that of TorchX.
+# vCPU, MiB a job can ask for, accelerator devices and EFA interfaces. Sources: AWS Neuron documentation, Trn1 and Trn2
+# architecture pages; EFA of trn2 as in pipeline/health/instances.py. A machine registers what its kernel has left, less
+# what the ECS agent keeps; a job that asks for more waits for ever, and memory is a limit only: nothing needs the rest.
 INSTANCES: Mapping[str, tuple[int, int, int, int]] = {
-    "trn1.2xlarge": (8, 31_457, 1, 0),
-    "trn1.32xlarge": (128, 503_296, 16, 8),
-    "trn1n.32xlarge": (128, 503_296, 16, 16),
+    "trn1.2xlarge": (8, 28_000, 1, 0),
+    "trn1.32xlarge": (128, 490_000, 16, 8),
+    "trn1n.32xlarge": (128, 490_000, 16, 16),
+    "trn2.48xlarge": (192, 1_960_000, 16, 16),
 }
 
 

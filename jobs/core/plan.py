@@ -6,6 +6,10 @@
 Nothing here but the shape is ours to choose: sizes come from `[jobs]`, retry rules from the table of exit codes.
 """
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from jobs.core.config import JobsConfig, StageJob
 from jobs.core.limits import INSTANCES
 from jobs.core.retry import retry_strategy
@@ -25,19 +29,33 @@ AFTER: dict[str, tuple[str, ...]] = {
 _WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
 _RANKS = frozenset({"health", "compile", "train", "evaluate", "embed"})  # stages that start ranks of their own
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
+USUAL_TIMEOUT_S = {"health": 5400, "compile": 12 * 3600, "train": 24 * 3600, "embed": 12 * 3600}  # others: 3600
+START_S = (
+    900  # for the nodes of a gang to gather (jobs/entry/place.py), and for what a stage does before its clock runs
+)
 ENTRY = ("trnjobs-entry", "--")
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
 OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
 LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 
-def plan_cycle(jobs: JobsConfig, *, cycle: str, workspace: str, settings: str = "") -> CyclePlan:
-    """The plan of a cycle. Raises ConfigError for a shape that no stage has, or an unknown instance."""
-    specs = tuple(_job(jobs, name, after) for name, after in AFTER.items())
+def plan_cycle(
+    jobs: JobsConfig,
+    *,
+    cycle: str,
+    workspace: str,
+    settings: str = "",
+    stage_limits_s: Mapping[str, float] = MappingProxyType({}),
+) -> CyclePlan:
+    """The plan of a cycle. `stage_limits_s`: how long stages allow themselves at most, where they have such a limit.
+
+    Raises ConfigError for a shape that no stage has, an unknown instance, or a job that would end its stage too early.
+    """
+    specs = tuple(_job(jobs, name, after, stage_limits_s.get(name, 0.0)) for name, after in AFTER.items())
     return CyclePlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
 
-def _job(jobs: JobsConfig, name: str, after: tuple[str, ...]) -> JobSpec:
+def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:
     wanted = jobs.stage(name)
     _check_shape(name, wanted)
     _check_instance(name, wanted)
@@ -51,7 +69,7 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...]) -> JobSpec:
         array_size=wanted.workers if wanted.workers > 1 else 0,
         environment=jobs.environment,
         retry=retry_strategy(wanted.attempts),
-        timeout_s=wanted.timeout_s,
+        timeout_s=_timeout_s(name, wanted, stage_limit_s),
         queue=wanted.queue or jobs.queue,
         share_identifier=jobs.share_identifier,
         priority=jobs.priority,
@@ -68,6 +86,19 @@ def _command(name: str, wanted: StageJob) -> tuple[str, ...]:
     if wanted.workers > 1:
         words += ("--embed.workers", str(wanted.workers))
     return ENTRY + words
+
+
+def _timeout_s(name: str, wanted: StageJob, stage_limit_s: float) -> int:
+    """Of one try. A stage that reaches its own limit says why, and may be tried again; a job that does is lost."""
+    if wanted.timeout_s is None:
+        return max(USUAL_TIMEOUT_S.get(name, 3600), math.ceil(stage_limit_s + START_S))
+    if wanted.timeout_s < stage_limit_s:
+        raise ConfigError(
+            f"jobs.{name}.timeout_s is {wanted.timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
+            expected="more than that, or no timeout_s: the plan then takes enough",
+            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
+        )
+    return wanted.timeout_s
 
 
 def _check_shape(name: str, wanted: StageJob) -> None:

@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.core.neuron_flags import CompilerFlags
 
+ALL_THERE_S = 1800.0
+"""From the first node of a job to the last one: an image to load, a cache to pull; a node that died comes never."""
+
 
 class CompileConfig(BaseModel):
     """How the graphs of a cycle are compiled before it, and what happens when one was missed."""
@@ -41,6 +44,10 @@ class CompileConfig(BaseModel):
     on_unknown_graph: Literal["error", "warn"] = Field(
         "error", description="What to do when a run needs a graph that was not compiled ahead of time"
     )
+
+    def stage_limit_s(self, *, num_nodes: int) -> float:
+        """For the stage where Neuron's tool compiles: the wait for the other nodes, and what the tool is given."""
+        return self.time_limit_s + (ALL_THERE_S if num_nodes > 1 else 0.0)
 
     def cache_root(self, workspace: str) -> str:
         """Where compiled graphs lie: the absolute path of a folder, or s3://bucket/prefix."""

@@ -10,6 +10,7 @@ from pipeline.graphs.cache_entry import EntryState
 from pipeline.graphs.cache_host import refuse_network_root
 from pipeline.graphs.cache_scan import list_local, list_storage
 from pipeline.graphs.cache_sync import Direction, sync_cache
+from pipeline.graphs.config import ALL_THERE_S
 from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.graphs.neuron_compile import NeuronCompileResult, compile_graphs
@@ -19,9 +20,6 @@ from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.nodes import nodes_of
 from pipeline.telemetry.console import Console
-
-ALL_THERE_S = 1800.0
-"""From the first node of a job to the last one: an image to load, a cache to pull; a node that died comes never."""
 
 
 def compile_on_neuron(settings: Settings, ctx: StageContext, plan: Plan) -> tuple[GraphManifest | None, bool]:

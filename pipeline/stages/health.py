@@ -27,6 +27,7 @@ from pipeline.health.guard import guarded
 from pipeline.health.host import HostChecks, usual_places, usual_ports
 from pipeline.health.identity import read_identity
 from pipeline.health.instances import NeuronInstance, neuron_instance
+from pipeline.health.limits import ranks_limit_s
 from pipeline.health.rank_reports import results_of, with_slow_ranks
 from pipeline.health.report import FOLDER_VARIABLE, report_key, show, store_report
 from pipeline.health.tools import tool_checks
@@ -38,7 +39,6 @@ from pipeline.stages.nodes import nodes_of
 from pipeline.stages.result import Figure, StageResult, store_result
 
 NAME = "health"
-START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
 
 Results = tuple[CheckResult, ...]
 Reports = tuple[NodeReport, ...]
@@ -182,8 +182,7 @@ class _Node:
     @property
     def _limit_s(self) -> float:
         """For all checks of a rank."""
-        patience = self._config.patience(on_neuron=self._on_neuron)
-        return START_LIMIT_S + patience * (5 * self._config.check_limit_s + 3 * self._config.collective_limit_s)
+        return ranks_limit_s(self._config, on_neuron=self._on_neuron)
 
 
 @contextmanager

@@ -173,4 +173,5 @@ def test_the_example_is_right(variables: Terraform) -> None:
 
 def test_sizes_of_instances_are_those_that_plans_are_checked_with() -> None:
     known = json.loads((INFRA / "trainium.json").read_text())
-    assert known == {name: {"vcpus": vcpus, "efa_interfaces": efas} for name, (vcpus, _, _, efas) in INSTANCES.items()}
+    sizes = {name: (vcpus, efas) for name, (vcpus, _, _, efas) in INSTANCES.items()}
+    assert known == {name: dict(zip(("vcpus", "efa_interfaces"), sizes[name], strict=True)) for name in known}

@@ -16,7 +16,7 @@ ULIMITS = st.builds(
 RESOURCES = st.builds(
     Resources,
     vcpus=st.integers(1, 128),
-    memory_mib=st.integers(4, 500_000),
+    memory_mib=st.integers(4, 490_000),
     shared_memory_mib=st.integers(1, 65_536),
     devices=st.lists(st.sampled_from([f"/dev/neuron{i}" for i in range(16)]), unique=True).map(tuple),
     ulimits=st.lists(ULIMITS, max_size=2, unique_by=lambda one: one.name).map(tuple),

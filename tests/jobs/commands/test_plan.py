@@ -35,6 +35,41 @@ def test_every_preset_can_be_trained_on_the_fleet_of_the_example(preset: str) ->
     assert cli.main(["plan", config, *TRN1[1:], *WHERE, IMAGE, "--target=batch"]) == 0
 
 
+def timeouts(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, int]:
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--json", *flags]) == 0
+    definitions = [one["RegisterJobDefinition"] for one in json.loads(capsys.readouterr().out)]
+    return {one["tags"]["stage"]: one["timeout"]["attemptDurationSeconds"] for one in definitions}
+
+
+@pytest.mark.parametrize(("nodes", "instance"), [(4, "trn1.32xlarge"), (1, "trn1.32xlarge"), (1, "trn1.2xlarge")])
+def test_no_job_is_ended_before_its_stage_would_end_itself(
+    nodes: int, instance: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A try that is ended by its time limit is never repeated; one that ends itself is."""
+    given = timeouts(capsys, f"--jobs.health.nodes={nodes}", f"--jobs.health.instance={instance}")
+    ranks_s = 60 + 10 * (5 * 60 + 3 * 30)  # on Neuron small graphs are compiled first
+    assert given["health"] >= ranks_s + (600 if nodes > 1 else 0)
+    longer = timeouts(capsys, "--health.check-limit-s=600", "--compile.time-limit-s=100000")
+    assert longer["health"] > 10 * 5 * 600 and longer["compile"] > 100_000
+
+
+@pytest.mark.parametrize(
+    ("flag", "seen"),
+    [
+        ("--jobs.health.timeout-s=900", "jobs.health.timeout_s is 900; the stage itself may take"),
+        ("--jobs.compile.timeout-s=7200", "jobs.compile.timeout_s is 7,200; the stage itself may take 16,200 s"),
+    ],
+)
+def test_a_limit_of_a_job_below_that_of_its_stage_is_refused(
+    flag: str, seen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, flag]) == 78
+    error = capsys.readouterr().err
+    assert seen in error and "next: remove jobs." in error
+    on_cpu = ["--jobs.health.instance=", "--jobs.compile.instance=", "--backend=cpu"]
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *on_cpu, "--jobs.health.timeout-s=1200", "--cycle=c"]) == 0
+
+
 def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--train.global-batch-size=1024"]) == 78
     assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
@@ -55,7 +90,7 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
         ([IMAGE, "--jobs.queue="], "every job: no queue"),
         ([], "every job: an image of 0 characters"),
         ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
-        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 503,296: it would wait for ever"),
+        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 490,000: it would wait for ever"),
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
         ([IMAGE, "--jobs.report.nodes=2"], "jobs.report.nodes is 2"),
         ([IMAGE, "--jobs.train.workers=4"], "jobs.train.workers is 4"),

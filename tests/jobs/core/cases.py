@@ -6,7 +6,7 @@ from jobs.core.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(
     vcpus=128,
-    memory_mib=500_000,
+    memory_mib=480_000,
     shared_memory_mib=65_536,
     devices=(
         *(f"/dev/neuron{i}" for i in range(16)),

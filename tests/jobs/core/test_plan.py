@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jobs.core.config import JobsConfig
-from jobs.core.limits import check_plan
+from jobs.core.limits import INSTANCES, check_plan
 from jobs.core.plan import AFTER, plan_cycle
 from jobs.core.retry import retry_strategy
 from jobs.core.spec import CyclePlan, Dependency, JobSpec
@@ -84,7 +84,7 @@ def test_a_cycle_of_one_machine_has_neither_gangs_nor_arrays_nor_devices() -> No
 def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
     train = trainium().job("train")
     needs = train.resources
-    assert (train.num_nodes, train.vcpus, needs.vcpus, needs.memory_mib) == (4, 512, 128, 503_296)
+    assert (train.num_nodes, train.vcpus, needs.vcpus, needs.memory_mib) == (4, 512, 128, 490_000)
     assert needs.devices == (
         *(f"/dev/neuron{index}" for index in range(16)),
         *(f"/dev/infiniband/uverbs{index}" for index in range(8)),
@@ -93,7 +93,7 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
         ("nofile", 65_536, 65_536),
         ("memlock", -1, -1),
     ]
-    assert needs.shared_memory_mib == 503_296 // 8
+    assert needs.shared_memory_mib == 490_000 // 8
     assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
     assert (train.timeout_s, train.retry) == (7200, retry_strategy(5))
 
@@ -107,7 +107,7 @@ def test_one_machine_alone_needs_no_network_between_machines() -> None:
     ]  # its devices ask it
     embed = made.job("embed")
     assert (embed.array_size, embed.num_nodes, embed.resources.devices) == (8, 0, ("/dev/neuron0",))
-    assert (embed.resources.vcpus, embed.resources.memory_mib) == (8, 31_457)
+    assert (embed.resources.vcpus, embed.resources.memory_mib) == (8, 28_000)
 
 
 def test_what_one_stage_asks_goes_before_what_all_get() -> None:
@@ -142,13 +142,24 @@ def test_equal_settings_are_equal_plans_with_equal_ids() -> None:
     workers=st.integers(1, 10_000),
     attempts=st.integers(1, 10),
     timeout_s=st.integers(60, 10**6),
-    instance=st.sampled_from(["", "trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge"]),
+    instance=st.sampled_from(["", *INSTANCES]),
 )
 def test_whatever_the_settings_allow_aws_batch_takes(
     nodes: int, processes: int, workers: int, attempts: int, timeout_s: int, instance: str
 ) -> None:
     shared = {"instance": instance, "processes": processes, "attempts": attempts, "timeout_s": timeout_s}
     check_plan(trainium(train={**shared, "nodes": nodes}, embed={**shared, "workers": workers}))
+
+
+def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
+    config = JobsConfig.model_validate(TRAINIUM)
+    limits = {"health": 5640.2, "compile": 16_200.0, "train": 100_000.0}
+    made = plan_cycle(config, cycle="c", workspace="s3://bucket/relevance", stage_limits_s=limits | {"train": 7200.0})
+    assert [made.job(name).timeout_s for name in ("prepare", "health", "compile", "train", "embed")] == [
+        *(3600, 6541, 43_200, 7200, 43_200)  # 5640.2 s and 900 to gather and start; train as it was set
+    ]
+    with pytest.raises(ConfigError, match=r"jobs\.train\.timeout_s is 7,200; the stage itself may take 100,000 s"):
+        plan_cycle(config, cycle="c", workspace="s3://bucket/relevance", stage_limits_s=limits)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +198,7 @@ def test_an_array_of_one_is_an_ordinary_job() -> None:
         ({"share_identifier": ""}, "share identifier ''"),
         ({"queue": ""}, "no queue"),
         ({"image": ""}, "an image of 0 characters"),
-        ({"train": {"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 129}}, "129 vCPU and 503,296 MiB a node"),
+        ({"train": {"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 129}}, "129 vCPU and 490,000 MiB a node"),
         ({"train": {"instance": "trn1.2xlarge", "memory_mib": 32_768}}, "8 vCPU and 32,768 MiB a node"),
         ({"environment": {"BIG": "x" * 25_000}}, "prepare, evaluate: a job definition of 26,"),
         ({"environment": {"AWS_BATCH_JOB_ID": "mine"}}, "environment variable AWS_BATCH_JOB_ID"),

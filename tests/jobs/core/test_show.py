@@ -28,7 +28,7 @@ def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
     assert head == f"cycle 2026-11-20 of relevance in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
     assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost"]
     assert [cells(row) for row in rows] == [
-        ["train", "-", "2 nodes x 32 ranks", "128", "500,000", "3", "1h00m", "-", "-"],
+        ["train", "-", "2 nodes x 32 ranks", "128", "480,000", "3", "1h00m", "-", "-"],
         ["embed", "train", "array of 8", "2", "4,096", "3", "1h00m", "-", "-"],
         ["verify", "embed", "1 node", "2", "4,096", "3", "1h00m", "-", "-"],
     ]
