@@ -2,7 +2,11 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from jobs.core.config import JobsConfig
+from jobs.core.embed_rates import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
 from jobs.core.limits import check_plan
 from jobs.core.outlook import expected_seconds
 from jobs.core.records import JobRecord
@@ -13,6 +17,7 @@ from jobs.store.cycle import CycleStore, claimed_cycles
 from jobs.targets import Say, make_plan, open_cycle, prices_of
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
+from pipeline.stages.result import load_result
 
 HISTORY = 10  # cycles that the expected durations are the median of
 
@@ -41,12 +46,16 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         for line in change_lines(definition_changes(BatchClient(connect("batch")), plan)):
             say(line)
     else:
+        target = arguments.target or settings.jobs.target
         try:
-            seconds = expected_seconds(_history(open_cycle(settings, StopSignal())))
+            earlier = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
-            seconds = {}
+            earlier = _Earlier((), ())
             say(f"earlier cycles cannot be read: {error.seen}")
-        for line in plan_lines(plan, seconds, prices_of(settings), settings.jobs.sla_s):
+        prices = prices_of(settings)
+        for line in plan_lines(plan, expected_seconds(earlier.records), prices, settings.jobs.sla_s):
+            say(line)
+        for line in embed_rate_lines(embed_rates(plan, earlier.embeddings, _stated(settings.jobs), prices)):
             say(line)
     return EXIT_OK
 
@@ -63,6 +72,31 @@ def requests_of(plan: CyclePlan) -> list[dict[str, Request]]:
     return shown
 
 
-def _history(store: CycleStore) -> list[tuple[JobRecord, ...]]:
+@dataclass(frozen=True)
+class _Earlier:
+    """What earlier cycles tell; oldest first."""
+
+    records: Sequence[tuple[JobRecord, ...]]
+    embeddings: Sequence[EmbedRun]
+
+
+def _earlier(store: CycleStore, target: str) -> _Earlier:
+    """`target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch."""
     names = [name for name in claimed_cycles(store.storage) if name != store.cycle][-HISTORY:]
-    return [CycleStore(store.storage, name, store.clock).records() for name in names]
+    cycles = [CycleStore(store.storage, name, store.clock) for name in names]
+    here = (one for one in cycles if (claim := one.claim()) is not None and claim.target == target)
+    embeddings = (_embedding(one) for one in here)
+    return _Earlier([one.records() for one in cycles], [run for run in embeddings if run is not None])
+
+
+def _embedding(store: CycleStore) -> EmbedRun | None:
+    plan, result = store.plan(), load_result(store.storage, store.cycle, EMBED)
+    record = next((one for one in store.records() if one.name == EMBED), None)
+    titles = result.figures.get("rows_embedded") if result is not None else None
+    if plan is None or record is None or not isinstance(titles, int):
+        return None
+    return embed_run(store.cycle, plan.job(EMBED), record, titles)
+
+
+def _stated(jobs: JobsConfig) -> Mapping[str, float]:
+    return jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})

@@ -58,6 +58,13 @@ class JobsConfig(_Config):
     vcpu_usd_per_hour: float | None = Field(
         None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
     )
+    titles_per_s: Annotated[
+        dict[str, Annotated[float, Field(gt=0)]],
+        Field(description="Titles a second that a machine of a type embeds, to compare costs before it was measured"),
+    ] = {}
+    vcpu_titles_per_s: float | None = Field(
+        None, gt=0, description="Titles a second that a vCPU of other machines embeds; null: not known until measured"
+    )
     local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
     local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
     stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")

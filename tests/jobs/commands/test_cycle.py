@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jobs import cli
 from jobs.core import plan
 from jobs.core.records import Submission
 from jobs.store import cycle
+from pipeline.io.storage import open_storage
+from pipeline.stages.result import StageResult, store_result
 from tests.jobs.local.waiting import keepers_of, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
@@ -86,6 +89,25 @@ def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert keepers_of(tmp_path) == []
 
 
+def embedded(workspace: Path, titles: int) -> None:
+    """As the embed stage leaves it behind its vectors."""
+    now = datetime.now(UTC)
+    result = StageResult(
+        stage="embed",
+        cycle="2026-11-20",
+        status="done",
+        inputs={},
+        outputs={},
+        figures={"rows_embedded": titles},
+        settings_hash="0",
+        code_version="0",
+        started=now,
+        finished=now,
+    )
+    store_result(open_storage(str(workspace)), result)
+
+
+FOR_BATCH = ("--jobs.image=image", "--jobs.queue=queue", "--jobs.share-identifier=share")
 ALL = ["embed:0 1", "embed:1 1", "prepare 1", "report 1", "train 1"]
 
 
@@ -120,6 +142,10 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert (code, "5 of 5 jobs in 5 tries" in text) == (0, True)
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
+    embedded(trnjobs.place / "workspace", titles=1000)
+    text = trnjobs("plan", "--cycle=2026-11-21")[1]
+    assert "1 vCPU (this plan)" in text and "measured in 1 cycle, last 2026-11-20" in text
+    assert "measured" not in trnjobs("plan", "--cycle=2026-11-21", "--target=batch", *FOR_BATCH)[1]  # other machines
     assert trnjobs.ran() == []
 
     code, text = trnjobs("retry")

@@ -75,6 +75,26 @@ def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFi
     assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
 
 
+def test_embedding_on_cpu_machines_and_on_trainium_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    on_trn1 = f"--config={CONFIGS / 'jobs' / 'embed-trn1.toml'}"
+    shown = {}
+    for flag in ("--backend=auto", on_trn1):
+        words = [*TRN1, flag, "--workspace=build/none", "--target=local", "--jobs.titles-per-s=trn1.32xlarge=4000"]
+        assert cli.main(["plan", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        shown[flag] = (next(line for line in lines if line.startswith("embed ")).split(), lines[-2:])
+    job, rates = shown["--backend=auto"]
+    assert job[2:5] == ["array", "of", "16"]
+    assert rates[0].split() == ["1", "vCPU", "(this", "plan)", "-", "-", "no", "rate", "known"]
+    assert rates[1].split() == ["trn1.32xlarge", "4.00k", "$1.49", "stated", "in", "jobs.titles_per_s"]
+    job, rates = shown[on_trn1]
+    assert job[2:8] == ["array", "of", "4", "x", "32", "ranks"]
+    assert rates[0].startswith("trn1.32xlarge (this plan)")
+    assert cli.main(["plan", *TRN1, on_trn1, *WHERE, IMAGE, "--json"]) == 0
+    embed = json.loads(capsys.readouterr().out)[5]["RegisterJobDefinition"]["containerProperties"]
+    assert len(embed["linuxParameters"]["devices"]) == 16
+
+
 def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--jobs.train.nodes=2"]) == 0
     text = capsys.readouterr().out
