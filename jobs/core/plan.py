@@ -30,9 +30,7 @@ _WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "repor
 _RANKS = frozenset({"health", "compile", "train", "evaluate", "embed"})  # stages that start ranks of their own
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
 USUAL_TIMEOUT_S = {"health": 5400, "compile": 12 * 3600, "train": 24 * 3600, "embed": 12 * 3600}  # others: 3600
-START_S = (
-    900  # for the nodes of a gang to gather (jobs/entry/place.py), and for what a stage does before its clock runs
-)
+START_S = 900  # for nodes to gather (jobs/entry/place.py), and for what a stage does before its own clock runs
 ENTRY = ("trnjobs-entry", "--")
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
 OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
