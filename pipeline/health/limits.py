@@ -1,5 +1,6 @@
 """How long the health stage may take: its own limits, and what a job must give it."""
 
+from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import neuron_instance
 from pipeline.health.tools import tool_checks
@@ -23,4 +24,6 @@ def stage_limit_s(config: HealthConfig, *, instance: str, on_neuron: bool, num_n
     chosen = (one for one in tools if config.profile in one.profiles and config.wants(one.group))
     tools_s = sum(one.time_limit_s or 0.0 for one in chosen)
     nodes_s = config.nodes_wait_s if num_nodes > 1 else 0.0
+    if config.nccom_across_nodes and config.wants("tools") and machine is not None and num_nodes > 1:
+        nodes_s += ACROSS_LIMIT_S
     return tools_s + ranks_limit_s(config, on_neuron=on_neuron) + nodes_s
