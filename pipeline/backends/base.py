@@ -37,6 +37,9 @@ class Backend(Protocol):
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         """Mean over ranks, in place. `host_mean` does it for CPU tensors."""
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors [N, ...] of all ranks one after the other in rank order, [world size * N, ...], on the device."""
+
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies in host memory, with one synchronisation for all."""
 

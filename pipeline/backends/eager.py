@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -18,6 +20,9 @@ class Eager:
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         return None
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return gathered(tensor)
 
     def compile_count(self) -> int:
         return 0
@@ -36,3 +41,14 @@ class Eager:
 
     def hlo_text(self, tensors: Sequence[Tensor]) -> str:
         return ""
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """That of all ranks by the process group of its device: gloo or nccl; its own where there is none."""
+    if not dist.is_initialized():
+        return tensor
+    found = torch.empty(
+        (dist.get_world_size() * len(tensor), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device
+    )
+    dist.all_gather_into_tensor(found, tensor)
+    return found

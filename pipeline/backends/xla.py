@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.eager import gathered
 from pipeline.core.errors import ConfigError
 from pipeline.core.pjrt import pjrt_device
 
@@ -94,6 +95,13 @@ class XlaBackend:
             return
         for tensor, mean in zip(tensors, host_mean(self.to_host(tensors)), strict=True):
             tensor.copy_(mean.to(self.device))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """With a pinned layout, its default, torch_xla puts an all-reduce of zero-padded tensors into the graph."""
+        if self.reduces_in_graph:
+            found: Tensor = self._xm.all_gather(tensor, pin_layout=False)
+            return found
+        return gathered(self.to_host([tensor])[0]).to(self.device)
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()

@@ -194,28 +194,29 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def in_graph(backend: Backend) -> dict[str, Collective]:
-    """The all-reduce of the device itself, as training uses it, and a gather made of it that tells who sent what.
+    """The collectives of the device itself: the all-reduce as training uses it, and an all-gather.
 
     For a backend that reduces in the graph, over all ranks.
     """
 
-    def reduced(ranks: Ranks, values: Tensor) -> Callable[[], Tensor]:
-        mine = values.to(backend.device)
+    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
+        mine = contents(ranks.rank, 0, turn, count).to(backend.device)
 
         def run() -> Tensor:
             backend.reduce([mine], _no_host_mean)
             (mean,) = backend.to_host([mine])
             return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
 
-        return run
-
-    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-        return reduced(ranks, contents(ranks.rank, 0, turn, count)), _sum_for(ranks, 0, turn, count)
+        return run, _sum_for(ranks, 0, turn, count)
 
     def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = torch.zeros(len(ranks.ranks), count)
-        mine[ranks.index] = contents(ranks.rank, 0, turn, count)
-        return reduced(ranks, mine.reshape(-1)), _from_all(ranks, 0, turn, count)
+        mine = contents(ranks.rank, 0, turn, count).to(backend.device)
+
+        def run() -> Tensor:
+            (found,) = backend.to_host([backend.all_gather(mine)])
+            return found
+
+        return run, _from_all(ranks, 0, turn, count)
 
     return {"all-gather": all_gather, "all-reduce": all_reduce}
 
