@@ -1,6 +1,6 @@
 """Settings of the health checks."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -8,6 +8,19 @@ from pipeline.core.footprint import INSTANCES
 
 Profile = Literal["quick", "full"]
 Group = Literal["host", "tools", "cores", "collectives"]
+OperationName = Literal[
+    "matmul fp32",
+    "matmul bf16",
+    "attention fp32",
+    "attention bf16",
+    "layer norm",
+    "softmax",
+    "gelu",
+    "embedding",
+    "reductions",
+    "optimizer step",
+]
+"""Of operations.py, which needs torch."""
 _LONGER = 10
 
 
@@ -16,7 +29,10 @@ class HealthConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    profile: Profile = Field("quick", description="quick: before every stage, under a minute; full: everything")
+    profile: Profile = Field(
+        "quick",
+        description="quick: before every stage, about a minute, more where graphs are compiled first; full: everything",
+    )
     only: tuple[Group, ...] = Field(
         (), description="Run only these groups of checks: host, tools, cores, collectives; none named: all"
     )
@@ -43,6 +59,13 @@ class HealthConfig(BaseModel):
     burn_s: float = Field(
         3.0, gt=0, le=600, description="Seconds of matrix products on each core, to compare cores; full: ten times that"
     )
+    tolerances: Annotated[
+        dict[OperationName, Annotated[float, Field(gt=0, le=1)]],
+        Field(
+            description="Relative error against float64 that an operation may have, in place of the usual one, as"
+            " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known"
+        ),
+    ] = {}
     slow_ratio: float = Field(
         1.5, gt=1, le=100, description="A core this many times slower than the median of its peers is unfit"
     )

@@ -1,6 +1,7 @@
 """AWS tools as checks of a node: devices, error counters, the kernel log, EFA, and collectives within it."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pipeline.core.footprint import GIB
@@ -15,15 +16,21 @@ from pipeline.health.nccom import NccomTest, check_nccom
 from pipeline.health.neuron_ls import check_neuron_ls
 from pipeline.health.neuron_monitor import check_neuron_monitor
 
-NCCOM_LIMIT_S, NCCOM_LEAVE_S = 120.0, 20.0
-MORE_OPERATIONS = ("all_gather", "reduce_scatter", "alltoall")
+NCCOM_LIMIT_S = 300.0  # each size is compiled first
+NCCOM_LEAVE_S = 60.0  # for one that is killed to leave its cores
+MORE_OPERATIONS = ("reduce_scatter", "alltoall")
+BANDWIDTH = "bandwidth"
 CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # then the numbers of cores are others than the usual ones
 
 
 def tool_checks(
-    instance: NeuronInstance | None, config: HealthConfig, *, num_nodes: int, processes: int
+    instance: NeuronInstance | None, config: HealthConfig, *, num_nodes: int, processes: int, on_neuron: bool = False
 ) -> tuple[Check, ...]:
-    """For a machine that is, or should be, `instance`; None: no Neuron machine, where nothing is expected of them."""
+    """For a machine that is, or should be, `instance`; None: no Neuron machine, where nothing is expected of them.
+
+    on_neuron: ranks are to run on its cores, so that whoever holds one is looked for whatever groups are chosen: a
+    second runtime on a core fails, and may take the first one with it.
+    """
 
     def devices(ctx: CheckContext) -> tuple[CheckResult, ...]:
         ctx.doing = "running neuron-ls"
@@ -37,9 +44,10 @@ def tool_checks(
         ctx.doing = "reading the kernel log"
         return check_kernel_log(instance, stop=ctx.stop)
 
+    opens_cores = on_neuron and config.wants("cores", "collectives")
     checks = (
         Check("kernel log", kernel, "tools", cost_s=0.5),
-        Check("neuron devices", devices, "tools", cost_s=1.0),
+        Check("neuron devices", devices, None if opens_cores else "tools", cost_s=1.0),
         Check("neuron monitor", monitor, "tools", cost_s=2.0),
     )
     if instance is None:
@@ -58,29 +66,56 @@ def tool_checks(
 
 
 def nccom_checks(instance: NeuronInstance, config: HealthConfig, num_ranks: int) -> tuple[Check, ...]:
-    """All-reduce from 8 bytes to more than a gradient bucket; in the full profile the other operations, too."""
+    """All-reduce and all-gather; all-reduce again for its bandwidth; in the full profile the other operations, too."""
     usual_gib_s = instance.bus_gib_s if (num_ranks,) == instance.rank_counts[-1:] else None
 
-    def check(test: NccomTest, profiles: frozenset[Profile], least: float | None, usual: float | None) -> Check:
-        name = f"{NCCOM} {test.operation}"
+    def check(
+        test: NccomTest,
+        profiles: frozenset[Profile] = BOTH,
+        *,
+        least: float | None = None,
+        usual: float | None = None,
+    ) -> Check:
+        name = f"{NCCOM} {test.operation}" if test.check else f"{NCCOM} {test.operation} {BANDWIDTH}"
 
         def run(ctx: CheckContext) -> CheckResult:
             ctx.doing = f"running {name}"
-            limits = {"min_busbw_gib_s": least, "usual_busbw_gib_s": usual}
             found = check_nccom(
-                instance, test, env=os.environ, stop=ctx.stop, timeout_s=NCCOM_LIMIT_S - NCCOM_LEAVE_S, **limits
+                instance,
+                test,
+                env=os.environ,
+                stop=ctx.stop,
+                timeout_s=NCCOM_LIMIT_S,
+                min_busbw_gib_s=least,
+                usual_busbw_gib_s=usual,
             )
             return replace(found, name=name)
 
-        return Check(name, run, "tools", profiles, time_limit_s=NCCOM_LIMIT_S, cost_s=20.0)
+        return Check(name, run, "tools", profiles, time_limit_s=NCCOM_LIMIT_S + NCCOM_LEAVE_S, cost_s=20.0)
 
-    more = [check(NccomTest(num_ranks, one), frozenset(("full",)), None, None) for one in MORE_OPERATIONS]
-    return (check(all_reduce(num_ranks), BOTH, least_gib_s(config), usual_gib_s), *more)
+    return (
+        check(correctness_test(num_ranks, "all_reduce")),
+        check(correctness_test(num_ranks, "all_gather")),
+        check(bandwidth_test(num_ranks), least=least_gib_s(config), usual=usual_gib_s),
+        *(check(correctness_test(num_ranks, one), frozenset(("full",))) for one in MORE_OPERATIONS),
+    )
 
 
-def all_reduce(num_ranks: int, hosts: tuple[str, ...] = ()) -> NccomTest:
-    """8 bytes, 2 KiB, 512 KiB and 128 MiB."""
-    return NccomTest(num_ranks, "all_reduce", min_bytes=8, max_bytes=2**27, step_factor=256, hosts=hosts)
+def correctness_test(num_ranks: int, operation: str, hosts: tuple[str, ...] = ()) -> NccomTest:
+    """8 KiB and 8 MiB, with results checked; all-reduce from 8 bytes on, which is one number for every rank."""
+    least = 8 if operation == "all_reduce" else 2**13
+    return NccomTest(num_ranks, operation, min_bytes=least, max_bytes=2**23, step_factor=2**10, hosts=hosts)
+
+
+def bandwidth_test(num_ranks: int, hosts: tuple[str, ...] = ()) -> NccomTest:
+    """An all-reduce of 128 MiB, more than a gradient bucket."""
+    return NccomTest(num_ranks, "all_reduce", min_bytes=2**27, max_bytes=2**27, check=False, hosts=hosts)
+
+
+def tools_limit_s(checks: Iterable[Check], config: HealthConfig) -> float:
+    """Seconds that those of these checks may take together which have a limit of their own, as nccom-test has."""
+    chosen = (one for one in checks if config.profile in one.profiles and config.wants(one.group))
+    return sum(one.time_limit_s or 0.0 for one in chosen)
 
 
 def least_gib_s(config: HealthConfig) -> float | None:

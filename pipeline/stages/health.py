@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.node_barrier import Nodes
+from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.across_nodes import across_check, address_check
 from pipeline.health.check import Check, run_checks
 from pipeline.health.exported import exported
@@ -30,7 +32,8 @@ from pipeline.health.instances import NeuronInstance, neuron_instance
 from pipeline.health.limits import ranks_limit_s
 from pipeline.health.rank_reports import results_of, with_slow_ranks
 from pipeline.health.report import FOLDER_VARIABLE, report_key, show, store_report
-from pipeline.health.tools import tool_checks
+from pipeline.health.tolerance import with_shared_errors
+from pipeline.health.tools import tool_checks, tools_limit_s
 from pipeline.health.versions import versions_check
 from pipeline.parallel.launch import launch
 from pipeline.settings import Settings
@@ -48,7 +51,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(FOLDER_VARIABLE):
-        return _result(ctx, [_be_a_rank(settings, ctx, Path(folder), seed=int(started.timestamp()))], started)
+        return _result(ctx, [_be_a_rank(settings, ctx, Path(folder))], started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded() as temporary:
         reports = _Node(settings, ctx, nodes, temporary).check()
@@ -56,10 +59,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-def _be_a_rank(settings: Settings, ctx: StageContext, folder: Path, seed: int) -> NodeReport:
+def _be_a_rank(settings: Settings, ctx: StageContext, folder: Path) -> NodeReport:
     """Ends the process where something is wrong: a thread may hang, and gloo aborts when a peer is gone."""
     from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
 
+    seed = zlib.crc32(ctx.cycle.encode())  # of all nodes; another one in each cycle
     checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
     report = report_rank(checks, folder, ctx.stop)
     if report.verdict >= Verdict.RETRY:
@@ -80,21 +84,28 @@ class _Node:
 
     def check(self) -> Reports:
         """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
-        parts: list[tuple[str, Callable[[Reports], Results]]] = [("hosts", self._host)]
+        parts: list[tuple[str, Callable[[Reports], Results], float]] = [
+            ("hosts", self._host, tools_limit_s(self._tools, self._config))
+        ]
         if self._across_nodes:
-            parts.append(("nccom-test", self._nccom))
+            parts.append(("nccom-test", self._nccom, ACROSS_LIMIT_S))
         if self._config.wants("cores", "collectives"):
-            parts.append(("ranks", self._ranks))
+            parts.append(("ranks", self._ranks, self._limit_s))
         reports: Reports = ()
-        for name, part in parts:
-            reports = self._do(name, part, reports, is_last=name == parts[-1][0])
+        for name, part, limit_s in parts:
+            reports = self._do(name, part, reports, limit_s, is_last=name == parts[-1][0])
         return reports
 
-    def _do(self, name: str, part: Callable[[Reports], Results], before: Reports, *, is_last: bool) -> Reports:
+    def _do(
+        self, name: str, part: Callable[[Reports], Results], before: Reports, limit_s: float, *, is_last: bool
+    ) -> Reports:
+        """One part, `limit_s` at most, and what all nodes say after it."""
         self._report = replace(self._report, results=(*self._report.results, *part(before)))
         self._keep()  # before anything that may wait for others
-        wait_s = self._config.nodes_wait_s + (self._limit_s if before else 0.0)
-        reports = with_slow_ranks(meet(self._nodes, name, self._report, wait_s), self._config.slow_ratio)
+        reports = meet(self._nodes, name, self._report, self._config.nodes_wait_s + limit_s)
+        reports = with_slow_ranks(reports, self._config.slow_ratio)
+        num_ranks = self._ctx.world.world_size * self._settings.launch.processes
+        reports = with_shared_errors(reports, num_ranks)
         self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
         self._keep()
         error = gang_error(reports)
@@ -136,9 +147,8 @@ class _Node:
         more = {"code": ctx.code_version, "settings": ctx.settings_hash}
         if self._on_neuron:
             more["compiler flags"] = settings.compile.flags.text()
-        tools = tool_checks(self._instance, self._config, num_nodes=nodes, processes=settings.launch.processes)
         address = (address_check(),) if self._across_nodes else ()
-        return self._run(versions_check(more), *host.checks(), *tools, *address)
+        return self._run(versions_check(more), *host.checks(), *self._tools, *address)
 
     def _nccom(self, before: Reports) -> Results:
         """By the main node; what it finds reaches the others in its report."""
@@ -167,6 +177,16 @@ class _Node:
             checks, self._config, node_rank=self._report.node_rank, host=self._report.host, stop=self._ctx.stop
         )
         return report.results
+
+    @property
+    def _tools(self) -> tuple[Check, ...]:
+        return tool_checks(
+            self._instance,
+            self._config,
+            num_nodes=self._ctx.world.world_size,
+            processes=self._settings.launch.processes,
+            on_neuron=self._on_neuron,
+        )
 
     @property
     def _instance(self) -> NeuronInstance | None:

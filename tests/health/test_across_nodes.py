@@ -16,8 +16,8 @@ from tests.health.fake_tools import fake_tool
 TRN1 = NeuronInstance("trn1.32xlarge", bus_gib_s=39.0)
 TABLE = """size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)
 8 2 fp32 520 0.00 0.00
-2048 512 fp32 881 0.00 0.00
-524288 131072 fp32 1312 0.37 0.73
+8192 2048 fp32 881 0.00 0.00
+8388608 2097152 fp32 1312 2.37 4.73
 134217728 33554432 fp32 6279 19.91 {busbw}
 """
 
@@ -27,12 +27,11 @@ def reported(rank: int, address: str) -> NodeReport:
     return run_checks([check], HealthConfig(), node_rank=rank, host="h", stop=StopSignal())
 
 
-def found(env: Mapping[str, str], **values: object) -> CheckResult:
+def found(env: Mapping[str, str], **values: object) -> tuple[CheckResult, ...]:
     reports = [reported(1, "10.0.0.8"), reported(0, "10.0.0.7")]
     config = HealthConfig.model_validate(values)
     check = across_check(TRN1, config, reports, processes=32, env=env)
-    (result,) = run_checks([check], config, node_rank=0, host="h", stop=StopSignal()).results
-    return result
+    return run_checks([check], config, node_rank=0, host="h", stop=StopSignal()).results
 
 
 @pytest.mark.unit
@@ -47,12 +46,15 @@ def test_the_main_node_comes_first() -> None:
 def test_right_and_fast(tmp_path: Path, busbw: float, least_gb_s: float, verdict: Verdict) -> None:
     (tmp_path / "table").write_text(TABLE.format(busbw=busbw))
     fake_tool(tmp_path, "mpirun", "exit 0")
-    fake_tool(tmp_path, "nccom-test", f'echo "$NEURON_RT_ROOT_COMM_ID $*" > {tmp_path}/asked; cat {tmp_path}/table')
-    result = found({"PATH": f"{tmp_path}:/usr/bin:/bin"}, min_bus_gb_s=least_gb_s)
-    assert (result.name, result.verdict) == ("nccom-test across nodes", verdict)
-    asked = (tmp_path / "asked").read_text()
-    assert asked.startswith("10.0.0.7:45654 all_reduce -r 64 -N 2 --hosts 10.0.0.7 10.0.0.8 -b 8 -e 134217728 -f 256 ")
-    assert "--check --report-to-json-file" in asked and asked.endswith("--non-interactive\n")
+    fake_tool(tmp_path, "nccom-test", f'echo "$NEURON_RT_ROOT_COMM_ID $*" >> {tmp_path}/asked; cat {tmp_path}/table')
+    right, fast = found({"PATH": f"{tmp_path}:/usr/bin:/bin"}, min_bus_gb_s=least_gb_s)
+    assert (right.name, right.verdict) == ("nccom-test across nodes", Verdict.PASS)
+    assert (fast.name, fast.verdict) == ("nccom-test across nodes bandwidth", verdict)
+    checked, measured = (tmp_path / "asked").read_text().splitlines()
+    everywhere = "10.0.0.7:45654 all_reduce -r 64 -N 2 --hosts 10.0.0.7 10.0.0.8"
+    assert checked.startswith(f"{everywhere} -b 8 -e 8388608 -f 1024 ")
+    assert "--check --report-to-json-file" in checked and checked.endswith("--non-interactive")
+    assert measured.startswith(f"{everywhere} -b 134217728 -e 134217728 ") and "--check" not in measured
 
 
 @pytest.mark.unit
@@ -62,13 +64,13 @@ def test_right_and_fast(tmp_path: Path, busbw: float, least_gb_s: float, verdict
         (False, "", Verdict.FIX, "mpirun is not installed"),
         (True, "ssh: a@10.0.0.8: Permission denied (publickey).", Verdict.FIX, "Permission denied"),
         (True, "1 errors found - test failed", Verdict.RETRY, "1 errors found"),
-        (True, "", Verdict.RETRY, "no result for 4 sizes"),
+        (True, "", Verdict.RETRY, "no result for 3 sizes"),
     ],
 )
 def test_what_is_missing(tmp_path: Path, mpirun: bool, says: str, verdict: Verdict, seen: str) -> None:
     if mpirun:
         fake_tool(tmp_path, "mpirun", "exit 0")
     fake_tool(tmp_path, "nccom-test", f"echo '{says}' >&2; exit 1")
-    result = found({"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    (result,) = found({"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert result.verdict is verdict and seen in result.seen
     assert result.expected and result.next_command

@@ -1,6 +1,8 @@
 """nccom-test: how it is called, what it prints, and what is believed."""
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,16 @@ GOOD = nccom_report(19.92, 50.46, 63.97)
 USAGE = "usage: nccom-test [-h] ...\nnccom-test: error: unrecognized arguments: --report-to-json-file /tmp/a.json\n"
 
 
-def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "") -> ToolRun:
-    return ToolRun(("nccom-test",), exit_code, stdout, stderr, timed_out=exit_code is None, failure=failure)
+def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "", num_left: int = 0) -> ToolRun:
+    run = ToolRun(("nccom-test",), exit_code, stdout, stderr, timed_out=exit_code is None, failure=failure)
+    return replace(run, num_left=num_left)
+
+
+def late(stdout: str, *, num_left: int = 0) -> ToolRun:
+    return ran(stdout, exit_code=None, failure="did not end within 300 s", num_left=num_left)
+
+
+TWO_ROWS = "".join(NCCOM_TABLE_OLD.splitlines(True)[:3])
 
 
 @pytest.mark.unit
@@ -105,6 +115,12 @@ def test_report() -> None:
             RETRY,
             "nccom-test: did not end within 60 s",
         ),
+        (late(TWO_ROWS), None, WARN, "did not end within 300 s; no fault in the sizes it came to: 1048576, 8388608"),
+        (late(TWO_ROWS), GOOD[:50], WARN, "did not end within 300 s; no fault in the sizes it came to: 1048576"),
+        (late(NCCOM_FAILED), None, RETRY, "1048576    Failure running"),
+        (late(TWO_ROWS + "67108864    Failure running neuron-bench\n"), None, RETRY, "67108864    Failure running"),
+        (late(TWO_ROWS + "nrt_execute: status=6 NRT_HW_ERROR\n"), None, RETRY, "nccom-test: did not end within 300 s"),
+        (late(TWO_ROWS, num_left=2), None, RETRY, "nccom-test: did not end within 300 s"),
         (ran("", exit_code=2, stderr=USAGE), None, FIX, "nccom-test: exit code 2"),
         (ran(NCCOM_FAILED + "Error opening libnccom.so\n"), None, FIX, "no libnccom: Error opening"),
         (ran(NCCOM_FAILED + "Error opening libnccom.so\nNRT_HW_ERROR\n"), None, RETRY, "1048576    Failure"),
@@ -146,6 +162,12 @@ def test_output_cut_at_any_byte() -> None:
         assert judge_nccom(ran(NCCOM_FAILED[:end]), None, TEST).verdict is RETRY
 
 
+@pytest.mark.unit
+def test_too_late_over_many_hosts_cores_may_still_be_held() -> None:
+    assert judge_nccom(late(TWO_ROWS), None, TEST).verdict is WARN
+    assert judge_nccom(late(TWO_ROWS), None, replace(TEST, hosts=("10.0.0.7", "10.0.0.8"))).verdict is RETRY
+
+
 def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) -> CheckResult:
     return check_nccom(
         neuron_instance(name),
@@ -154,6 +176,7 @@ def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) ->
         stop=StopSignal(),
         timeout_s=timeout_s,
         min_busbw_gib_s=45.0,
+        free_s=0.01,
     )
 
 
@@ -187,9 +210,30 @@ def test_an_older_tool_without_a_report(tmp_path: Path) -> None:
 def test_none_and_one_that_hangs(tmp_path: Path) -> None:
     assert check(tmp_path).verdict is FIX
     assert check(tmp_path, "").verdict is PASS
-    fake_tools.fake_tool(tmp_path, "nccom-test", f"printf '{NCCOM_TABLE_OLD[:200]}'; exec sleep 60")
+    fake_tools.fake_tool(tmp_path, "nccom-test", f"printf '{NCCOM_TABLE_OLD[:100]}'; exec sleep 60")
     result = check(tmp_path, timeout_s=0.3)
     assert result.verdict is RETRY and "did not end within 0.3 s" in result.seen
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("times_held", "verdict"), [(0, WARN), (1, WARN), (9, RETRY)])
+def test_what_comes_after_one_that_was_killed_waits_for_its_cores(
+    tmp_path: Path, times_held: int, verdict: Verdict
+) -> None:
+    """A fake neuron-ls that still lists the killed process the first times it is asked."""
+    held = fake_tools.neuron_ls()
+    held[0]["neuron_processes"] = [{"pid": 77, "command": "neuron-bench", "neuron_runtime_version": "2.31"}]
+    (tmp_path / "held").write_text(json.dumps(held))
+    (tmp_path / "free").write_text(json.dumps(fake_tools.neuron_ls()))
+    ask = f'echo x >> {tmp_path}/asked; [ "$(wc -l < {tmp_path}/asked)" -gt {times_held} ] && which=free || which=held'
+    fake_tools.fake_tool(tmp_path, "neuron-ls", f"{ask}; cat {tmp_path}/$which")
+    (tmp_path / "rows").write_text(TWO_ROWS)
+    fake_tools.fake_tool(tmp_path, "nccom-test", f"cat {tmp_path}/rows; exec sleep 60")
+    result = check(tmp_path, timeout_s=1.0)
+    assert result.verdict is verdict, result
+    asked = len((tmp_path / "asked").read_text().splitlines())
+    assert asked == min(times_held + 1, 3)
+    assert ("process 77 (neuron-bench) holds neuron0" in result.seen) == (verdict is RETRY)
 
 
 @pytest.mark.unit

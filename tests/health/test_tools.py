@@ -2,20 +2,32 @@
 
 import pytest
 
-from pipeline.core.health import Verdict
+from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
+from pipeline.health import tools
 from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import neuron_instance
-from pipeline.health.tools import all_reduce, least_gib_s, tool_checks
+from pipeline.health.nccom import command
+from pipeline.health.tools import (
+    bandwidth_test,
+    correctness_test,
+    least_gib_s,
+    nccom_checks,
+    tool_checks,
+    tools_limit_s,
+)
 
 EVERYWHERE = ["kernel log", "neuron devices", "neuron monitor"]
 ON_NEURON = [*EVERYWHERE, "processes", "EFA"]
+NCCOM = ["nccom-test all_reduce", "nccom-test all_gather", "nccom-test all_reduce bandwidth"]
 
 
-def names(instance: str, processes: int, **values: object) -> list[str]:
+def names(instance: str, processes: int, *, on_neuron: bool = False, **values: object) -> list[str]:
     config = HealthConfig.model_validate(values)
-    found: tuple[Check, ...] = tool_checks(neuron_instance(instance), config, num_nodes=1, processes=processes)
+    found: tuple[Check, ...] = tool_checks(
+        neuron_instance(instance), config, num_nodes=1, processes=processes, on_neuron=on_neuron
+    )
     return [check.name for check in found if config.profile in check.profiles and config.wants(check.group)]
 
 
@@ -23,15 +35,47 @@ def names(instance: str, processes: int, **values: object) -> list[str]:
 def test_what_is_run() -> None:
     assert names("", 2) == EVERYWHERE
     assert names("trn1.2xlarge", 1) == ON_NEURON, "one process has nothing to exchange"
-    assert names("trn1.2xlarge", 2) == [*ON_NEURON, "nccom-test all_reduce"]
-    more = ["nccom-test all_gather", "nccom-test reduce_scatter", "nccom-test alltoall"]
-    assert names("trn1.2xlarge", 2, profile="full") == [*ON_NEURON, "nccom-test all_reduce", *more]
+    assert names("trn1.2xlarge", 2) == [*ON_NEURON, *NCCOM]
+    more = ["nccom-test reduce_scatter", "nccom-test alltoall"]
+    assert names("trn1.2xlarge", 2, profile="full") == [*ON_NEURON, *NCCOM, *more]
     assert names("trn1.2xlarge", 2, only=("host", "cores")) == []
 
 
 @pytest.mark.unit
-def test_all_reduce_goes_from_8_bytes_to_more_than_a_gradient_bucket() -> None:
-    assert all_reduce(32).sizes == (8, 2**11, 2**19, 2**27)
+def test_whoever_holds_a_core_is_looked_for_before_ranks_open_it() -> None:
+    for instance in ("trn1.2xlarge", ""):
+        for group in ("cores", "collectives"):
+            assert names(instance, 2, on_neuron=True, only=(group,)) == ["neuron devices"]
+        assert names(instance, 2, on_neuron=True, only=("host",)) == []
+
+
+@pytest.mark.unit
+def test_results_are_checked_up_to_8_mib_and_the_bandwidth_is_that_of_128_mib() -> None:
+    reduce, gather, large = correctness_test(32, "all_reduce"), correctness_test(32, "all_gather"), bandwidth_test(32)
+    assert (reduce.sizes, gather.sizes, large.sizes) == ((8, 2**13, 2**23), (2**13, 2**23), (2**27,))
+    assert "--check" in command(reduce) and "--check" in command(gather) and "--check" not in command(large)
+    assert command(large)[-1] == "--non-interactive"
+
+
+@pytest.mark.unit
+def test_each_has_five_minutes_and_some_to_leave_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def check(*args: object, **kwargs: object) -> CheckResult:
+        asked.append(kwargs["timeout_s"])
+        return CheckResult("nccom-test", Verdict.PASS)
+
+    monkeypatch.setattr(tools, "check_nccom", check)
+    instance, config = neuron_instance("trn1.2xlarge"), HealthConfig()
+    assert instance is not None
+    checks = nccom_checks(instance, config, 2)
+    run_checks(checks, config, node_rank=0, host="h", stop=StopSignal())
+    assert asked == [300.0] * 3 and tools_limit_s(checks, config) == 3 * 360.0
+    assert tools_limit_s(checks, HealthConfig(only=("host",))) == 0.0
+
+
+@pytest.mark.unit
+def test_the_least_bandwidth_in_the_unit_of_the_tool() -> None:
     assert least_gib_s(HealthConfig()) is None
     assert least_gib_s(HealthConfig(min_bus_gb_s=2**30 / 1e9)) == pytest.approx(1.0)
 

@@ -137,7 +137,7 @@ def test_the_main_node_runs_nccom_test_over_all(
     for name, value in job.items():
         monkeypatch.setenv(f"AWS_BATCH_JOB_{name}", value)
     tools_folder = tmp_path / "bin"
-    table = [f"{size} 1 fp32 1 1.0 {busbw}" for size in (8, 2**11, 2**19, 2**27)]
+    table = [f"{size} 1 fp32 1 1.0 {busbw}" for size in (8, 2**13, 2**23, 2**27)]
     says(tools_folder, "table", "\n".join(["size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)", *table, ""]))
     fake_tool(tools_folder, "nccom-test", f"echo $* >> {tmp_path}/asked; exec {tools_folder}/table")
     fake_tool(tools_folder, "mpirun", "exit 0")
@@ -150,6 +150,21 @@ def test_the_main_node_runs_nccom_test_over_all(
     assert found == code, err
     assert "-r 64 -N 2 --hosts " in (tmp_path / "asked").read_text()
     assert ("check nccom-test across nodes: " in err) is (code == RETRY)
+
+
+@pytest.mark.parametrize("group", ["cores", "collectives"])
+def test_ranks_do_not_open_a_core_that_another_process_holds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    """Whatever groups are chosen: a second runtime on a core fails."""
+    devices = neuron_ls(1)
+    devices[0]["neuron_processes"] = [{"pid": 77, "command": "python train.py", "neuron_runtime_version": "2.31"}]
+    says(tmp_path / "bin", "neuron-ls", json.dumps(devices))
+    monkeypatch.setattr(tools, "check_neuron_ls", partial(check_neuron_ls, wait_s=0.01))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    code, err = run(f"--health.only={group}", "--backend=xla", "--launch.processes=2")
+    assert (code, "process 77 (python train.py) holds neuron0" in err) == (RETRY, True), err
 
 
 def test_no_place_for_temporary_files(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
