@@ -9,6 +9,9 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_operations, on_device
 from pipeline.health.neuron_errors import device_error
 
+_ASSERT = "device-side assert triggered"
+"""Of CUDA, for an index beyond a table and the like: a bug, after which the process cannot use the device any more."""
+
 
 def informed(
     error: RuntimeError, backend: Backend, config: HealthConfig, *, num_nodes: int, stop: StopSignal
@@ -19,11 +22,13 @@ def informed(
     known = device_error(str(error), num_nodes=num_nodes)
     if known is not None:
         return known
+    if _ASSERT in str(error):
+        return error
 
     def operations(ctx: CheckContext) -> CheckResult:
         ctx.doing = "checking tensor operations after an error of the device"
         with on_device(backend.device):
-            return check_operations(backend, seed=1, repeats=1, stop=ctx.stop)
+            return check_operations(backend, seed=1, repeats=1, stop=ctx.stop, tolerances=config.tolerances)
 
     limit_s = config.check_limit_s * config.patience(on_neuron=backend.device_name() == "xla:NEURON")
     check = Check("operations", operations, time_limit_s=limit_s)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.health.config import OperationName
+
 ROWS, WIDTH, TABLE = 128, 256, 512  # small: what is looked for is a wrong core, not a slow one
 
 
@@ -14,7 +16,7 @@ ROWS, WIDTH, TABLE = 128, 256, 512  # small: what is looked for is a wrong core,
 class Operation:
     """`compute(*inputs)` gives the tensors to compare; `tolerance` is relative to the largest reference value."""
 
-    name: str
+    name: OperationName
     inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
     compute: Callable[..., tuple[Tensor, ...]]
     dtype: torch.dtype

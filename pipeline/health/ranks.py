@@ -28,6 +28,7 @@ from pipeline.health.collectives import (
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_burn, check_memory, check_operations, on_device
 from pipeline.health.rank_reports import BURN, SHARED, leave
+from pipeline.health.tolerance import OPERATIONS
 from pipeline.parallel.device import open_device
 from pipeline.parallel.world import World
 
@@ -45,6 +46,7 @@ class RankChecks:
     config: HealthConfig
     env: Mapping[str, str]
     seed: int
+    """The same on all ranks: their errors are compared."""
     _open: list[Backend] = field(default_factory=list)
 
     def checks(self) -> tuple[Check, ...]:
@@ -52,7 +54,11 @@ class RankChecks:
         repeats, burn_s = (2, config.burn_s) if self._is_quick else (10, 10 * config.burn_s)
         alone = (
             Check(DEVICE, self._device, time_limit_s=self._limit_s, cost_s=0.0),
-            self._on_device("operations", 1.0, partial(check_operations, seed=self.seed, repeats=repeats)),
+            self._on_device(
+                OPERATIONS,
+                1.0,
+                partial(check_operations, seed=self.seed, repeats=repeats, tolerances=config.tolerances),
+            ),
             self._on_device("device memory", 2.0, self._memory),
             self._on_device(BURN, 3.0, partial(check_burn, seconds=burn_s)),
         )
@@ -128,6 +134,8 @@ class RankChecks:
             ranks = replace(ranks, name="device collectives", device=backend.device, first_limit_s=first_limit_s)
             yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
         yield from self._clock(ranks)
+        if backend.process_group:
+            dist.destroy_process_group()  # nccl warns of a leak where a process ends without
 
     def _in_node(self, ranks: Ranks) -> Ranks:
         """The ranks of this node. Every rank makes the groups of all nodes, as torch wants it."""

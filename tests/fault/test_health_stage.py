@@ -127,6 +127,22 @@ def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> Non
 
 
 @pytest.mark.parametrize(
+    ("fault", "code", "verdict", "seen"),
+    [
+        ("coarse@0 coarse@1", 0, "warn", "; the same on all 2 ranks: a tolerance, not a defect"),
+        pytest.param("coarse@1", RETRY, "retry", "rank 1: matmul fp32: relative error", marks=pytest.mark.thorough),
+    ],
+)
+def test_an_error_that_all_cores_share_is_no_defect(
+    here: Place, fault: str, code: int, verdict: str, seen: str
+) -> None:
+    seeded(here, fault)
+    here.run("health", "--launch.processes=2", "--health.only=cores", code=code)
+    (found,) = (one for one in results(here, 0) if one["name"] == "operations" and one["verdict"] != "pass")
+    assert found["verdict"] == verdict and seen in found["seen"] and "matmul fp32" in found["seen"]
+
+
+@pytest.mark.parametrize(
     ("fault", "check", "seen"),
     [
         ("absent@1", "collectives", "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s"),

@@ -32,7 +32,7 @@ class Faulty(CpuBackend):
 def flipped(tensor: Tensor) -> Tensor:
     """One bit of one number, high enough to matter in any dtype."""
     bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    bits[3] ^= 1 << (8 * tensor.element_size() - 3)
+    bits[min(3, len(bits) - 1)] ^= 1 << (8 * tensor.element_size() - 3)
     return tensor
 
 
