@@ -3,7 +3,7 @@
 from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import neuron_instance
-from pipeline.health.tools import tool_checks
+from pipeline.health.tools import tool_checks, tools_limit_s
 
 START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
 
@@ -21,9 +21,7 @@ def stage_limit_s(config: HealthConfig, *, instance: str, on_neuron: bool, num_n
     and the wait for the other nodes. The short checks of the host are not in it."""
     machine = neuron_instance(instance) if on_neuron else None
     tools = tool_checks(machine, config, num_nodes=num_nodes, processes=processes)
-    chosen = (one for one in tools if config.profile in one.profiles and config.wants(one.group))
-    tools_s = sum(one.time_limit_s or 0.0 for one in chosen)
     nodes_s = config.nodes_wait_s if num_nodes > 1 else 0.0
     if config.nccom_across_nodes and config.wants("tools") and machine is not None and num_nodes > 1:
         nodes_s += ACROSS_LIMIT_S
-    return tools_s + ranks_limit_s(config, on_neuron=on_neuron) + nodes_s
+    return tools_limit_s(tools, config) + ranks_limit_s(config, on_neuron=on_neuron) + nodes_s
