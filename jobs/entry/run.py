@@ -26,6 +26,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.guard import guarded
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.telemetry.events import read_events
 
 Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
@@ -180,14 +181,9 @@ class _Attempt:
 
 
 def _last_events(storage: Storage, cycle: str, unread: list[str]) -> tuple[str, ...]:
-    key = f"cycles/{cycle}/events.jsonl"
     try:
-        stat = storage.stat(key)
-        if stat is None:
-            return ()
-        start = max(0, stat.size_bytes - EVENTS_BYTES)
-        text = storage.read_range(key, start, EVENTS_BYTES).decode(errors="replace")
+        found = read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
     except TrnpipeError as error:
         unread.append(f"events: {error.seen}")
         return ()
-    return tuple(text.splitlines()[1 if start else 0 :])
+    return tuple(json.dumps(event) for event in found)

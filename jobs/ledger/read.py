@@ -1,9 +1,7 @@
 """The ledger of a cycle, from what its workspace holds."""
 
-import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from jobs.core.attempt_time import Moment, moment_of
 from jobs.core.cost import Prices
@@ -14,8 +12,8 @@ from jobs.core.schedule import cycle_name
 from jobs.core.schedule_config import ScheduleConfig
 from jobs.core.spec import CyclePlan
 from jobs.store.cycle import CycleStore
-from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
+from pipeline.telemetry.events import read_events
 
 REPORT = "report"
 """The stage that writes the report: it still runs while it does."""
@@ -26,13 +24,8 @@ def events_key(cycle: str) -> str:
 
 
 def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
-    """All events of a cycle in the order of the log; none when there is no log. Half lines of a killed writer and
-    lines that are no events are left out."""
-    try:
-        lines = storage.read_bytes(events_key(cycle)).splitlines()
-    except KeyNotFound:
-        return ()
-    found = (moment_of(_object(line)) for line in lines)
+    """All events of a cycle; none when there is no log. Lines that are no events are left out."""
+    found = map(moment_of, read_events(storage, events_key(cycle)))
     return tuple(moment for moment in found if moment is not None)
 
 
@@ -84,11 +77,3 @@ def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -
 def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
     """Of a cycle that has ended what is on record, else what `live` tells."""
     return (store.records() if store.closed() else ()) or live()
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -83,7 +83,9 @@ def open_context(
     # jobs the first one writes: a thousand would only hinder each other.
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0" and not settings.embed.worker
     logs = is_first and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
-    events = EventLog(after_stop, f"cycles/{cycle}/events.jsonl", scratch=scratch) if logs else NoEvents()
+    writer = f"{words[0] if words else 'tool'}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
+    key = f"cycles/{cycle}/events.jsonl"
+    events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
     try:
         yield StageContext(
             settings=settings,

@@ -1,54 +1,77 @@
-"""The event log of a cycle: one JSON line per event, appended, readable after kill -9 at any byte."""
+"""The event log of a cycle: one JSON line per event, readable after kill -9 at any byte.
+
+On file:// all writers append to one file. S3 cannot append, so there every writer (an attempt of a stage) has objects
+of its own, in segments: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`.
+Readers take the file and the segments, so a workspace that has both, or was copied from S3 to a disk, is read whole.
+
+Requests: a flush is one PUT of at most 64 KiB and the lines since the last flush, at most every 30 s and whenever it is
+asked to be durable. A segment that has reached 64 KiB is followed by a new one. So n flushes of b bytes of lines put at
+most n * 64 KiB + b bytes, into at most b / 64 KiB + 1 objects. Reading takes one HEAD, one LIST for each 1,000
+segments, and one GET for each segment, 8 at once.
+"""
 
 import contextlib
 import errno
+import fcntl
+import heapq
 import json
 import math
 import os
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import xxhash
 
-from pipeline.core.errors import TransientError
 from pipeline.core.events import EventName
-from pipeline.io.atomic import fsync_path, make_dirs
+from pipeline.io.atomic import fsync_path, make_dirs, sweep_temps, temp_beside
 from pipeline.io.errors import DiskFull, os_errors
-from pipeline.io.storage import Storage
+from pipeline.io.parallel import run_parallel
+from pipeline.io.storage import ObjectStat, Storage
 
 RESERVED = frozenset({"time", "event"})
 PUT_INTERVAL_S = 30.0
-MAX_PUT_TRIES = 20
+SEGMENT_BYTES = 64 * 1024
+NUM_READ_THREADS = 8
+MAX_LAST_SEGMENTS = 16  # to read the end of a log
 
 
 class EventLog:
-    """Appends events to `key` of a storage. Thread-safe; one process per run (rank 0) writes.
+    """Appends events to `key` of a storage. Thread-safe. Writers, also of one `scratch`, never meet in an object.
 
-    On file:// a line is written to the file at once. Elsewhere the lines wait in a journal below `scratch` until
-    flush() puts them with a conditional write, so several jobs of one cycle may share a log. After kill -9 the next
-    EventLog with the same scratch folder sends what was left. While a disk is full, lines wait in memory: emit() goes
-    on, a durable flush raises DiskFull.
+    On file:// a line is written to the file at once. Elsewhere the lines of a segment are kept in a journal below
+    `scratch`, and flush() puts the whole of it. After kill -9 the next EventLog with the same scratch folder puts what
+    was left, under the name of the dead writer; without that folder the lines since the last put are lost. While a disk
+    is full, lines wait in memory: emit() goes on, a durable flush raises DiskFull. `writer` goes into names.
     """
 
-    def __init__(self, storage: Storage, key: str, *, scratch: Path, clock: Callable[[], float] = time.time) -> None:
-        self._storage, self._key, self._clock = storage, key, clock
+    def __init__(
+        self,
+        storage: Storage,
+        key: str,
+        *,
+        scratch: Path,
+        writer: str = "log",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
         self._lock = threading.RLock()
         self._last_put_s = clock()
-        self._base, self._etag = b"", ""
         self._unwritten = bytearray()
         real = storage.local_path(key)
-        self._is_local = real is not None
-        self._path = real or scratch / f"events-{xxhash.xxh3_64_hexdigest(storage.uri(key).encode())}.jsonl"
-        with os_errors("opening", f"file://{self._path}"):
-            make_dirs(self._path.parent)
-            self._file = self._path.open("a+b", buffering=0)
-            _cut_half_line(self._file.fileno())
-            fsync_path(self._path.parent)
-        if not self._is_local:
-            self._drop_sent_lines()
+        self._log: _Journal | _Segments
+        if real is None:
+            start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+            self._log = _Segments(storage, key, scratch, f"{start}-{writer}-{secrets.token_hex(4)}")
+        else:
+            with os_errors("opening", f"file://{real}"):
+                make_dirs(real.parent)
+                self._log = _Journal(real, real.open("a+b", buffering=0))
+                fsync_path(real.parent)
 
     def emit(self, event: EventName, /, **fields: object) -> None:
         """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings.
@@ -69,75 +92,180 @@ class EventLog:
         with self._lock:
             if durable:
                 self._append()
-                with os_errors("writing", f"file://{self._path}"):
-                    os.fsync(self._file.fileno())
-            if self._is_local or not (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
-                return
-            self._put()
-            self._last_put_s = self._clock()
+                self._journal.sync()
+            if isinstance(self._log, _Segments) and (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
+                self._log.put()
+                self._last_put_s = self._clock()
 
     def close(self) -> None:
         """Flush durably and close. Twice is fine."""
         with self._lock:
-            if not self._file.closed:
+            if not self._journal.file.closed:
                 try:
                     self.flush(durable=True)
                 finally:
-                    self._file.close()
+                    self._log.close()
+
+    @property
+    def _journal(self) -> "_Journal":
+        return self._log.journal if isinstance(self._log, _Segments) else self._log
 
     def _append(self) -> None:
-        """One write of what waits, so that a reader never meets a half line; what a full disk cuts is taken back."""
-        if not self._unwritten:
-            return
-        with os_errors("writing", f"file://{self._path}"):
-            end = os.fstat(self._file.fileno()).st_size
-            if os.write(self._file.fileno(), self._unwritten) != len(self._unwritten):
-                os.ftruncate(self._file.fileno(), end)
+        """One write of what waits, so that a reader never meets a half line."""
+        if self._unwritten:
+            self._journal.append(self._unwritten)
+            self._unwritten.clear()
+
+
+class _Journal:
+    """A local file that whole lines are appended to."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        _cut_half_line(file.fileno())
+
+    def append(self, lines: bytes | bytearray) -> None:
+        """What a full disk cuts is taken back."""
+        with os_errors("writing", f"file://{self.path}"):
+            end = os.fstat(self.file.fileno()).st_size
+            if os.write(self.file.fileno(), lines) != len(lines):
+                os.ftruncate(self.file.fileno(), end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._unwritten.clear()
 
-    def _pending(self) -> bytes:
-        return self._path.read_bytes()
+    def sync(self) -> None:
+        with os_errors("writing", f"file://{self.path}"):
+            os.fsync(self.file.fileno())
 
-    def _load_base(self) -> None:
-        """Read what the object holds now, unless it is what we read or wrote last."""
-        stat = self._storage.stat(self._key)
-        if stat is None:
-            self._base, self._etag = b"", ""
-        elif stat.etag != self._etag:
-            self._base, self._etag = self._storage.read_bytes(self._key), stat.etag
+    def read(self) -> bytes:
+        with os_errors("reading", f"file://{self.path}"):
+            return self.path.read_bytes()
 
-    def _drop_sent_lines(self) -> None:
-        """Killed between the put and the emptying of the journal: those lines must not be sent twice."""
-        pending = self._pending()
-        if pending:
-            self._load_base()
-            if pending in self._base:
-                self._empty_journal()
+    def close(self) -> None:
+        self.file.close()
 
-    def _empty_journal(self) -> None:
-        os.ftruncate(self._file.fileno(), 0)
+    def drop(self) -> None:
+        """Remove it, after its lines were put."""
+        with os_errors("removing", f"file://{self.path}"):
+            self.path.unlink(missing_ok=True)
+        self.close()
 
-    def _put(self) -> None:
-        pending = self._pending()
-        if not pending:
+
+class _Segments:
+    """The objects of one writer, each with a journal of the same name, which is locked while its writer lives.
+
+    An object is the journal as it was at some time, so it can be put again by anyone, any number of times.
+    """
+
+    def __init__(self, storage: Storage, key: str, scratch: Path, writer: str) -> None:
+        self._storage, self._prefix, self._writer, self._count = storage, _segments_of(key), writer, 0
+        self._folder = scratch / f"events-{xxhash.xxh3_64_hexdigest(storage.uri(key).encode())}"
+        self._put_bytes = 0
+        with os_errors("opening", f"file://{self._folder}"):
+            make_dirs(self._folder)
+            sweep_temps(self._folder)
+            self._left = [left for path in sorted(self._folder.glob("*.jsonl")) if (left := _of_the_dead(path))]
+            self.journal = self._begin()
+
+    def put(self) -> None:
+        """Send what dead writers have left, and what is new; begin another segment when this one is full."""
+        while self._left:
+            self._send(self._left[0], self._left[0].read())
+            self._left.pop(0).drop()
+        content = self.journal.read()
+        if len(content) == self._put_bytes:
             return
-        for _ in range(MAX_PUT_TRIES):
-            self._load_base()
-            content = self._base + pending
-            if self._etag:
-                done = self._storage.write_if_match(self._key, content, self._etag)
-            else:
-                done = self._storage.write_if_absent(self._key, content)
-            if done:
-                self._empty_journal()
-                return
-            self._storage.stop.wait(0.05)
-        raise TransientError(
-            f"{self._storage.uri(self._key)}: {MAX_PUT_TRIES} conditional writes lost to other writers",
-            expected="few writers of one event log",
-            next_command="run the same command again; the events wait in the scratch folder",
-        )
+        self._send(self.journal, content)
+        self._put_bytes = len(content)
+        if len(content) >= SEGMENT_BYTES:
+            full = self.journal
+            with contextlib.suppress(DiskFull):  # this one grows on until there is room for another
+                with os_errors("opening", f"file://{self._folder}"):
+                    self.journal = self._begin()
+                self._put_bytes = 0
+                full.drop()
+
+    def close(self) -> None:
+        """Keep the journals that were not put in full, for the next writer to find."""
+        if os.fstat(self.journal.file.fileno()).st_size == self._put_bytes:
+            self.journal.drop()
+        for journal in (*self._left, self.journal):
+            journal.close()
+
+    def _begin(self) -> _Journal:
+        """Locked before it has its name: nobody takes it for that of a dead writer."""
+        path = self._folder / f"{self._writer}-{self._count:05d}.jsonl"
+        temp = temp_beside(path)
+        file = temp.open("a+b", buffering=0)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody there takes anything over
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temp.rename(path)
+        fsync_path(self._folder)
+        self._count += 1
+        return _Journal(path, file)
+
+    def _send(self, journal: _Journal, content: bytes) -> None:
+        if content:
+            self._storage.write_bytes(f"{self._prefix}/{journal.path.name}", content)
+
+
+def _of_the_dead(path: Path) -> _Journal | None:
+    """The journal of a writer that has died, locked; None for that of a living one, or one that is gone meanwhile."""
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return _Journal(path, file)
+
+
+def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The events of a log by their time, those of one writer in its order; none when there is no log.
+
+    Half lines of a killed writer and lines that are no JSON objects are left out. `last_bytes`: about as much of the
+    newest.
+    """
+    file = storage.stat(key)
+    stats = [*([file] if file else []), *storage.list(_segments_of(key))]
+    if last_bytes is not None:
+        stats = _newest(stats, last_bytes)
+
+    def read(stat: ObjectStat) -> bytes:
+        if last_bytes is None:
+            return storage.read_bytes(stat.key)
+        return storage.read_range(stat.key, max(0, stat.size_bytes - last_bytes), last_bytes)
+
+    found = run_parallel(
+        read, stats, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"reading {storage.uri(key)}"
+    )
+    writers: dict[str, list[dict[str, Any]]] = {}
+    for stat, data in zip(stats, found, strict=True):
+        writers.setdefault(stat.key.rpartition("-")[0], []).extend(_objects(data.splitlines()))
+    return list(heapq.merge(*writers.values(), key=lambda event: str(event.get("time", ""))))
+
+
+def _segments_of(key: str) -> str:
+    return key.removesuffix(".jsonl")
+
+
+def _newest(stats: Sequence[ObjectStat], size_bytes: int) -> list[ObjectStat]:
+    """Names sort by the start of their writers."""
+    chosen: list[ObjectStat] = []
+    for stat in stats[: -MAX_LAST_SEGMENTS - 1 : -1]:
+        if sum(one.size_bytes for one in chosen) < size_bytes:
+            chosen.append(stat)
+    return chosen[::-1]
+
+
+def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                yield found
 
 
 def _plain(value: object) -> object:

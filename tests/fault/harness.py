@@ -3,6 +3,7 @@
 One run takes seconds on `cpu`; on `xla` most of its time is compiling.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -227,11 +228,22 @@ class Place:
         if local is not None:
             data = local.read_bytes() if local.exists() else b""
         else:
-            data = self.storage.read_bytes(key) if self.storage.stat(key) else b""
-            data += b"".join(path.read_bytes() for path in self.scratch.glob("events-*.jsonl"))
+            data = b"".join(self._segments(f"cycles/{cycle}/events"))
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         found: list[Event] = [json.loads(line) for line in lines]
         return [event for event in found if name in (None, event["event"])]
+
+    def _segments(self, folder: str) -> Iterator[bytes]:
+        """Of the log, in the order of their writers; the journal of one says more than what was put of it."""
+        found: dict[str, bytes] = {}
+        for path in self.scratch.glob("events-*/*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # put meanwhile
+                found[path.name] = path.read_bytes()
+        for stat in self.storage.list(folder):
+            name = stat.key.removeprefix(f"{folder}/")
+            found[name] = max(found.get(name, b""), self.storage.read_bytes(stat.key), key=len)
+        for name in sorted(found):
+            yield found[name][: found[name].rfind(b"\n") + 1]
 
     def step(self, seen: int = 0) -> int:
         """The newest step whose figures are in the log, after the first `seen` events; -1 before the first."""

@@ -1,18 +1,20 @@
 """The event log on a file system and on S3, and after kills."""
 
-import json
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from pipeline.core.errors import TransientError
 from pipeline.core.events import EventName
 from pipeline.io.errors import DiskFull
 from pipeline.io.storage import Storage, open_storage
-from pipeline.telemetry.events import EventLog
+from pipeline.telemetry.events import SEGMENT_BYTES, EventLog, read_events
+from tests.killing import FORK, killed_at
 from tests.s3 import MotoServer, lead_to
 
 KEY = "cycles/c1/events.jsonl"
@@ -39,7 +41,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def names_in(storage: Storage) -> list[str]:
-    return [json.loads(line)["event"] for line in storage.read_bytes(KEY).splitlines()]
+    return [event["event"] for event in read_events(storage, KEY)]
 
 
 def test_lines_are_json_with_utc_time(storage: Storage, tmp_path: Path) -> None:
@@ -47,8 +49,8 @@ def test_lines_are_json_with_utc_time(storage: Storage, tmp_path: Path) -> None:
     log.emit(EventName.STAGE_STARTED, stage="train", loss=float("nan"), folder=Path("x"), parts=[1, float("inf")])
     log.close()
     log.close()
-    (line,) = storage.read_bytes(KEY).splitlines()
-    assert json.loads(line) == {
+    (event,) = read_events(storage, KEY)
+    assert event == {
         "time": "2026-01-01T00:00:00.250+00:00",
         "event": "stage_started",
         "stage": "train",
@@ -56,7 +58,7 @@ def test_lines_are_json_with_utc_time(storage: Storage, tmp_path: Path) -> None:
         "folder": "x",
         "parts": [1, "inf"],
     }
-    assert list(json.loads(line))[:2] == ["time", "event"]
+    assert list(event)[:2] == ["time", "event"]
 
 
 def test_a_reserved_field_is_refused(storage: Storage, tmp_path: Path) -> None:
@@ -103,21 +105,22 @@ def test_threads_do_not_mix_lines(storage: Storage, tmp_path: Path) -> None:
 
 def test_a_half_line_is_cut_off(storage: Storage, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
-    log = EventLog(storage, KEY, scratch=scratch)
-    log.emit(EventName.STAGE_STARTED)
-    # As kill -9 leaves it: no flush, no close, and half of the next line.
-    path = storage.local_path(KEY) or next(scratch.iterdir())
-    with path.open("ab") as file:
-        file.write(b'{"time": "' + b"x" * 70_000)
+
+    def half_a_line(log: EventLog) -> None:
+        path = storage.local_path(KEY) or next(scratch.rglob("*.jsonl"))
+        with path.open("ab") as file:
+            file.write(b'{"time": "' + b"x" * 70_000)
+
+    lost_writer(storage, scratch, half_a_line)
     again = EventLog(storage, KEY, scratch=scratch)
-    again.emit(EventName.STAGE_FINISHED)
+    again.emit(EventName.STAGE_STARTED, stage="c")
     again.close()
-    assert names_in(storage) == ["stage_started", "stage_finished"]
+    assert stages_in(storage) == ["a", "b", "c"]
 
 
 def test_s3_is_put_rarely_unless_durable(s3_storage: Storage, tmp_path: Path) -> None:
     storage = s3_storage
-    now = [0.0]
+    now, before = [0.0], storage.requests.snapshot()
     log = EventLog(storage, KEY, scratch=tmp_path, clock=lambda: now[0])
     log.emit(EventName.TRAIN_STEPS)
     log.flush()
@@ -129,26 +132,173 @@ def test_s3_is_put_rarely_unless_durable(s3_storage: Storage, tmp_path: Path) ->
     assert storage.requests.put == 1, "nothing new"
     log.emit(EventName.TRAIN_STEPS)
     log.flush(durable=True)
-    assert storage.requests.put == 2
-    # Killed after the put, before the journal was emptied: the line is not sent again.
-    (journal,) = tmp_path.glob("events-*.jsonl")
-    journal.write_bytes(storage.read_bytes(KEY).splitlines(keepends=True)[-1])
-    again = EventLog(storage, KEY, scratch=tmp_path)
-    again.close()
-    assert len(names_in(storage)) == 2
-    assert journal.read_bytes() == b""
+    log.close()
+    assert storage.requests.snapshot() == before | {"put": 2}, "a writer reads nothing back"
 
 
-def test_endless_conflicts_are_transient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_storage(str(tmp_path / "root"))
-    monkeypatch.setattr(storage, "local_path", lambda _: None)
-    monkeypatch.setattr(storage, "write_if_absent", lambda *_: False)
-    monkeypatch.setattr(storage.stop, "wait", lambda _: False)
-    monkeypatch.setattr(storage, "stat", lambda _: None)
-    log = EventLog(storage, KEY, scratch=tmp_path)
-    log.emit(EventName.TRAIN_STEPS)
-    with pytest.raises(TransientError, match="conditional writes"):
+def bytes_put(storage: Storage, scratch: Path, num_events: int) -> int:
+    """Of a log of events of 8 KiB, each flushed."""
+    put: list[int] = []
+    write = storage.write_bytes
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(key: str, data: bytes) -> None:
+            put.append(len(data))
+            write(key, data)
+
+        patch.setattr(storage, "write_bytes", counted)
+        log = EventLog(storage, f"cycles/{num_events}/events.jsonl", scratch=scratch)
+        for number in range(num_events):
+            log.emit(EventName.TRAIN_STEPS, step=number, text="x" * 8192)
+            log.flush(durable=True)
+        log.close()
+    found = read_events(storage, f"cycles/{num_events}/events.jsonl")
+    assert [event["step"] for event in found] == list(range(num_events))
+    assert max(put) <= SEGMENT_BYTES + 9000
+    return sum(put)
+
+
+def test_what_is_put_grows_with_the_events_and_not_with_their_square(s3_storage: Storage, tmp_path: Path) -> None:
+    short, long = (bytes_put(s3_storage, tmp_path, number) for number in (30, 90))
+    assert 0 < long <= 3.3 * short
+    segments = list(s3_storage.list("cycles/90/events"))
+    assert len(segments) <= 90 * 8300 / SEGMENT_BYTES + 1
+    before = s3_storage.requests.snapshot()
+    read_events(s3_storage, "cycles/90/events.jsonl")
+    after = s3_storage.requests.snapshot()
+    assert (after["list"] - before["list"], after["get"] - before["get"]) == (1, len(segments))
+
+
+def lost_writer(storage: Storage, scratch: Path, kill: Callable[[EventLog], object]) -> None:
+    """Emits a and puts it, emits b, and is killed."""
+
+    def work() -> None:
+        log = EventLog(open_storage(storage.root), KEY, scratch=scratch)
+        log.emit(EventName.STAGE_STARTED, stage="a")
         log.flush(durable=True)
+        log.emit(EventName.STAGE_STARTED, stage="b")
+        kill(log)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def stages_in(storage: Storage) -> list[str]:
+    return [event["stage"] for event in read_events(storage, KEY)]
+
+
+@pytest.mark.fault
+def test_kill_9_loses_nothing_that_was_flushed_and_nothing_at_all_with_the_same_scratch(
+    s3_storage: Storage, tmp_path: Path
+) -> None:
+    lost_writer(s3_storage, tmp_path / "s", lambda log: None)
+    assert stages_in(s3_storage) == ["a"]
+    elsewhere = EventLog(s3_storage, KEY, scratch=tmp_path / "other")
+    elsewhere.emit(EventName.STAGE_STARTED, stage="c")
+    elsewhere.close()
+    assert stages_in(s3_storage) == ["a", "c"]
+    EventLog(s3_storage, KEY, scratch=tmp_path / "s").close()
+    assert stages_in(s3_storage) == ["a", "b", "c"], "in their order in time"
+    assert not list((tmp_path / "s").rglob("*.jsonl")), "nothing is left to send"
+
+
+@pytest.mark.fault
+def test_killed_after_the_put_nothing_is_there_twice(s3_storage: Storage, tmp_path: Path) -> None:
+    lost_writer(s3_storage, tmp_path, lambda log: log.flush(durable=True))
+    assert stages_in(s3_storage) == ["a", "b"]
+    EventLog(s3_storage, KEY, scratch=tmp_path).close()
+    assert stages_in(s3_storage) == ["a", "b"]
+
+
+@pytest.mark.fault
+def test_killed_at_any_change_of_a_file_no_line_that_was_put_is_lost_or_doubled(tmp_path: Path) -> None:
+    """Also while one segment follows another. A folder stands for S3, so that a put is killed half way too."""
+    storage, put = open_storage(str(tmp_path / "root")), tmp_path / "put"
+
+    def opened(key: str) -> EventLog:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "local_path", lambda _: None)
+            return EventLog(storage, key, scratch=tmp_path / "scratch")
+
+    def work(key: str) -> None:
+        log, done = opened(key), os.open(put, os.O_WRONLY)
+        for number in range(3):
+            log.emit(EventName.TRAIN_STEPS, step=number, text="x" * SEGMENT_BYTES)
+            log.flush(durable=True)
+            os.write(done, b"x")
+        log.close()
+
+    code, seen = -signal.SIGKILL, set[int]()
+    for number in count(1):
+        key = f"cycles/{number}/events.jsonl"
+        put.write_bytes(b"")
+        code = killed_at(number, partial(work, key))
+        at_least = len(put.read_bytes())
+        for _ in ("as it was left", "after the next writer"):
+            steps = [event["step"] for event in read_events(storage, key)]
+            assert steps in (list(range(at_least)), list(range(at_least + 1))), number
+            seen.add(len(steps))
+            opened(key).close()
+        if code != -signal.SIGKILL:
+            break
+    assert (code, seen) == (0, {0, 1, 2, 3})
+
+
+@pytest.mark.fault
+def test_writers_at_once_in_one_scratch_folder_never_meet(s3_storage: Storage, tmp_path: Path) -> None:
+    """As the stages of one machine: each goes on while another one starts, flushes and is killed."""
+    first = EventLog(s3_storage, KEY, scratch=tmp_path, writer="prepare-1")
+    first.emit(EventName.STAGE_STARTED, stage="first")
+    lost_writer(s3_storage, tmp_path, lambda log: None)
+
+    def work(name: str) -> None:
+        log = EventLog(open_storage(s3_storage.root), KEY, scratch=tmp_path, writer=name)
+        for number in range(10):
+            log.emit(EventName.TRAIN_STEPS, stage=name, step=number)
+            log.flush(durable=True)
+        log.close()
+
+    processes = [FORK.Process(target=work, args=(f"health-{number}",)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    first.emit(EventName.STAGE_FINISHED, stage="first")
+    first.close()
+    found = read_events(s3_storage, KEY)
+    for name in ("health-0", "health-1"):
+        assert [event["step"] for event in found if event["stage"] == name] == list(range(10))
+    assert [event["event"] for event in found if event["stage"] == "first"] == ["stage_started", "stage_finished"]
+    assert sorted(event["stage"] for event in found if len(event["stage"]) == 1) == ["a", "b"]
+    writers = {stat.key.rpartition("-")[0] for stat in s3_storage.list("cycles/c1/events")}
+    assert len(writers) == 4, "one name for each"
+
+
+def test_a_log_that_an_earlier_version_wrote_as_one_object_is_read_with_the_rest(
+    s3_storage: Storage, tmp_path: Path
+) -> None:
+    lines = [f'{{"time": "2026-01-01T00:00:0{second}.000+00:00", "event": "stage_started"}}' for second in (1, 3)]
+    s3_storage.write_bytes(KEY, "\n".join([*lines, "[1]", lines[0][:30]]).encode())
+    log = EventLog(s3_storage, KEY, scratch=tmp_path, clock=lambda: 1_767_225_602.0)
+    log.emit(EventName.STAGE_FINISHED)
+    log.close()
+    assert names_in(s3_storage) == ["stage_started", "stage_finished", "stage_started"]
+    assert lines[0].encode() in s3_storage.read_bytes(KEY), "it stays as it is"
+
+
+def test_the_newest_events_alone(storage: Storage, tmp_path: Path) -> None:
+    log = EventLog(storage, KEY, scratch=tmp_path / "scratch")
+    for number in range(20):
+        log.emit(EventName.TRAIN_STEPS, step=number, text="x" * 20_000)
+        log.flush(durable=True)
+    log.close()
+    found = read_events(storage, KEY, last_bytes=90_000)
+    assert [event["step"] for event in found] == list(range(20 - len(found), 20))
+    assert 4 <= len(found) <= 12
 
 
 def test_a_full_disk_takes_the_half_line_back_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
