@@ -24,5 +24,6 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         target.cancel(plan, CANCELLED + arguments.reason)
     records = target.records(plan)
     store.save_records(records)
-    finish(store, plan, records, say, Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason))
+    cancelled = Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason)
+    finish(arguments.settings, store, plan, records, say, cancelled)
     return EXIT_OK

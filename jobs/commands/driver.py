@@ -63,7 +63,7 @@ class WorkspaceCycles:
             return False
         records = open_target_of(settings, store, self.say, self.stop).records(plan)
         store.save_records(records)
-        finish(store, plan, records, self.say)
+        finish(settings, store, plan, records, self.say)
         return store.closed() is not None
 
     def submit(self, cycle: str) -> int:

@@ -53,5 +53,5 @@ def _reconcile(settings: CycleSettings, store: CycleStore, say: Say) -> None:
     store.save_records(records)
     for line in target.check_blocked(records, dwell_s=config.blocked_dwell_s):
         say(line)
-    finish(store, plan, records, say)
+    finish(settings, store, plan, records, say)
     say(summary(read_ledger(store, plan, records, prices_of(settings), sla_s=config.sla_s, schedule=config.schedule)))

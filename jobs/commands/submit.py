@@ -9,11 +9,13 @@ from jobs.core.records import Closed, JobRecord
 from jobs.core.show import status_lines
 from jobs.core.spec import CyclePlan
 from jobs.ledger.read import read_ledger
+from jobs.ledger.report import report_key
 from jobs.ledger.show import cost_lines
+from jobs.ledger.write import write_page
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.store.cycle import CycleStore
 from jobs.targets import Say, make_plan, open_cycle, open_target, prices_of, submitter
-from pipeline.core.errors import EXIT_OK
+from pipeline.core.errors import EXIT_OK, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.runtime_signals import stop_on_signals
 
@@ -43,7 +45,7 @@ def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: Stop
     closed = store.closed()
     if closed is not None and store.plan() == plan:
         say(f"cycle {store.cycle} has ended; to run again what failed: trnjobs retry")
-        return finish(store, plan, store.records(), say)
+        return finish(settings, store, plan, store.records(), say)
     if target_name == "batch":
         check_plan(plan)
     open_target(settings, store, target_name, say, stop).check(plan)
@@ -73,7 +75,7 @@ class HandOver:
             target.submit(plan, round_, jobs)
         records = target.records(plan)
         self.store.save_records(records)
-        code = finish(self.store, plan, records, self.say)
+        code = finish(self.settings, self.store, plan, records, self.say)
         if self.store.closed() is not None:
             config = self.settings.jobs
             ledger = read_ledger(
@@ -85,9 +87,14 @@ class HandOver:
 
 
 def finish(
-    store: CycleStore, plan: CyclePlan, records: tuple[JobRecord, ...], say: Say, cancelled: Closed | None = None
+    settings: CycleSettings,
+    store: CycleStore,
+    plan: CyclePlan,
+    records: tuple[JobRecord, ...],
+    say: Say,
+    cancelled: Closed | None = None,
 ) -> int:
-    """Say how the jobs stand and, when all have ended, close the cycle; its exit code.
+    """Say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
     """
@@ -98,6 +105,29 @@ def finish(
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
         return EXIT_OK
     if store.closed() != closed:
+        # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
+        _write_page(settings, store, plan, records, closed, say)
         store.close(closed)
     say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
     return exit_code_of_cycle(closed, records)
+
+
+def _write_page(
+    settings: CycleSettings,
+    store: CycleStore,
+    plan: CyclePlan,
+    records: tuple[JobRecord, ...],
+    closed: Closed,
+    say: Say,
+) -> None:
+    try:
+        write_page(store, plan, records, settings.jobs, closed)
+    except Preempted:
+        raise
+    except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
+        say(
+            f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
+            f" next: trnjobs report --cycle {store.cycle}"
+        )
+    else:
+        say(f"report: {store.storage.uri(report_key(store.cycle))}")

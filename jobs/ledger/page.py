@@ -44,7 +44,7 @@ def page(report: CycleReport) -> str:
     parts = [
         f"<h1>Cycle {escape(ledger.cycle)}: <span class={ledger.outcome}>{_outcome(ledger)}</span></h1>",
         f'<p class="quiet">{escape(report.workspace)}</p>',
-        _facts(ledger),
+        _facts(ledger, report.reason),
         _section("Jobs", _jobs(report.records)),
         _section("Time and money", _time(ledger)),
         _section("Verdict", _verdict(report)),
@@ -68,10 +68,11 @@ def _section(title: str, body: str) -> str:
     return f"<h2>{escape(title)}</h2>{body}" if body else ""
 
 
-def _facts(ledger: CycleLedger) -> str:
+def _facts(ledger: CycleLedger, reason: str) -> str:
     took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
     due = ledger.deadline_at
     rows = [
+        *([("why", reason)] if reason else []),
         ("submitted", _stamp(ledger.began_at)),
         ("took", format_duration(took)),
         ("deadline", DEADLINES[ledger.deadline] + (f" ({_stamp(due)})" if due else "") or "none"),

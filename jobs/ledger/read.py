@@ -7,7 +7,7 @@ from jobs.core.attempt_time import Moment, moment_of
 from jobs.core.cost import Prices
 from jobs.core.ledger import CycleLedger, ledger_of
 from jobs.core.outcome import outcome_of
-from jobs.core.records import JobRecord
+from jobs.core.records import Closed, JobRecord
 from jobs.core.schedule import cycle_name
 from jobs.core.schedule_config import ScheduleConfig
 from jobs.core.spec import CyclePlan
@@ -37,13 +37,16 @@ def read_ledger(
     *,
     sla_s: int | None,
     schedule: ScheduleConfig | None = None,
+    closed: Closed | None = None,
     without_report: bool = False,
 ) -> CycleLedger:
-    """The ledger of a cycle as it is now. `without_report`: the outcome is that of the other jobs.
+    """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
-    The deadline counts from the scheduled time of the cycle; without one, from when it was claimed.
+    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs. The deadline
+    counts from the scheduled time of the cycle; without one, from when it was claimed.
     """
-    claim, closed = store.claim(), store.closed()
+    claim, closed = store.claim(), closed or store.closed()
+    now = closed.at if closed else store.clock()
     judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
     names = {job.name for job in judged}
     if closed is None:
@@ -54,7 +57,7 @@ def read_ledger(
         records,
         read_moments(store.storage, store.cycle),
         prices,
-        now=store.clock(),
+        now=now,
         outcome=closed.outcome if closed else None,
         deadline_at=None
         if sla_s is None or claim is None

@@ -31,6 +31,8 @@ class CycleReport:
     post_mortems: tuple[str, ...]
     """URIs."""
     workspace: str
+    reason: str = ""
+    """Why the cycle ended as it did, in one line."""
     unread: tuple[str, ...] = ()
     """What could not be read, and why."""
 
@@ -39,7 +41,7 @@ def report_key(cycle: str) -> str:
     return f"reports/{cycle}.html"
 
 
-def gather(store: CycleStore, ledger: CycleLedger, records: Sequence[JobRecord]) -> CycleReport:
+def gather(store: CycleStore, ledger: CycleLedger, records: Sequence[JobRecord], *, reason: str = "") -> CycleReport:
     """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
     evaluation = None
@@ -55,6 +57,7 @@ def gather(store: CycleStore, ledger: CycleLedger, records: Sequence[JobRecord])
         losses=losses_of(read_moments(storage, cycle)),
         post_mortems=tuple(storage.uri(stat.key) for stat in storage.list(store.key("post-mortem"))),
         workspace=storage.root,
+        reason=reason,
         unread=tuple(unread),
     )
 

@@ -58,7 +58,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "embeddings/2026-11-20/MANIFEST.json": ("embed", ""),
     f"{C}/embed/plan.json": ("embed", ""),
     f"{C}/embed/parts-abc/00000.json": ("embed", ""),
-    "reports/2026-11-20.html": ("report", ""),
+    "reports/2026-11-20.html": ("report driver", ""),
     f"{C}/events/20261120T020000.000000Z-train-1-0a1b2c3d-00000.jsonl": ("train promote embed", ""),
     f"{C}/jobs/post-mortem/job-1-node0.json": ("train promote embed report driver", ""),
     f"{C}/jobs/claim.json": ("driver", "driver"),

@@ -1,5 +1,6 @@
 """The commands over the fake of AWS Batch: a whole cycle from settings, submitted, killed, followed, cancelled."""
 
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import pytest
 from jobs.batch.client import BatchClient
 from jobs.batch.logs import LogsClient
 from jobs.batch.target import BatchTarget
-from jobs.commands import driver, submit
+from jobs.commands import cancel, driver, reconcile, submit
 from jobs.settings import SCHEMA, CycleSettings
 from jobs.store.cycle import LEASE_S, CycleStore
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
+from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import open_storage
 from tests.jobs.batch.fake_batch import FakeBatch
 from tests.jobs.batch.faults import Faults, Killed, faulty
@@ -30,6 +32,10 @@ FLAGS = {
 NAMES = ["prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report"]
 
 
+def _nothing() -> None:
+    """No claim to renew."""
+
+
 @dataclass
 class Commands:
     """`trnjobs` in one workspace and account."""
@@ -42,10 +48,11 @@ class Commands:
     def __post_init__(self) -> None:
         self.batch = FakeBatch(self.clock)
         self.faults = Faults()
-        for module in (submit, driver):
+        for module in (submit, driver, reconcile, cancel):
             self.monkeypatch.setattr(module, "open_cycle", self._open_cycle)
         self.monkeypatch.setattr(submit, "open_target", lambda _, store, *rest: self._target(store, rest[-1]))
-        self.monkeypatch.setattr(driver, "open_target_of", lambda _, store, *rest: self._target(store, lambda: None))
+        for module in (driver, reconcile, cancel):
+            self.monkeypatch.setattr(module, "open_target_of", lambda _, store, *_rest: self._target(store, _nothing))
 
     def settings(self, **more: str) -> CycleSettings:
         flags = FLAGS | {f"--{name.replace('__', '.')}": value for name, value in more.items()}
@@ -75,6 +82,9 @@ class Commands:
         found = {one["jobName"].removeprefix("trnpipe-2026-11-20-"): one["jobId"] for one in jobs}
         assert len(found) == len(jobs)
         return found
+
+    def page(self) -> str:
+        return open_storage(str(self.folder)).read_bytes("reports/2026-11-20.html").decode()
 
     def _open_cycle(self, settings: CycleSettings, stop: StopSignal) -> CycleStore:
         return CycleStore(faulty(open_storage(settings.workspace), self.faults), settings.cycle, self.clock)
@@ -122,12 +132,40 @@ def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None
     cycles = driver.WorkspaceCycles(commands.settings(), "batch", commands.said.append, StopSignal())
     assert commands.submit()
     assert not cycles.has_ended("2026-11-20")
-    for job_id in commands.live().values():
-        commands.batch.jobs[job_id] |= {"status": "SUCCEEDED", "stoppedAt": 1000}
+    for job in commands.batch.jobs.values():
+        job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
     assert cycles.has_ended("2026-11-20")
     closed = commands.store().closed()
     assert closed is not None
     assert closed.outcome == "succeeded"
+    page = commands.page()
+    assert "class=succeeded>succeeded" in page and "11 of 11 succeeded" in page and "RUNNING" not in page
     assert cycles.submit("2026-11-21") == 0
     assert list(cycles.claimed()) == ["2026-11-20", "2026-11-21"]
     assert commands.store("2026-11-21").submitted(1).keys() == {*NAMES}
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
+def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, commands: Commands) -> None:
+    assert commands.submit()
+    arguments = Namespace(settings=commands.settings(cycle=""))
+    assert reconcile.run(arguments, commands.said.append) == 0
+    with pytest.raises(KeyNotFound):
+        commands.page()
+    for name, job_id in commands.live().items():
+        attempt = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": code if name == "evaluate" else 0}}
+        late = name in ("embed", "verify", "report")
+        ended = {"status": "FAILED"} if late or name == "evaluate" else {"status": "SUCCEEDED"}
+        commands.batch.jobs[job_id] |= ended | {"stoppedAt": 2000, "attempts": [] if late else [attempt]}
+    assert reconcile.run(arguments, commands.said.append) == 0
+    closed = commands.store().closed()
+    assert closed is not None and closed.outcome == outcome
+    page = commands.page()
+    assert f"class={outcome}>{outcome}" in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
+
+
+def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
+    assert commands.submit()
+    arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
+    assert cancel.run(arguments, commands.said.append) == 0
+    assert "class=cancelled>cancelled" in commands.page() and "cancelled: wrong data" in commands.page()

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ sys.exit(int(codes[: int(os.environ["AWS_BATCH_JOB_ATTEMPT"])][-1]))
 """
 ORDER = {"prepare": (), "train": ("prepare",), "embed": ("train",), "report": ("embed",)}
 CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384"]
+CYCLE += ["--jobs.sla-s=3600"]
 
 
 @dataclass
@@ -71,6 +73,20 @@ class Trnjobs:
 
     def ends_with(self, job: str, *codes: int) -> None:
         (self.place / f"exit-{job}").write_text(" ".join(map(str, codes)))
+
+    @property
+    def page_file(self) -> Path:
+        return self.place / "workspace" / "reports" / "2026-11-20.html"
+
+    def page(self) -> str:
+        """As it was written at the end of the cycle. Made again a day later it is the same."""
+        written = self.page_file.read_bytes()
+        with pytest.MonkeyPatch.context() as patch:
+            later = time.time() + 86_400
+            patch.setattr("jobs.targets.time.time", lambda: later)
+            assert self("report")[0] == 0
+        assert self.page_file.read_bytes() == written
+        return written.decode()
 
     def hold(self, job: str) -> Path:
         path = self.place / f"hold-{job}"
@@ -187,6 +203,52 @@ def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> 
     assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("job", "code", "outcome", "jobs"),
+    [
+        ("report", 0, "succeeded", "5 of 5 succeeded"),
+        ("prepare", 65, "failed", "0 of 5 succeeded"),
+        ("embed:1", 1, "failed", "3 of 5 succeeded"),
+        ("report", 70, "failed", "4 of 5 succeeded"),
+        ("train", 80, "refused", "1 of 5 succeeded"),
+    ],
+)
+def test_every_end_has_its_page(job: str, code: int, outcome: str, jobs: str, trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with(job, code)
+    ended, text = trnjobs("submit")
+    assert (ended, f"report: file://{trnjobs.page_file}" in text) == (code, True)
+    page = trnjobs.page()
+    assert f"Cycle 2026-11-20: <span class={outcome}>{outcome}" in page
+    assert jobs in page and "RUNNING" not in page and "running" not in page
+    assert (f"{job.partition(':')[0]}: exit code {code}" in page) == (code != 0)
+    if outcome == "failed":
+        trnjobs.ends_with(job, 0)
+        assert trnjobs("retry")[0] == 0
+        assert "5 of 5 succeeded" in trnjobs.page()
+
+
+def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
+    trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = trnjobs.page_file.parent
+    folder.parent.mkdir()
+    folder.write_text("in the way")
+    trnjobs.ends_with("train", 80)
+    code, text = trnjobs("submit")
+    assert (code, trnjobs.status()["closed"]["outcome"]) == (80, "refused")
+    assert "cycle 2026-11-20: its page was not written: ConfigError: " in text
+    assert "next: trnjobs report --cycle 2026-11-20" in text
+    folder.unlink()
+    assert trnjobs("report")[0] == 0
+    assert "refused" in trnjobs.page()
+
+    trnjobs.ends_with("train", 0)
+    monkeypatch.setattr("jobs.ledger.write.page", lambda _: "".index("x"))
+    code, text = trnjobs("retry")
+    assert (code, trnjobs.status()["closed"]["outcome"]) == (0, "succeeded")
+    assert "its page was not written: ValueError: substring not found" in text
+
+
 def submitting(trnjobs: Trnjobs) -> ForkProcess:
     """In a process of its own, until train runs."""
     trnjobs.hold("train")
@@ -211,6 +273,8 @@ def test_a_cycle_under_way_is_cancelled(trnjobs: Trnjobs) -> None:
     assert "cycle 2026-11-20: cancelled, train: cancelled: wrong data" in text
     process.join()
     assert process.exitcode == 75
+    page = trnjobs.page()
+    assert "class=cancelled>cancelled" in page and "train: cancelled: wrong data" in page and "RUNNING" not in page
     assert set(trnjobs.states().values()) == {"SUCCEEDED", "FAILED"}
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
     assert trnjobs.ran() == ["prepare 1", "train 1"]
@@ -250,7 +314,10 @@ def test_a_cycle_submitted_half_is_cancelled_and_run_again(
         patched.setattr(cycle.CycleStore, "save_submission", interrupted)
         assert trnjobs("submit")[0] == 143
     assert "cycle 2026-11-20: under way" in trnjobs("status")[1]
-    assert "cycle 2026-11-20: cancelled" in trnjobs("cancel")[1]
+    assert "cycle 2026-11-20: cancelled" in trnjobs("cancel", "--reason=too late")[1]
+    page = trnjobs.page()
+    assert "class=cancelled>cancelled" in page and "too late" in page
+    assert f"0 of {len(left)} succeeded" in page
     assert trnjobs.states() == dict.fromkeys(left, "FAILED")
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
     assert trnjobs("submit")[0] == 75
@@ -273,6 +340,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
     assert code == 0, text
     assert trnjobs.ran() == ALL
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+    assert "5 of 5 succeeded" in trnjobs.page()
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,11 @@ def test_the_verdict_of_the_gate() -> None:
         assert words in seen.text, words
 
 
+def test_why_it_ended() -> None:
+    assert "<td>why</td>" not in page(REPORT)
+    assert f"train: {EVIL}" in Outline(page(replace(REPORT, reason=f"train: {EVIL}"))).text
+
+
 def test_sections_without_content_are_left_out() -> None:
     text = page(replace(REPORT, losses=(), figures={}, post_mortems=(), unread=(), evaluation=None))
     assert not any(f"<h2>{name}" in text for name in ("Verdict", "Training", "Figures", "Post-mortems", "Could not"))

@@ -70,6 +70,8 @@ def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore) -> No
     store.close(Closed(outcome="succeeded", at=300.0))
     assert records_of(store, lambda: new) == old
     assert read_ledger(store, SHAPE, old, PRICES, sla_s=None).outcome == "succeeded"
+    lost = (record("prepare", attempt(100, None, None)),)
+    assert read_ledger(store, SHAPE, lost, PRICES, sla_s=None).entries[0].length_ms == 200_000, "until the end, not now"
 
 
 def test_a_deadline_counts_from_the_scheduled_time() -> None:
