@@ -74,6 +74,17 @@ _GIVEN = (
     "--jobs.schedule.policy=skip",
     "--jobs.schedule.max-late-s=1000000000",
 )
+_BARS = {"max-loss": 9, "max-first-loss": 9, "max-first-gradient": 9, "max-probability": 1, "mean-probability": 1}
+PARITY = (
+    "--parity.steps=4",
+    "--parity.evaluate-every=2",
+    "--parity.rows=40",
+    "--parity.vector-rows=20",
+    # What it may write is of interest here, not the numbers of this machine.
+    "--parity.max-difference=9",
+    *(f"--parity.reduced.{name}-difference={bar}" for name, bar in _BARS.items()),
+    *(f"--parity.reduced.min-{name}=0" for name in ("correlation", "cosine", "overlap")),
+)
 FLAGS = tuple({flag.partition("=")[0]: flag for flag in _GIVEN}.values())
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PYTEST_XDIST_WORKER")
 _PROGRAMS = {"trnjobs-entry": "jobs.entry", "trnpipe": "pipeline", "trnjobs": "jobs"}
@@ -171,6 +182,8 @@ def run_cycle(account: Account) -> None:
         account.job("embed", index=index)
     for name in ("verify", "report"):
         account.job(name)
+    # docs/operate.md has it run as a job of the stage `train`: nobody can log in to a machine.
+    account.job("train", words=("trnpipe", "parity", "cpu:fp32", "cpu:bf16", *PARITY))
     for name in ("train", "evaluate", "verify", "report"):  # one of each role explains its failure
         account.job(name, words=("sh", "-c", "exit 3"), code=3)
     account.set_jobs(FIRST, "SUCCEEDED")

@@ -155,8 +155,9 @@ class Recorder(MotoServer):
                 definition = self.fleet.batch_arn(f"job-definition/{body['jobDefinitionName']}")
                 for container in _containers(body):
                     yield Request(action, definition, tags | {"batch:Privileged": str(container["privileged"])})
-                    passed = {"iam:PassedToService": "ecs-tasks.amazonaws.com"}
-                    yield Request("iam:PassRole", container["jobRoleArn"], passed)
+                    for service in ("batch", "ecs-tasks"):  # AWS does not say which of the two it names
+                        passed = {"iam:PassedToService": f"{service}.amazonaws.com"}
+                        yield Request("iam:PassRole", container["jobRoleArn"], passed)
                 yield Request("batch:TagResource", definition, tags)
             case "TerminateJob":
                 tagged = {f"aws:ResourceTag/{key}": value for key, value in self._tags[body["jobId"]].items()}

@@ -22,7 +22,7 @@ ROLES = (*JOB_ROLES, "scheduler")
 C = "cycles/2026-11-20"
 SHARE = {"batch:ShareIdentifier": "production"}
 TAGGED = {"aws:RequestTag/pipeline": "relevance"}
-TASKS = {"iam:PassedToService": "ecs-tasks.amazonaws.com"}
+TASKS, BATCH = ({"iam:PassedToService": f"{service}.amazonaws.com"} for service in ("ecs-tasks", "batch"))
 MAX_CHARACTERS = 10_240  # of all inline policies of a role, white space not counted (IAM quotas)
 
 # Keys of the workspace: who may write them, and who may delete them. Whatever is not named here nobody may.
@@ -39,6 +39,9 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/health/result.json": ("train", ""),
     f"{C}/compile/nodes/job-1/done/node-0.yes": ("train", ""),
     f"{C}/train/parent.json": ("train", ""),
+    f"{C}/parity/cpu.fp32-xla.fp32/parity.json": ("train", "train"),
+    f"{C}/parity/sides/abc/xla.fp32/scores/MANIFEST.json": ("train", "train"),
+    f"{C}/parity/sides/abc/xla.fp32/work/checkpoints/parity/step-2/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/MANIFEST.json": ("train", "train"),
     "compile-cache/graphs/abc.json": ("train", ""),
@@ -116,7 +119,8 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
 @pytest.mark.parametrize("key", KEYS)
 def test_uploads_in_parts_are_given_up_by_those_who_make_them(key: str) -> None:
     """Files that a folder is committed of, or a compiler writes; all else is one request, whatever its size."""
-    in_parts = key.startswith(("tokens/", "checkpoints/", "compile-cache/neuronxcc-", f"{E}/"))
+    folders = ("tokens/", "checkpoints/", "compile-cache/neuronxcc-", f"{E}/", f"{C}/parity/")
+    in_parts = key.startswith(folders)
     found = [role for role in ROLES if of_role(role, on_object("AbortMultipartUpload", key)) == Decision.ALLOWED]
     assert found == [role for role in ROLES if in_parts and role in KEYS[key][0].split()]
 
@@ -287,8 +291,8 @@ def test_who_may_use_batch(role: str) -> None:
     ours = Request("batch:TerminateJob", OURS.batch_arn("job/1"), {"aws:ResourceTag/pipeline": "relevance"})
     assert (of_role(role, ours) == Decision.ALLOWED) == is_driver
     for stage_role in ("train", "promote", "embed", "report"):
-        passed = of_role(role, Request("iam:PassRole", OURS.role_arn(stage_role), TASKS)) == Decision.ALLOWED
-        assert passed == is_driver
+        passed = {of_role(role, Request("iam:PassRole", OURS.role_arn(stage_role), to)) for to in (BATCH, TASKS)}
+        assert passed == {Decision.ALLOWED if is_driver else Decision.NOT_ALLOWED}
     logs = Request("logs:GetLogEvents", f"{OURS.log_group_arn}:log-stream:relevance-train/default/1")
     assert (of_role(role, logs) == Decision.ALLOWED) == is_driver
     stage = batch("SubmitJob", "job-definition/relevance-train:1", share="production")

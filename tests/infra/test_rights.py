@@ -22,6 +22,7 @@ WITHDRAWN = "a claim whose plan was refused before a job was submitted (jobs/sto
 UNUSED = {
     f"train s3:AbortMultipartUpload {W}/tokens/*": TOO_SMALL,
     f"train s3:AbortMultipartUpload {W}/checkpoints/*": TOO_SMALL,
+    f"train s3:AbortMultipartUpload {W}/cycles/*/parity/*": TOO_SMALL,
     f"promote s3:AbortMultipartUpload {W}/cycles/*/evaluate/*": TOO_SMALL,
     f"* s3:PutObject {W}/compile-cache/neuronxcc-*": OF_COMPILER,
     f"* s3:AbortMultipartUpload {W}/compile-cache/neuronxcc-*": OF_COMPILER,
