@@ -3,6 +3,7 @@
 set -eu
 region=${AWS_REGION:-${AWS_DEFAULT_REGION:-us-west-2}}
 name=${NAME:-relevance}
+images=al2023-ami-ecs-neuron-hvm-2023.0
 cat <<END
 Before the first deployment of "$name" in $region. Commands are yours to run; nothing is done by this page.
 
@@ -42,10 +43,19 @@ Before the first deployment of "$name" in $region. Commands are yours to run; no
      aws s3api put-public-access-block --bucket $name-terraform-state-ACCOUNT --public-access-block-configuration \\
        BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true
 
-6. The machine image of Trainium hosts. Pin the id as variable ami_id once it has run well.
+6. The machine image of Trainium hosts: variable ami_id, which may not be empty. Not the newest: its Neuron driver (2.29 or
+   later, since SDK 2.31, end of June 2026) asks for a newer runtime than the container has, and nrt_init fails. These are
+   from between SDK 2.29 and SDK 2.31; take the first. AWS's release pages do not name the driver of an image: the health
+   stage reports it.
 
-     aws ssm get-parameter --region $region --query Parameter.Value \\
-       --name /aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id
+     aws ec2 describe-images --owners amazon --include-deprecated --region $region --output table \\
+       --filters "Name=name,Values=$images.202604*,$images.202605*,$images.202606*" \\
+       --query "reverse(sort_by(Images[?Name<'$images.20260628'], &Name))[:5].[Name, ImageId]"
+
+   AWS deprecates its images after two years and may withdraw them. So copy it into the account (a snapshot of about
+   30 GiB) and give ami_id the id that this prints:
+
+     aws ec2 copy-image --region $region --source-region $region --source-image-id IMAGE-ID --name $name-trainium
 
 7. infra/terraform.tfvars, from infra/example.tfvars. Then: make repository; make image and make push, for cpu and for
    neuron; both digests into that file; make deploy. docs/operate.md goes through it, and on to the first checks.

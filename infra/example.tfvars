@@ -8,7 +8,7 @@ cpu_image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:11111
 
 max_nodes     = 4
 quota_vcpus   = 512 # the account's quota "Running On-Demand Trn instances"; four trn1.32xlarge need 512
-ami_id        = ""  # pin it once a cycle has run on it; the outputs of the first apply name it
+ami_id        = ""  # to be chosen: make bootstrap, step 6; empty is refused, as the newest image cannot run the container
 budget_usd    = 20000
 notify_emails = ["search-platform@example.com"]
 

@@ -2,15 +2,8 @@
 
 data "aws_caller_identity" "current" {}
 
-# The newest ECS image with the Neuron driver, while none is pinned.
-data "aws_ssm_parameter" "ami" {
-  count = var.ami_id == "" ? 1 : 0
-  name  = var.ami_parameter
-}
-
 locals {
   account_id     = data.aws_caller_identity.current.account_id
-  ami_id         = var.ami_id == "" ? nonsensitive(data.aws_ssm_parameter.ami[0].value) : var.ami_id # a public parameter
   max_vcpus      = var.max_nodes * local.trainium[var.instance_type].vcpus
   efa_interfaces = coalesce(var.efa_interfaces, local.trainium[var.instance_type].efa_interfaces)
 }
@@ -48,7 +41,7 @@ module "compute" {
   instance_type     = var.instance_type
   max_vcpus         = local.max_vcpus
   efa_interfaces    = local.efa_interfaces
-  ami_id            = local.ami_id
+  ami_id            = var.ami_id
   capacity_block_id = var.capacity_block_id
   root_volume_gib   = var.root_volume_gib
   stop_timeout_s    = var.stop_timeout_s
@@ -112,6 +105,7 @@ module "alarms" {
   account_id       = local.account_id
   queue_arns       = [module.queues.trainium_queue.arn, module.queues.cpu_queue.arn]
   log_group        = module.storage.log_group
+  schedule_enabled = var.schedule_enabled
   dead_letter_name = module.schedule.dead_letter_name
   emails           = var.notify_emails
   budget_usd       = var.budget_usd

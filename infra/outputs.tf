@@ -62,8 +62,3 @@ output "schedule" {
   }
   description = "Schedules of EventBridge Scheduler, and the queue of what they could not deliver."
 }
-
-output "ami_id" {
-  value       = local.ami_id
-  description = "Image of Trainium instances; pin it in ami_id."
-}

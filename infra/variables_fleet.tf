@@ -50,23 +50,12 @@ variable "efa_interfaces" {
 
 variable "ami_id" {
   type        = string
-  description = "Image of Trainium instances; empty: the newest that ami_parameter names. Pin it once a cycle has run: its Neuron driver must fit the container's runtime."
+  description = "Machine image of Trainium instances: ECS agent and a Neuron driver that fits the container's runtime (docs/neuron.md). make bootstrap lists candidates."
   default     = ""
 
   validation {
-    condition     = var.ami_id == "" || can(regex("^ami-[0-9a-f]{8,17}$", var.ami_id))
-    error_message = "ami_id is \"${var.ami_id}\"; expected ami-<hex digits>, or empty."
-  }
-}
-
-variable "ami_parameter" {
-  type        = string
-  description = "Public SSM parameter that holds the id of the newest ECS image with the Neuron driver."
-  default     = "/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id"
-
-  validation {
-    condition     = startswith(var.ami_parameter, "/aws/service/") && endswith(var.ami_parameter, "/image_id")
-    error_message = "ami_parameter is \"${var.ami_parameter}\"; expected /aws/service/.../image_id."
+    condition     = can(regex("^ami-[0-9a-f]{8,17}$", var.ami_id))
+    error_message = "ami_id is \"${var.ami_id}\"; expected ami-<hex digits>, chosen and not the newest: a newer image has a Neuron driver that the container's runtime cannot work with, and nrt_init fails on every machine. Next: make bootstrap, step 6, lists those of the right age."
   }
 }
 
@@ -83,7 +72,7 @@ variable "capacity_block_id" {
 
 variable "root_volume_gib" {
   type        = number
-  description = "Root volume of an instance in GiB, which also holds images and scratch."
+  description = "Root volume of a Trainium instance in GiB, which also holds images and scratch; that of CPU machines is cpu.root_volume_gib."
   default     = 512
 
   validation {
@@ -105,16 +94,22 @@ variable "stop_timeout_s" {
 
 variable "cpu" {
   type = object({
-    instance_types = optional(list(string), ["m6i", "m7i", "r6i"])
-    max_vcpus      = optional(number, 256)
-    spot           = optional(bool, true)
+    instance_types  = optional(list(string), ["m6i", "m7i", "r6i"])
+    max_vcpus       = optional(number, 256)
+    spot            = optional(bool, true)
+    root_volume_gib = optional(number, 100)
   })
-  description = "CPU machines of the driver and of work without Trainium: types or families, most vCPU at once, Spot or on demand."
+  description = "CPU machines of the driver and of work without Trainium: types or families, most vCPU at once, Spot or on demand, GiB of the root volume."
   default     = {}
 
   validation {
     condition     = length(var.cpu.instance_types) > 0 && var.cpu.max_vcpus >= 16
     error_message = "cpu is ${jsonencode(var.cpu)}; expected at least one instance type and max_vcpus from 16 (the job that prepares data)."
+  }
+
+  validation {
+    condition     = var.cpu.root_volume_gib >= 60 && var.cpu.root_volume_gib <= 16384
+    error_message = "cpu.root_volume_gib is ${var.cpu.root_volume_gib}; expected 60 to 16384: images, and the scratch of every job on the machine."
   }
 }
 

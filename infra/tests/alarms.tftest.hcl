@@ -11,6 +11,7 @@ variables {
   account_id       = "123456789012"
   queue_arns       = ["arn:aws:batch:us-west-2:123456789012:job-queue/relevance-trainium", "arn:aws:batch:us-west-2:123456789012:job-queue/relevance-cpu"]
   log_group        = "/trnpipe/relevance"
+  schedule_enabled = true
   dead_letter_name = "relevance-dead-letter"
   emails           = ["oncall@example.com"]
   budget_usd       = 5000
@@ -51,7 +52,11 @@ run "alarms" {
     error_message = "the alarm looks at another queue, or not at its first message"
   }
   assert {
-    condition     = alltrue([for one in [aws_cloudwatch_metric_alarm.deadline, aws_cloudwatch_metric_alarm.dead_letter] : one.alarm_actions == toset([aws_sns_topic.this.arn])])
+    condition     = aws_cloudwatch_metric_alarm.silence[0].treat_missing_data == "breaching" && aws_cloudwatch_metric_alarm.silence[0].dimensions.LogGroupName == "/trnpipe/relevance"
+    error_message = "silence of the jobs is no alarm"
+  }
+  assert {
+    condition     = alltrue([for one in [aws_cloudwatch_metric_alarm.deadline, aws_cloudwatch_metric_alarm.dead_letter, aws_cloudwatch_metric_alarm.silence[0]] : one.alarm_actions == toset([aws_sns_topic.this.arn])])
     error_message = "an alarm tells nobody"
   }
   assert {
@@ -69,6 +74,20 @@ run "alarms" {
   assert {
     condition     = jsondecode(aws_sns_topic_policy.this.policy).Statement[1].Principal.Service == "events.amazonaws.com" && !can(jsondecode(aws_sns_topic_policy.this.policy).Statement[1].Condition)
     error_message = "EventBridge takes no Condition in the policy of a topic: its messages would be lost"
+  }
+}
+
+run "nothing_is_expected_of_a_fleet_without_a_schedule" {
+  variables {
+    schedule_enabled = false
+  }
+  module {
+    source = "./modules/alarms"
+  }
+
+  assert {
+    condition     = length(aws_cloudwatch_metric_alarm.silence) == 0
+    error_message = "the first deployment, whose log group is empty, would begin with an alarm"
   }
 }
 

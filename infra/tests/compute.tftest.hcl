@@ -22,7 +22,7 @@ variables {
   capacity_block_id = ""
   root_volume_gib   = 512
   stop_timeout_s    = 45
-  cpu               = { instance_types = ["m6i"], max_vcpus = 64, spot = true }
+  cpu               = { instance_types = ["m6i"], max_vcpus = 64, spot = true, root_volume_gib = 80 }
 }
 
 run "trn1_has_eight_efa_interfaces_on_eight_cards" {
@@ -95,9 +95,27 @@ run "instances_tell_nothing_to_containers_and_wait_for_them" {
 
   assert {
     condition = alltrue([for template in [aws_launch_template.trainium, aws_launch_template.cpu] :
-      template.block_device_mappings[0].ebs[0].volume_type == "gp3" && template.block_device_mappings[0].ebs[0].encrypted == "true" && template.block_device_mappings[0].ebs[0].volume_size == 512
+      template.block_device_mappings[0].ebs[0].volume_type == "gp3" && template.block_device_mappings[0].ebs[0].encrypted == "true"
     ])
-    error_message = "an encrypted gp3 root volume of 512 GiB"
+    error_message = "an encrypted gp3 root volume"
+  }
+
+  assert {
+    condition     = [for template in [aws_launch_template.trainium, aws_launch_template.cpu] : template.block_device_mappings[0].ebs[0].volume_size] == [512, 80]
+    error_message = "a volume for each kind of machine: every small CPU machine would pay for that of Trainium"
+  }
+
+  # gp3 takes 0.25 MiB/s for each of its operations a second.
+  assert {
+    condition = alltrue([for disk in [aws_launch_template.trainium.block_device_mappings[0].ebs[0]] :
+      disk.throughput == 1000 && disk.iops * 0.25 >= disk.throughput
+    ])
+    error_message = "the image is unpacked at 21 dollars an hour: not at gp3's own 125 MiB/s"
+  }
+
+  assert {
+    condition     = strcontains(base64decode(aws_launch_template.trainium.user_data), "\nsysctl -w net.ipv4.ip_local_reserved_ports=41000,48620,62182\n")
+    error_message = "the ports of rank 0 may be given to a connection of the host"
   }
 
   assert {
@@ -127,7 +145,7 @@ run "cpu_machines_on_demand" {
   }
 
   variables {
-    cpu = { instance_types = ["m6i"], max_vcpus = 64, spot = false }
+    cpu = { instance_types = ["m6i"], max_vcpus = 64, spot = false, root_volume_gib = 80 }
   }
 
   assert {

@@ -4,10 +4,6 @@ mock_provider "aws" {
   mock_data "aws_caller_identity" {
     defaults = { account_id = "123456789012" }
   }
-
-  mock_data "aws_ssm_parameter" {
-    defaults = { value = "ami-0123456789abcdef0" }
-  }
 }
 
 variables {
@@ -16,6 +12,7 @@ variables {
   availability_zone = "us-west-2d"
   image             = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:0000000000000000000000000000000000000000000000000000000000000000"
   cpu_image         = "123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@sha256:1111111111111111111111111111111111111111111111111111111111111111"
+  ami_id            = "ami-0123456789abcdef0"
   quota_vcpus       = 512
   budget_usd        = 20000
   notify_emails     = ["search-platform@example.com"]
@@ -50,11 +47,6 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
     condition     = output.fleet[1].type == "SPOT" && join(" ", output.fleet[1].shares) == "backfills experiments production"
     error_message = "CPU machines are Spot, with the same shares"
   }
-
-  assert {
-    condition     = output.ami_id == "ami-0123456789abcdef0"
-    error_message = "without ami_id the parameter's newest image is taken"
-  }
 }
 
 run "the_driver_gets_the_settings_as_variables" {
@@ -82,18 +74,5 @@ run "the_driver_gets_the_settings_as_variables" {
   assert {
     condition     = contains(keys(local.environment), "TRNPIPE_JOBS__EVALUATE__ROLE") && !anytrue([for name in keys(local.environment) : startswith(name, "TRNPIPE_TRAIN")])
     error_message = "the job that promotes has a role of its own, and how to train is not for Terraform to say"
-  }
-}
-
-run "a_pinned_image_asks_for_no_parameter" {
-  command = plan
-
-  variables {
-    ami_id = "ami-00000000000000001"
-  }
-
-  assert {
-    condition     = output.ami_id == "ami-00000000000000001" && length(data.aws_ssm_parameter.ami) == 0
-    error_message = "the pin decides"
   }
 }

@@ -87,8 +87,13 @@ run "one_private_subnet_with_a_way_to_aws_alone" {
   }
 
   assert {
-    condition     = length(aws_vpc_endpoint.service) == 9 && aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway" && alltrue([for one in aws_vpc_endpoint.service : one.private_dns_enabled])
-    error_message = "nine services and S3, by their usual names"
+    condition     = length(aws_vpc_endpoint.service) == 8 && aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway" && alltrue([for one in aws_vpc_endpoint.service : one.private_dns_enabled])
+    error_message = "eight services and S3, by their usual names"
+  }
+
+  assert {
+    condition     = !contains(keys(aws_vpc_endpoint.service), "ssm")
+    error_message = "neither the agent nor a job asks for parameters: the endpoint would be paid for and never used"
   }
 
   assert {

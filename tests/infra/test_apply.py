@@ -28,6 +28,7 @@ ACCOUNT, REGION, NAME = "123456789012", "us-east-1", "relevance"
 REPOSITORY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/{NAME}"
 NEURON_IMAGE, CPU_IMAGE = (f"{REPOSITORY}@sha256:{digit * 64}" for digit in "01")
 BUCKET = f"{NAME}-{ACCOUNT}-{REGION}"
+IMAGE_ID = "ami-0123456789abcdef0"
 ON_CPU = {"prepare", "embed", "verify", "report"}
 STAGES = ON_CPU | {"health", "compile", "train", "evaluate"}
 LATE = timedelta(minutes=10)
@@ -90,6 +91,7 @@ def stack(infra: Terraform, account: Any, tmp_path: Path) -> Stack:
         "availability_zone": f"{REGION}a",
         "image": NEURON_IMAGE,
         "cpu_image": CPU_IMAGE,
+        "ami_id": IMAGE_ID,
         "quota_vcpus": 512,
         "schedule_expression": f"cron({due.minute} {due.hour} * * ? *)",
         "budget_usd": 0,
@@ -168,7 +170,7 @@ def queues_take_jobs_by_share() -> None:
     }
     trainium, cpu = machines["relevance-trainium"], machines["relevance-cpu"]
     assert (trainium["type"], trainium["maxvCpus"], trainium["instanceTypes"]) == ("EC2", 512, ["trn1.32xlarge"])
-    assert trainium["ec2Configuration"][0]["imageIdOverride"].startswith("ami-")
+    assert trainium["ec2Configuration"][0]["imageIdOverride"] == IMAGE_ID
     assert (cpu["type"], cpu["allocationStrategy"]) == ("SPOT", "SPOT_PRICE_CAPACITY_OPTIMIZED")
 
 
@@ -186,6 +188,11 @@ def instances_are_hardened() -> None:
             "required",
             1,
         )
+    disks = {name: one["BlockDeviceMappings"][0]["Ebs"] for name, one in templates.items()}
+    assert {name: disk["VolumeSize"] for name, disk in disks.items()} == {
+        "relevance-trainium": 512,
+        "relevance-cpu": 100,
+    }
     cards = templates["relevance-trainium"]["NetworkInterfaces"]
     assert [(one["NetworkCardIndex"], one["DeviceIndex"]) for one in cards] == [(i, int(i > 0)) for i in range(8)]
     held = boto3.client("iam").list_attached_role_policies(RoleName="relevance-instance")["AttachedPolicies"]

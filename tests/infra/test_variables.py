@@ -10,6 +10,7 @@ import pytest
 from jobs.core.cron import parse_schedule
 from jobs.core.limits import INSTANCES
 from pipeline.core.errors import ConfigError
+from pipeline.parallel.rendezvous import MASTER_PORT
 from tests.infra.terraform import INFRA, Terraform
 
 DIGEST = "sha256:" + "0" * 64
@@ -19,6 +20,7 @@ GOOD: dict[str, Any] = {
     "availability_zone": "us-west-2d",
     "image": f"123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@{DIGEST}",
     "cpu_image": f"123456789012.dkr.ecr.us-west-2.amazonaws.com/relevance@{DIGEST}",
+    "ami_id": "ami-0123456789abcdef0",
     "quota_vcpus": 512,
     "budget_usd": 20_000,
     "notify_emails": ["search-platform@example.com"],
@@ -92,11 +94,13 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("vpc_cidr", "10.20.0.0/28", "from /16 to /24"),
     ("vpc_cidr", "10.20.0.300/16", "expected an IPv4 range"),
     ("ami_id", "ami-newest", "expected ami-"),
-    ("ami_parameter", "/mine", "expected /aws/service/"),
+    ("ami_id", "", 'ami_id is ""; expected ami-<hex digits>, chosen and not the newest'),
+    ("ami_id", "", "Next: make bootstrap, step 6"),
     ("capacity_block_id", "block", "expected cr-"),
     ("root_volume_gib", 30, "expected 100 to 16384"),
     ("stop_timeout_s", 5, "expected 30 to 3600"),
     ("cpu", {"instance_types": []}, "expected at least one instance type"),
+    ("cpu", {"root_volume_gib": 30}, "cpu.root_volume_gib is 30; expected 60 to 16384"),
     ("queue_wait_limit_s", 60, "expected 600 to 86400"),
     ("timezone", "Europe / Berlin", "expected an IANA name"),
     ("watch_expression", "rate(2 hour)", "expected a rate such as rate(1 hour)"),
@@ -167,8 +171,17 @@ def test_a_network_too_small_for_the_fleet_is_refused(variables: Terraform, tmp_
     assert refused(variables, tmp_path, **fleet | {"vpc_cidr": "10.20.0.0/22"}) == ""
 
 
-def test_the_example_is_right(variables: Terraform) -> None:
-    variables.must("plan", "-input=false", "-no-color", "-lock=false", f"-var-file={INFRA / 'example.tfvars'}")
+def test_the_example_is_right_but_for_the_machine_image_that_it_leaves_to_choose(variables: Terraform) -> None:
+    plan = ("plan", "-input=false", "-no-color", "-lock=false", f"-var-file={INFRA / 'example.tfvars'}")
+    told = variables.run(*plan).stderr
+    assert told.count("Invalid value for variable") == told.count('ami_id is ""; expected') == 1, told
+    variables.must(*plan, "-var=ami_id=ami-0123456789abcdef0")
+
+
+def test_ports_that_hosts_keep_free_hold_that_of_torchrun() -> None:
+    text = (INFRA / "modules" / "compute" / "user_data.mime.tftpl").read_text()
+    kept = next(line for line in text.splitlines() if "ip_local_reserved_ports=" in line).partition("=")[2]
+    assert str(MASTER_PORT) in kept.split(",")
 
 
 def test_sizes_of_instances_are_those_that_plans_are_checked_with() -> None:

@@ -109,7 +109,10 @@ resource "aws_cloudwatch_metric_alarm" "dead_letter" {
 }
 
 # The watch writes every hour. Where it does not, machines do not start, or do not join, and nothing else would tell.
+# Missing data is the alarm, and before the first job there is nothing else: so it waits until cycles are scheduled.
 resource "aws_cloudwatch_metric_alarm" "silence" {
+  count = var.schedule_enabled ? 1 : 0
+
   alarm_name          = "${var.name}-silent"
   alarm_description   = "No job of ${var.name}, the watch included, has written a line for a day. Next: aws batch list-jobs; docs/operate.md has what to do."
   namespace           = "AWS/Logs"

@@ -18,6 +18,11 @@ variable "log_group" {
   type        = string
 }
 
+variable "schedule_enabled" {
+  description = "Whether cycles start by themselves; only then is silence an alarm."
+  type        = bool
+}
+
 variable "dead_letter_name" {
   description = "Name of the dead-letter queue of the schedules."
   type        = string

@@ -14,7 +14,7 @@ resource "aws_launch_template" "cpu" {
 
     ebs {
       volume_type           = "gp3"
-      volume_size           = var.root_volume_gib
+      volume_size           = var.cpu.root_volume_gib
       encrypted             = true
       delete_on_termination = true
     }

@@ -45,7 +45,7 @@ variable "capacity_block_id" {
 
 variable "root_volume_gib" {
   type        = number
-  description = "Root volume of an instance, which also holds images and scratch."
+  description = "Root volume of a Trainium instance, which also holds images and scratch."
 }
 
 variable "stop_timeout_s" {
@@ -54,6 +54,6 @@ variable "stop_timeout_s" {
 }
 
 variable "cpu" {
-  type        = object({ instance_types = list(string), max_vcpus = number, spot = bool })
+  type        = object({ instance_types = list(string), max_vcpus = number, spot = bool, root_volume_gib = number })
   description = "CPU instances, for the driver, data, vectors and reports."
 }

@@ -8,7 +8,6 @@ locals {
     "ecs-agent",     # the agent of an instance
     "ecs-telemetry", # the agent of an instance
     "logs",          # logs of jobs
-    "ssm",           # parameters that the agent may read
     "sts",           # who am I
   ])
 }
