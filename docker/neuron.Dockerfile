@@ -4,6 +4,8 @@
 # The host needs the Neuron driver (aws-neuronx-dkms) and, on several nodes, EFA's; there is none in the image.
 #
 # BASE_DIGEST pins the bytes behind the tag (make image BASE_DIGEST=sha256:...); docker buildx imagetools inspect <tag> shows it.
+# Without it two builds may differ: the tag can move, and what pip brought into the image when AWS built it (CUDA's torch, a
+# numpy of 1.26 or 2) is told by no tag. verify.py checks versions, not bytes.
 ARG BASE_DIGEST=""
 FROM public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.29.1-ubuntu24.04${BASE_DIGEST:+@${BASE_DIGEST}} AS base
 
@@ -36,13 +38,16 @@ COPY --from=build /opt/trnpipe/ /opt/trnpipe/
 COPY configs/ /srv/trnpipe/configs/
 RUN useradd --uid 10001 --user-group --create-home trnpipe \
  && install --directory --mode=1777 /workspace
-# Several nodes talk through EFA with RDMA; the first meeting goes over the task's own interface, eth0 in a container.
-# FI_EFA_FORK_SAFE is for kernels before 5.15 and costs elsewhere: set it in job_environment for an Amazon Linux 2 host.
+# No variable of EFA or of an interface (FI_*, CCOM_SOCKET_IFNAME) is set here: a job on one node is on the host's network,
+# which has no eth0, and without EFA's devices. Jobs of several nodes get theirs with the job.
+# Stated, since they change graphs and cache keys, or numbers: functionalization is off, as torch-neuronx has it by default;
+# rounding is to nearest, as the master weights are fp32. 64 arenas: without a bound the memory of 32 processes grows with
+# every checkpoint (AWS's training samples set the same).
 ENV PATH="/opt/trnpipe/bin:${PATH}" \
     PYTHONUNBUFFERED=1 \
-    FI_PROVIDER=efa \
-    FI_EFA_USE_DEVICE_RDMA=1 \
-    CCOM_SOCKET_IFNAME=eth0
+    XLA_DISABLE_FUNCTIONALIZATION=1 \
+    NEURON_RT_STOCHASTIC_ROUNDING_EN=0 \
+    MALLOC_ARENA_MAX=64
 ARG VERSION=unknown
 ARG REVISION=unknown
 ARG SOURCE=""

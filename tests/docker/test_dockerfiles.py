@@ -85,6 +85,20 @@ def test_settings_of_the_image_are_settings(path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | given, capture_output=True, check=True)
 
 
+def test_an_interface_is_named_by_no_image(path: Path) -> None:
+    """A job on one node is on the host's network, where Neuron's collectives find no eth0 and end."""
+    given = environment(last_stage(path))
+    assert [name for name in given if name.startswith(("FI_", "CCOM_", "GLOO_", "NCCL_SOCKET"))] == []
+
+
+def test_what_changes_graphs_and_numbers_on_neuron_is_stated(path: Path) -> None:
+    """A default of torch-neuronx that changed would make all graphs new, in the middle of the night."""
+    stated = {"XLA_DISABLE_FUNCTIONALIZATION": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "MALLOC_ARENA_MAX": "64"}
+    given = environment(last_stage(path))
+    found = {name: given[name] for name in stated if name in given}
+    assert found == (stated if path.name == "neuron.Dockerfile" else {})
+
+
 def test_where_it_came_from_is_told(path: Path) -> None:
     found = last_stage(path)
     labels = " ".join(one.rest for one in of(found, "LABEL"))
