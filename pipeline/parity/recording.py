@@ -3,7 +3,6 @@
 Everything is written as it comes, so that a killed recording goes on where it stopped.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,7 +26,7 @@ from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
 from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog
+from pipeline.telemetry.events import EventLog, read_events
 from pipeline.train.identity import identity_parts
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import RunConfig, Surroundings, TrainRun
@@ -147,8 +146,7 @@ class _Recording:
     def _finish(self, place: Storage, inputs: RunInputs, scores: ScoreSet) -> SideRecord:
         """Put it all together; what was only to continue from goes."""
         task, metric = self.task, self.task.train.metric
-        lines = place.read_bytes(f"{WORK}/{EVENTS}").splitlines()
-        events = [json.loads(line) for line in lines]
+        events = read_events(place, f"{WORK}/{EVENTS}")
         identity = {name: value for name, value in inputs.identity.items() if name != "train.precision"}
         made = SideRecord(
             run=task.run,
