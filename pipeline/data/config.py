@@ -71,7 +71,8 @@ class DataConfig(BaseModel):
     esci_locale: str | None = Field(None, description="ESCI: keep one product_locale only (us, es, jp)")
     columns: ColumnMapping = ColumnMapping()
     labels: tuple[str, ...] = Field(
-        (), description="Class names from least to most relevant; empty: from the data, ordered by mean gain"
+        (),
+        description="Class names from least to most relevant; empty: from the data, by mean gain or a known vocabulary",
     )
     numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")

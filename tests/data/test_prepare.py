@@ -99,7 +99,14 @@ def test_slices_go_with_the_rows_and_leave_other_names_alone(workplace: Make, tm
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = CONFIG.model_copy(
-        update={"path": str(path), "numeric": (), "categorical": (), "num_workers": 1, "rows_per_chunk": 100}
+        update={
+            "path": str(path),
+            "numeric": (),
+            "categorical": (),
+            "num_workers": 1,
+            "rows_per_chunk": 100,
+            "labels": ("a", "b"),
+        }
     )
     without = place.prepare(plain)
     given = plain.model_copy(update={"slices": ("label", "kind")})
