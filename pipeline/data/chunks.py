@@ -37,10 +37,12 @@ class QuarantinedRow(BaseModel):
 
 
 class ChunkRecord(BaseModel):
-    """What a finished chunk left behind."""
+    """What a finished chunk left behind. `rows_filtered` are not among `rows_read`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    file: str
+    rows_filtered: int
     rows_read: int
     rows_bad: int
     reasons: dict[str, int]
@@ -133,7 +135,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> ChunkResult:
             data = save(arrays)
             write_file(task.staging.files / name, data)
             shards[split], sizes[name] = ShardInfo(file=name, rows=counts), len(data)
-        record = _record(task.settings, bad, rows_read, pairs, shards, sizes, rows.slices.names)
+        record = _record(task, bad, rows_read, pairs, shards, sizes, rows.slices.names)
         write_file(task.staging.record_path(task.index), record.model_dump_json().encode())
     return ChunkResult(task.partition, task.index, record)
 
@@ -184,7 +186,7 @@ def shard_arrays(
 
 
 def _record(
-    settings: EncodeSettings,
+    task: ChunkTask,
     bad: list[BadRow],
     rows_read: int,
     pairs: PairTokens,
@@ -196,6 +198,8 @@ def _record(
     for row in bad:
         reasons[row.reason] += row.count
     return ChunkRecord(
+        file=task.chunk.file,
+        rows_filtered=task.chunk.num_rows - rows_read,
         rows_read=rows_read,
         rows_bad=reasons.total(),
         reasons=dict(sorted(reasons.items())),
@@ -205,7 +209,7 @@ def _record(
         sizes_bytes=sizes,
         quarantined=tuple(
             QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content)
-            for row in bad[: settings.quarantine_rows]
+            for row in bad[: task.settings.quarantine_rows]
         ),
         slices=slices,
     )

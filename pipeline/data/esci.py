@@ -8,6 +8,7 @@ the operating system may drop them.
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import xxhash
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE, ColumnPlan
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import text_characters
-from pipeline.data.partitions import InputFile, Partition, content_id, group_by_day
+from pipeline.data.partitions import InputFile, Partition, content_ids, group_by_day
 from pipeline.data.readers import parquet_rows, read_file
 from pipeline.data.rows import BadRow, RawBatch, batch_rows
 from pipeline.io.storage import ObjectStat, Storage
@@ -60,8 +62,10 @@ def open_esci(
             expected=f"{ESCI_EXAMPLES} (also in dt= folders) and one {ESCI_PRODUCTS}",
             next_command="set --data.path to the folder with both files",
         )
-    files = [InputFile(stat.key, "parquet", content_id(storage, stat, stop), stat.size_bytes) for stat in examples]
-    product_id = content_id(storage, products[0], stop)
+    *ids, product_id = content_ids(storage, [*examples, products[0]], stop)
+    files = [
+        InputFile(stat.key, "parquet", content, stat.size_bytes) for stat, content in zip(examples, ids, strict=True)
+    ]
     partitions = group_by_day(files, str(config.path), (product_id,))
     return EsciSource(config, storage, partitions, products[0].key, scratch / "esci", stop)
 
@@ -138,7 +142,13 @@ class EsciSource:
         )
         columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
         columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
-        return RawBatch(columns.filter(pa.array(found)).drop_columns(["locale"]), rows[found], bad)
+        return replace(
+            batch,
+            columns=columns.filter(pa.array(found)).drop_columns(["locale"]),
+            rows=rows[found],
+            bad=bad,
+            left_out=len(batch.rows) - len(rows),
+        )
 
 
 def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
@@ -192,9 +202,14 @@ def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, l
     keys: list[int] = []
     sizes: list[tuple[int, int]] = []
     uri = storage.uri(key)
-    with (folder / "texts.bin").open("wb") as texts:
+    stat = storage.stat(key)
+    with (
+        (folder / "texts.bin").open("wb") as texts,
+        progress("indexing products", stat.size_bytes if stat else None, "bytes") as advance,
+    ):
         for batch in read_file(storage, key, "parquet", lambda names: _product_plan(names, uri), 4096):
             stop.raise_if_set(f"indexing {uri}")
+            advance(batch.input_bytes)
             columns = batch.columns.to_pydict()
             text_columns = [column for column in _TEXT_COLUMNS if column in columns]
             for row in range(len(batch.rows)):

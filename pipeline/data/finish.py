@@ -1,7 +1,8 @@
-"""The end of a partition: add up its chunks, refuse it when too many rows are bad, commit it."""
+"""The end of a partition: add up its chunks, account for every row, refuse it when too many are bad, commit it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pipeline.core.errors import DataError
 from pipeline.data.chunks import ChunkRecord, EncodeSettings, QuarantinedRow, Staging, write_file
@@ -9,8 +10,9 @@ from pipeline.data.config import DataConfig
 from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import numeric_names
 from pipeline.data.partitions import Partition
+from pipeline.data.rows import RawBatch
 from pipeline.data.slices import merge_names
-from pipeline.data.token_set import SPLITS, SliceInfo, TokenSetInfo
+from pipeline.data.token_set import SPLITS, FileRows, SliceInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import commit_dir
 from pipeline.io.errors import os_errors
@@ -20,6 +22,41 @@ QUARANTINE = "quarantine.jsonl"
 _TOP_REASONS = 3
 
 
+@dataclass
+class FileCount:
+    """What the reader of one file gave, counted before any of it is encoded."""
+
+    rows: int = 0
+    blank: int = 0
+    left_out: int = 0
+
+    def add(self, batch: RawBatch) -> None:
+        self.rows += len(batch.rows) + sum(row.count for row in batch.bad) + batch.left_out
+        self.blank += batch.blank
+        self.left_out += batch.left_out
+
+
+def account(read: Mapping[str, FileCount], records: Sequence[ChunkRecord]) -> tuple[FileRows, ...]:
+    """What became of the rows of each file. Raises RuntimeError (a bug) when one is neither in a shard nor counted."""
+    found: dict[str, FileRows] = {}
+    for file, count in read.items():
+        mine = [record for record in records if record.file == file]
+        found[file] = rows = FileRows(
+            file=file,
+            rows=count.rows,
+            good=sum(sum(shard.rows) for record in mine for shard in record.shards.values()),
+            bad=sum(record.rows_bad for record in mine),
+            filtered=count.left_out + sum(record.rows_filtered for record in mine),
+            blank=count.blank,
+        )
+        if rows.rows != rows.good + rows.bad + rows.filtered:
+            raise RuntimeError(
+                f"{file}: of {rows.rows} rows {rows.good} are good, {rows.bad} bad and {rows.filtered} filtered out: "
+                f"{rows.rows - rows.good - rows.bad - rows.filtered} are lost"
+            )
+    return tuple(found.values())
+
+
 def commit_partition(
     config: DataConfig,
     workspace: Storage,
@@ -27,6 +64,7 @@ def commit_partition(
     partition: Partition,
     staging: Staging,
     records: Sequence[ChunkRecord],
+    read: Mapping[str, FileCount],
     settings: EncodeSettings,
     tokenizer: TextTokenizer,
     labels: LabelSet,
@@ -60,6 +98,7 @@ def commit_partition(
         truncated_rows=sum(record.truncated_rows for record in records),
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in settings.rules.slices),
+        files=account(read, records),
     )
     bad = [row for record in records for row in record.quarantined][: config.quarantine_rows]
     refuse_bad_share(config, info, bad, workspace)

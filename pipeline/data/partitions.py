@@ -1,12 +1,14 @@
 """What an input consists of: partitions, their files, and what names their content."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.progress import Advance, progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import RawBatch
 from pipeline.io.hashing import record_of
@@ -59,12 +61,35 @@ class Source(Protocol):
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]: ...
 
 
-def content_id(storage: Storage, stat: ObjectStat, stop: StopSignal) -> str:
+@contextmanager
+def reading(doing: str, source: Source, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
+    """Shows the progress of reading files: yields what is to be told of every batch, or of None while one waits.
+
+    In bytes, which are known of every file before it is read; in rows where rows are generated.
+    """
+    size_bytes = sum(file.size_bytes for file in files)
+    is_all = len(files) == sum(len(partition.files) for partition in source.partitions)
+    rows = source.num_rows() if is_all and not size_bytes else None
+    with progress(doing, size_bytes or rows, "bytes" if size_bytes else "rows") as advance:
+
+        def tell(batch: RawBatch | None) -> None:
+            advance((batch.input_bytes if size_bytes else batch.num_rows) if batch else 0)
+
+        yield tell
+
+
+def content_ids(storage: Storage, stats: Sequence[ObjectStat], stop: StopSignal) -> list[str]:
+    """content_id of each; local files are read for it."""
+    with progress("looking for changes in the input", sum(stat.size_bytes for stat in stats), "bytes") as advance:
+        return [content_id(storage, stat, stop, advance) for stat in stats]
+
+
+def content_id(storage: Storage, stat: ObjectStat, stop: StopSignal, advance: Advance = lambda count: None) -> str:
     """What names a file's content: its xxh3 when local (times lie), its ETag and size on S3 (free with the listing)."""
     if storage.local_path(stat.key) is None:
         return f"{stat.etag}-{stat.size_bytes}"
     with storage.open_read(stat.key) as file:
-        return record_of(file, stop).xxh3_128
+        return record_of(file, stop, advance).xxh3_128
 
 
 def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:

@@ -105,8 +105,10 @@ class WorkerPool(Generic[Context, Task, Result]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+    def run(self, tasks: Iterator[Task], waiting: Callable[[], object] = lambda: None) -> Iterator[Result]:
         """Results in the order they finish. At most one task per worker and one more are held at a time.
+
+        `waiting` is called a few times a second while workers work.
 
         Raises what the function raised (a bug as RuntimeError), TransientError when a worker died, Preempted.
         """
@@ -119,7 +121,9 @@ class WorkerPool(Generic[Context, Task, Result]):
                 self._busy.register(worker.output, selectors.EVENT_READ, worker)
                 upcoming = next(tasks, None)
             timeout_s = 0 if upcoming is not None and self._can_take_more else _POLL_S
-            for key, _ in self._busy.select(timeout_s):
+            ready = self._busy.select(timeout_s)
+            waiting()
+            for key, _ in ready:
                 self._busy.unregister(key.fileobj)
                 self._idle.append(key.data)
                 yield cast(Result, key.data.receive())

@@ -7,7 +7,7 @@ finished chunks and writes the same bytes.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +18,12 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import ChunkRecord, ChunkResult, ChunkTask, EncodeSettings, Staging, encode_chunk
 from pipeline.data.config import DataConfig
-from pipeline.data.finish import commit_partition, refuse_bad_share
+from pipeline.data.finish import FileCount, commit_partition, refuse_bad_share
 from pipeline.data.labels import LabelSet, decide_labels
 from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.partitions import Partition, Source
+from pipeline.data.partitions import Partition, Source, reading
 from pipeline.data.pool import WorkerPool
-from pipeline.data.rows import cut_chunks
+from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import open_source
 from pipeline.data.survey import survey
 from pipeline.data.token_set import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
@@ -33,8 +33,7 @@ from pipeline.data.validate import RowRules
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
 
-Progress = Callable[[int, int | None], None]
-"""Called with (rows done, rows in total or None when unknown)."""
+Tell = Callable[[RawBatch | None], None]
 
 
 class Emit(Protocol):
@@ -45,7 +44,11 @@ class Emit(Protocol):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them."""
+    """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them.
+
+    `rows` are in shards; they, `rows_bad` and `rows_filtered` are all rows of the input. `vocabulary`: the known one
+    that ordered the labels, if it was one.
+    """
 
     token_set_prefixes: list[str]
     tokenizer_prefix: str
@@ -54,7 +57,10 @@ class PreparedData:
     prepared: int
     rows: int
     rows_bad: int
+    rows_filtered: int
+    rows_blank: int
     labels: tuple[str, ...]
+    vocabulary: str
 
 
 @dataclass
@@ -65,6 +71,7 @@ class _Work:
     prefix: str
     staging: Staging
     done: dict[int, ChunkRecord] = field(default_factory=dict)
+    read: dict[str, FileCount] = field(default_factory=dict)
     num_chunks: int | None = None
 
     @property
@@ -79,7 +86,6 @@ def prepare(
     scratch: Path,
     tokenizer: bytes | None = None,
     events: Emit,
-    progress: Progress = lambda done, total: None,
     stop: StopSignal,
 ) -> PreparedData:
     """Bring the workspace's token sets up to date with the input.
@@ -107,9 +113,7 @@ def prepare(
         infos[prefix] = info = TokenSetInfo.model_validate(manifest.fields)
         refuse_bad_share(config, info, [], workspace)
         events(EventName.PARTITION_REUSED, partition=partition.name, prefix=prefix, rows=info.rows)
-    context = _Context(config, workspace, text_tokenizer, labels, events, _Meter(progress, source.num_rows()), stop)
-    context.meter.add(sum(info.rows_read for info in infos.values()))
-    infos |= _encode_all(context, source, works, settings)
+    infos |= _encode_all(_Context(config, workspace, text_tokenizer, labels, events, stop), source, works, settings)
     result = [infos[prefix] for prefix in prefixes]
     if not sum(info.rows for info in result):
         raise DataError(
@@ -125,21 +129,11 @@ def prepare(
         len(works),
         sum(info.rows for info in result),
         sum(info.rows_bad for info in result),
+        sum(file.filtered for info in result for file in info.files),
+        sum(file.blank for info in result for file in info.files),
         tuple(labels.gains),
+        labels.vocabulary,
     )
-
-
-@dataclass
-class _Meter:
-    """Adds up rows done and reports them."""
-
-    progress: Progress
-    total: int | None
-    done: int = 0
-
-    def add(self, rows: int) -> None:
-        self.done += rows
-        self.progress(self.done, self.total)
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,6 @@ class _Context:
     tokenizer: TextTokenizer
     labels: LabelSet
     events: Emit
-    meter: _Meter
     stop: StopSignal
 
 
@@ -241,7 +234,6 @@ def _encode_all(
         return {}
     by_name = {work.partition.name: work for work in works}
     waiting, infos = list(works), dict[str, TokenSetInfo]()
-    tasks = _tasks(context, source, works, settings)
     pool = WorkerPool[bytes, ChunkTask, ChunkResult](
         encode_chunk,
         context.tokenizer.data,
@@ -249,32 +241,40 @@ def _encode_all(
         stop=context.stop,
         doing="preparing data",
     )
-    with pool:
-        for result in pool.run(tasks):
+    files = [file for work in works for file in work.partition.files]
+    with pool, reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+        for result in pool.run(_tasks(context, source, works, settings, tell), waiting=lambda: tell(None)):
             by_name[result.partition].done[result.index] = result.record
-            context.meter.add(result.record.rows_read)
             waiting = _commit_complete(context, waiting, settings, infos)
     _commit_complete(context, waiting, settings, infos)
     return infos
 
 
 def _tasks(
-    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings]
+    context: _Context, source: Source, works: list[_Work], settings: dict[str, EncodeSettings], tell: Tell
 ) -> Iterator[ChunkTask]:
     """The chunks that still have to be encoded; those a killed run finished are noted as done."""
     for work in works:
         work.staging.create()
         index = 0
         for file in work.partition.files:
-            for chunk in cut_chunks(file.key, source.read(file), context.config.rows_per_chunk):
+            work.read[file.key] = count = FileCount()
+            batches = _counted(source.read(file), count, tell)
+            for chunk in cut_chunks(file.key, batches, context.config.rows_per_chunk):
                 context.stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
                     work.done[index] = record
-                    context.meter.add(record.rows_read)
                 else:
                     yield ChunkTask(work.partition.name, index, chunk, settings[work.partition.name], work.staging)
                 index += 1
         work.num_chunks = index
+
+
+def _counted(batches: Iterable[RawBatch], count: FileCount, tell: Tell) -> Iterator[RawBatch]:
+    for batch in batches:
+        count.add(batch)
+        tell(batch)
+        yield batch
 
 
 def _commit_complete(
@@ -294,6 +294,7 @@ def _commit_complete(
             work.partition,
             work.staging,
             records,
+            work.read,
             settings[work.partition.name],
             context.tokenizer,
             context.labels,

@@ -2,15 +2,22 @@
 
 CSV and JSON lines go through Python's own parsers, because those survive row by row what real exports contain (invalid
 bytes, broken lines); pyarrow's fail the whole block.
+
+Every row that the format counts (of the Parquet footer, a CSV record, a line of JSON) comes out once, good or bad;
+`read_file` counts both sides and does not end quietly when they differ.
 """
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -26,22 +33,56 @@ _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
 _PEEK_LINES = 1000
+_HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
+_SUFFIXES = {
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv", ".tsv"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+}
+_FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
+_GZIP = b"\x1f\x8b"
+_OTHER_ENCODINGS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # before UTF-16: its mark begins with that of UTF-16
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 Planner = Callable[[list[str]], ColumnPlan]
 """Given the columns of the file, which to read (raises DataError)."""
 
 
 def suffix_format(name: str) -> str | None:
-    """`parquet`, `csv` or `jsonl` by file name; None for anything else."""
-    name = name.lower().removesuffix(".gz")
-    for format_name, suffixes in {
-        "parquet": (".parquet", ".pq"),
-        "csv": (".csv", ".tsv"),
-        "jsonl": (".jsonl", ".ndjson", ".json"),
-    }.items():
-        if name.endswith(suffixes):
-            return format_name
-    return None
+    """`parquet`, `csv` or `jsonl` by file name; None for anything else.
+
+    Raises DataError for such a file in a compression that no reader knows: to leave it out would lose its rows.
+    """
+    name = name.lower()
+    stem = name.removesuffix(".gz")
+    for suffix in _FOREIGN_COMPRESSION:
+        if name.endswith(suffix) and suffix_format(stem.removesuffix(suffix)):
+            raise DataError(
+                f"{name} is compressed with {suffix.removeprefix('.')}",
+                expected="files that are not compressed, or .gz",
+                next_command="decompress it, or move it out of the input",
+            )
+    return next((format_name for format_name, suffixes in _SUFFIXES.items() if stem.endswith(suffixes)), None)
+
+
+@dataclass
+class _Source:
+    """One file being read, and what its format has counted in it so far, whatever becomes of the rows."""
+
+    storage: Storage
+    key: str
+    planner: Planner
+    num_rows: int
+    position_bytes: int = 0
+    rows: int = 0
+    blank: int = 0
+
+    def moved_to(self, position_bytes: int) -> int:
+        """Bytes of the file since the last call."""
+        step, self.position_bytes = position_bytes - self.position_bytes, position_bytes
+        return step
 
 
 def read_file(storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
@@ -50,14 +91,19 @@ def read_file(storage: Storage, key: str, format_name: str, planner: Planner, nu
     Raises DataError when the file cannot be read at all or lacks a column.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
+    source, given = _Source(storage, key, planner, num_rows), 0
     try:
-        yield from readers[format_name](storage, key, planner, num_rows)
-    except (pa.ArrowException, zlib.error, OSError, EOFError) as error:
+        for batch in readers[format_name](source):
+            given += len(batch.rows) + sum(row.count for row in batch.bad)
+            yield batch
+    except (pa.ArrowException, csv.Error, zlib.error, OSError, EOFError) as error:
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {error}",
             expected=f"a whole {format_name} file",
             next_command="write the file again, or set --data.format",
         ) from error
+    if given != source.rows:
+        raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
 
 
 def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
@@ -76,25 +122,30 @@ def parquet_rows(storage: Storage, key: str) -> int:
         return 0
 
 
-def _read_parquet(storage: Storage, key: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
-    with open_parquet(storage, key) as file:
-        plan = planner(list(file.schema_arrow.names))
+def _read_parquet(source: _Source) -> Iterator[RawBatch]:
+    with open_parquet(source.storage, source.key) as file:
+        plan = source.planner(list(file.schema_arrow.names))
+        stat = source.storage.stat(source.key)
+        source.rows, size_bytes = int(file.metadata.num_rows), stat.size_bytes if stat else 0
         first = 0
         for group in range(file.num_row_groups):  # one at a time: memory stays within a row group
             info = file.metadata.row_group(group)
             row_bytes = max(1, info.total_byte_size // max(1, info.num_rows))
-            size = max(1, min(num_rows, _BATCH_BYTES // row_bytes))
+            size = max(1, min(source.num_rows, _BATCH_BYTES // row_bytes))
             for batch in file.iter_batches(size, row_groups=[group], columns=plan.inputs, use_threads=False):
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-                yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(batch), dtype=np.int64))
+                rows = np.arange(first, first + len(batch), dtype=np.int64)
                 first += len(batch)
+                moved = source.moved_to(size_bytes * first // max(1, source.rows))
+                yield RawBatch(to_fields(columns, plan), rows, input_bytes=moved)
 
 
 class _Builder:
     """Collects parsed rows of a text format into batches."""
 
-    def __init__(self, file: str, plan: ColumnPlan, num_rows: int) -> None:
-        self.file, self.plan, self.num_rows = file, plan, num_rows
+    def __init__(self, source: _Source, plan: ColumnPlan, position: Callable[[], int]) -> None:
+        self.source, self.plan, self._position = source, plan, position
+        self._blank = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -110,86 +161,186 @@ class _Builder:
             self.size += len(value) if value else 0
 
     def add_bad(self, row: int, content: str | bytes, count: int = 1) -> None:
-        self.bad.append(BadRow(self.file, row, MALFORMED, shorten(content), count))
+        self.bad.append(BadRow(self.source.key, row, MALFORMED, shorten(content), count))
 
     @property
     def is_full(self) -> bool:
-        return len(self.rows) + len(self.bad) >= self.num_rows or self.size >= _BATCH_BYTES
+        return len(self.rows) + len(self.bad) >= self.source.num_rows or self.size >= _BATCH_BYTES
+
+    @property
+    def has_anything(self) -> bool:
+        return bool(self.rows or self.bad or self._blank != self.source.blank)
 
     def take(self) -> RawBatch:
         columns = {
             name: pa.array(values, pa.large_binary())
             for name, values in zip(self.plan.inputs, self.values, strict=True)
         }
-        batch = RawBatch(to_fields(columns, self.plan), np.array(self.rows, dtype=np.int64), tuple(self.bad))
+        blank, self._blank = self.source.blank - self._blank, self.source.blank
+        batch = RawBatch(
+            to_fields(columns, self.plan),
+            np.array(self.rows, dtype=np.int64),
+            tuple(self.bad),
+            blank=blank,
+            input_bytes=self.source.moved_to(self._position()),
+        )
         self._reset()
         return batch
 
 
-def _open_bytes(storage: Storage, key: str) -> BinaryIO:
-    file = storage.open_read(key)
-    return gzip.GzipFile(fileobj=file) if key.lower().endswith(".gz") else file  # type: ignore[return-value]
+@contextmanager
+def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """UTF-8 bytes after a byte order mark, decompressed by content, and the position in the file as it is stored."""
+    with source.storage.open_read(source.key) as file:
+        is_gzip = file.read(len(_GZIP)) == _GZIP
+        if source.key.lower().endswith(".gz") and not is_gzip and file.tell():
+            raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
+        file.seek(0)
+        raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
+        mark = raw.read(4)
+        for encoding, marks in _OTHER_ENCODINGS.items():
+            if mark.startswith(marks):
+                raise DataError(
+                    f"{source.storage.uri(source.key)} is {encoding} by its byte order mark",
+                    expected="UTF-8",
+                    next_command=f"iconv -f {encoding} -t UTF-8, and read that file",
+                )
+        raw.seek(len(codecs.BOM_UTF8) if mark.startswith(codecs.BOM_UTF8) else 0)
+        yield raw, file.tell
 
 
-def _read_csv(storage: Storage, key: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
-    with _open_bytes(storage, key) as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        parser = csv.reader(text, delimiter="\t" if ".tsv" in key.lower() else ",")
-        header = next(parser, None)
-        if header is None:
+def _read_csv(source: _Source) -> Iterator[RawBatch]:
+    with _open_text(source) as (raw, position):
+        text = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="")
+        is_tsv = source.key.lower().removesuffix(".gz").endswith(".tsv")
+        records = _CsvRecords(source, text, "\t" if is_tsv else ",")
+        names = records.header()
+        if not names:
             return
-        builder = _Builder(key, plan := planner([name.strip() for name in header]), num_rows)
-        places = [[name.strip() for name in header].index(column) for column in plan.inputs]
-        row, line = -1, parser.line_num
-        while True:
-            try:
-                record = next(parser)
-            except StopIteration:
-                break
-            except csv.Error as error:  # a field over the size limit: most likely an unclosed quote
-                record = [str(error)]
-            lines, line = parser.line_num - line, parser.line_num
-            if not record:
-                continue
+        builder = _Builder(source, plan := source.planner(names), position)
+        places = [names.index(column) for column in plan.inputs]
+        row = -1
+        for record, lines in records:
             row += 1
-            if len(record) == len(header):
+            if len(record) == len(names):
                 builder.add(row, [record[place].encode("utf-8", "surrogateescape") or None for place in places])
             else:
-                builder.add_bad(row, ",".join(record), max(1, lines))
+                builder.add_bad(row, ",".join(record), lines)
             if builder.is_full:
                 yield builder.take()
-        if builder.rows or builder.bad:
+        if builder.has_anything:
             yield builder.take()
 
 
-def _read_jsonl(storage: Storage, key: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
-    with _open_bytes(storage, key) as raw:
-        lines = _lines(raw)
-        head = [line for line, _ in zip(lines, range(_PEEK_LINES), strict=False)]
+class _CsvRecords:
+    """(fields, lines) of each record that is not blank. One with another number of fields than the header is bad.
+
+    Strict about quotes over several lines: text after a closing quote means that an earlier quote was never closed, and
+    that the rows between became one. On a single line nothing was swallowed, and such text is taken as it is.
+    """
+
+    def __init__(self, source: _Source, text: io.TextIOWrapper, delimiter: str) -> None:
+        self._source, self._lines, self._delimiter = source, text, delimiter
+        self._parser = csv.reader(self._noted(), delimiter=delimiter, strict=True)
+        self._num_lines = self._num_fields = 0
+        self._held = ""
+
+    def header(self) -> list[str]:
+        """Names of the columns; none of an empty file. Raises csv.Error."""
+        while (names := self._next()) == []:
+            self._source.blank += 1
+        self._num_fields = len(names or [])
+        return [name.strip() for name in names or []]
+
+    def _noted(self) -> Iterator[str]:
+        for line in self._lines:
+            self._num_lines += 1
+            if len(self._held) < _HELD_CHARACTERS:
+                self._held += line
+            yield line
+
+    def __iter__(self) -> Iterator[tuple[list[str], int]]:
+        while True:
+            before = self._num_lines
+            try:
+                record = self._next()
+            except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
+                record = self._lenient() if self._num_lines - before == 1 else self._broken()
+            if record is None:
+                return
+            lines = self._num_lines - before
+            if not record:
+                self._source.blank += 1
+                continue
+            self._source.rows += 1 if len(record) == self._num_fields else lines
+            yield record, lines
+
+    def _next(self) -> list[str] | None:
+        self._held = ""
+        return next(self._parser, None)
+
+    def _lenient(self) -> list[str]:
+        try:
+            return next(csv.reader([self._held], delimiter=self._delimiter))
+        except csv.Error:
+            return self._broken()
+
+    def _broken(self) -> list[str]:
+        """What was read, in a number of fields that no row has."""
+        return [self._held] if self._num_fields > 1 else [self._held, ""]
+
+
+def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
+    with _open_text(source) as (raw, position):
+        lines = _lines(raw, source)
+        head = list(islice(lines, _PEEK_LINES))
         names = dict.fromkeys(name for line in head for name in (_parse(line) or {}))
         if not head:
             return
-        builder = _Builder(key, plan := planner(list(names)), num_rows)
+        builder = _Builder(source, plan := source.planner(list(names)), position)
         row = -1
-        for source in (head, lines):
-            for line in source:
+        for part in (head, lines):
+            for line in part:
                 row += 1
                 record = _parse(line)
                 if record is None:
                     builder.add_bad(row, line)
                 else:
+                    if not record.keys() <= names.keys():
+                        _check_late_columns(source, plan, names, record, row)
                     builder.add(row, [_json_bytes(record.get(column)) for column in plan.inputs])
                 if builder.is_full:
                     yield builder.take()
-        if builder.rows or builder.bad:
+        if builder.has_anything:
             yield builder.take()
 
 
-def _lines(raw: BinaryIO) -> Iterator[bytes]:
-    """Lines that are not blank; one longer than 16 MiB is cut into malformed pieces, so that memory stays bounded."""
+def _check_late_columns(
+    source: _Source, plan: ColumnPlan, names: dict[str, None], record: dict[str, Any], row: int
+) -> None:
+    """A column that the rows before did not have is noted. Raises DataError when it should have been read in them."""
+    late = [name for name in record if name not in names]
+    names.update(dict.fromkeys(late))
+    if source.planner(list(names)) != plan:
+        raise DataError(
+            f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time in row {row}",
+            expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
+            next_command="write it as null in the first row",
+        )
+
+
+def _lines(raw: BinaryIO, source: _Source) -> Iterator[bytes]:
+    """Lines that are not blank. Of one longer than 16 MiB only the start, which is malformed: memory stays bounded."""
     while line := raw.readline(_LINE_BYTES):
+        if len(line) == _LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := raw.readline(_LINE_BYTES)) and not rest.endswith(b"\n"):
+                continue
+            line = b"longer than 16 MiB: " + line[:_HELD_CHARACTERS]
         if line.strip():
+            source.rows += 1
             yield line
+        else:
+            source.blank += 1
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

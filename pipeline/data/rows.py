@@ -28,11 +28,18 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows."""
+    """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
+
+    Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
+    and the bytes of the file that were read.
+    """
 
     columns: pa.RecordBatch
     rows: Int64s
     bad: tuple[BadRow, ...] = ()
+    blank: int = 0
+    left_out: int = 0
+    input_bytes: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +54,11 @@ class Chunk:
     columns: bytes
     rows: Int64s
     bad: tuple[BadRow, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Good and bad ones, with all that a bad one swallowed."""
+        return len(self.rows) + sum(row.count for row in self.bad)
 
     def table(self) -> pa.Table:
         return pa.ipc.open_stream(self.columns).read_all()
@@ -65,6 +77,8 @@ def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> I
     held: list[RawBatch] = []
     rows = size = 0
     for batch in batches:
+        if not batch.num_rows:  # blank lines, or rows left out: nothing to encode
+            continue
         if held and (rows + batch.num_rows > rows_per_chunk or size + batch.columns.nbytes > CHUNK_BYTES):
             yield _chunk(file, held)
             held, rows, size = [], 0, 0

@@ -13,7 +13,7 @@ from pipeline.data import synthetic
 from pipeline.data.columns import ColumnPlan, plan_columns, to_fields
 from pipeline.data.config import DataConfig
 from pipeline.data.esci import ESCI_EXAMPLES, open_esci
-from pipeline.data.partitions import InputFile, Partition, Source, content_id, group_by_day
+from pipeline.data.partitions import InputFile, Partition, Source, content_ids, group_by_day
 from pipeline.data.readers import parquet_rows, read_file, suffix_format
 from pipeline.data.rows import RawBatch, batch_rows
 from pipeline.io.retry import RetryPolicy
@@ -90,7 +90,10 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
             expected="*.parquet, *.csv or *.jsonl files, flat or in dt=YYYY-MM-DD/ folders",
             next_command="correct --data.path, or set --data.format for files with another suffix",
         )
-    files = [InputFile(stat.key, name, content_id(storage, stat, stop), stat.size_bytes) for stat, name in chosen]
+    ids = content_ids(storage, [stat for stat, _ in chosen], stop)
+    files = [
+        InputFile(stat.key, name, content, stat.size_bytes) for (stat, name), content in zip(chosen, ids, strict=True)
+    ]
     return FileSource(config, storage, group_by_day(files, config.path))
 
 

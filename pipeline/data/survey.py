@@ -12,7 +12,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.columns import FILTER
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import text_characters
-from pipeline.data.partitions import Source
+from pipeline.data.partitions import Source, reading
 from pipeline.data.rows import RawBatch
 from pipeline.data.validate import filter_mask, parse_number
 
@@ -106,11 +106,13 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
 
 
 def _batches(source: Source, fields: list[str], config: DataConfig, stop: StopSignal) -> Iterator[pa.RecordBatch]:
-    for partition in source.partitions:
-        for file in partition.files:
+    files = [file for partition in source.partitions for file in partition.files]
+    with reading("looking at labels and texts", source, files) as tell:
+        for file in files:
             raw: RawBatch
             for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
                 stop.raise_if_set(f"reading {file.key}")
+                tell(raw)
                 columns = raw.columns
                 yield columns.filter(pa.array(filter_mask(columns, config.filter))) if config.filter else columns
 

@@ -34,6 +34,17 @@ class SliceInfo(_Record):
     names: tuple[str, ...]
 
 
+class FileRows(_Record):
+    """What became of every row of an input file. Blank lines are no rows."""
+
+    file: str
+    rows: int = Field(description="As the format counts them: the Parquet footer, CSV records, lines of JSON")
+    good: int = Field(description="In the shards")
+    bad: int
+    filtered: int = Field(description="Left out by data.filter or data.esci_locale")
+    blank: int
+
+
 class TokenSetInfo(_Record):
     """One prepared partition.
 
@@ -61,6 +72,7 @@ class TokenSetInfo(_Record):
     truncated_rows: int = Field(description="Rows of which a side was longer than the largest bucket")
     tokens: int = Field(description="Tokens without padding, special tokens included")
     slices: tuple[SliceInfo, ...] = Field((), description="In the order in which rows hold their values")
+    files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
 
     @property
     def slice_columns(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -44,6 +44,17 @@ class Tokens:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         return np.diff(self.offsets)
+
+    def part(self, start: int, stop: int) -> "Tokens":
+        """Texts `start` to `stop`."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Tokens(self.ids[first:last], self.offsets[start : stop + 1] - first)
+
+
+def pieces(tokens: Tokens, size: int) -> Iterator[Tokens]:
+    """`size` texts at a time; one empty piece of no texts."""
+    count = len(tokens.lengths)
+    return (tokens.part(start, min(count, start + size)) for start in range(0, max(1, count), size))
 
 
 class TextTokenizer:

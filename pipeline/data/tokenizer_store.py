@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.partitions import Partition, Source
@@ -64,8 +65,10 @@ def train_in_worker(config: DataConfig, texts: list[str], stop: StopSignal) -> T
     pool = WorkerPool[TokenizerConfig, list[str], bytes](
         _train, config.tokenizer, num_workers=1, stop=stop, doing="training the tokenizer"
     )
-    with pool:
-        (data,) = pool.run(iter([texts]))
+    # The library says nothing while it works, so there is no total; that it goes on, and since when, is shown.
+    with pool, progress("training the tokenizer", None, "texts") as advance:
+        advance(len(texts))
+        (data,) = pool.run(iter([texts]), waiting=lambda: advance(0))
     return TextTokenizer(data, "the tokenizer just trained")
 
 

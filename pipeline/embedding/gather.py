@@ -5,7 +5,7 @@ same product id the first one counts. Memory: a file's rows, and a byte for each
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict
 from pipeline import __version__
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.config import DataConfig
-from pipeline.data.partitions import InputFile, content_id
+from pipeline.data.partitions import InputFile, content_ids, reading
 from pipeline.data.readers import read_file, suffix_format
 from pipeline.data.rows import RawBatch
 from pipeline.data.sources import open_source
@@ -84,10 +85,12 @@ def gather_products(config: DataConfig, workspace: Storage, *, scratch: Path, st
     files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
-        for file in files:
-            for batch in source.read(file, ["product_id", "title", "text"]):
-                stop.raise_if_set(f"reading {file.key}")
-                yield _as_catalogue(batch, "product_id", config.filter)
+        with reading("reading products", source, files) as tell:
+            for file in files:
+                for batch in source.read(file, ["product_id", "title", "text"]):
+                    stop.raise_if_set(f"reading {file.key}")
+                    tell(batch)
+                    yield _as_catalogue(batch, "product_id", config.filter)
 
     def distinct() -> Iterator[RawBatch]:
         is_first = _first_rows(products(), scratch / "embed" / f"products-{name[:16]}", source.num_rows(), stop)
@@ -95,7 +98,7 @@ def gather_products(config: DataConfig, workspace: Storage, *, scratch: Path, st
         for batch in products():
             keep = is_first[start : start + len(batch.rows)]
             start += len(batch.rows)
-            yield RawBatch(batch.columns.filter(pa.array(keep)), batch.rows[keep], batch.bad)
+            yield replace(batch, columns=batch.columns.filter(pa.array(keep)), rows=batch.rows[keep])
 
     return _gather(workspace, name, distinct)
 
@@ -108,7 +111,10 @@ def gather_rows(
     stop: StopSignal,
 ) -> Gathered:
     """All rows of files with their formats. Raises DataError for a file without the columns."""
-    inputs = [InputFile(stat.key, name, content_id(storage, stat, stop), stat.size_bytes) for stat, name in files]
+    ids = content_ids(storage, [stat for stat, _ in files], stop)
+    inputs = [
+        InputFile(stat.key, name, content, stat.size_bytes) for (stat, name), content in zip(files, ids, strict=True)
+    ]
     name = fingerprint(
         {
             "format": FORMAT_VERSION,
@@ -118,11 +124,13 @@ def gather_rows(
     )
 
     def rows() -> Iterator[RawBatch]:
-        for file in inputs:
-            planner = partial(columns.plan, file=storage.uri(file.key))
-            for batch in read_file(storage, file.key, file.format, planner, _BATCH_ROWS):
-                stop.raise_if_set(f"reading {file.key}")
-                yield _as_catalogue(batch, "id", columns.filter)
+        with progress("reading the catalogue", sum(file.size_bytes for file in inputs), "bytes") as advance:
+            for file in inputs:
+                planner = partial(columns.plan, file=storage.uri(file.key))
+                for batch in read_file(storage, file.key, file.format, planner, _BATCH_ROWS):
+                    stop.raise_if_set(f"reading {file.key}")
+                    advance(batch.input_bytes)
+                    yield _as_catalogue(batch, "id", columns.filter)
 
     return _gather(workspace, name, rows)
 
@@ -147,7 +155,7 @@ def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> Raw
     else:
         hashes = [str(hash63(value.strip())).encode() if value else None for value in title.to_pylist()]
         ids = pa.array(hashes, pa.large_binary())
-    return RawBatch(pa.RecordBatch.from_arrays([ids, title, text], schema=_SCHEMA), rows, batch.bad)
+    return replace(batch, columns=pa.RecordBatch.from_arrays([ids, title, text], schema=_SCHEMA), rows=rows)
 
 
 def _first_rows(

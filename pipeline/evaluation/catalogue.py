@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.columns import FILTER, ColumnPlan
 from pipeline.data.encode import product_text
-from pipeline.data.partitions import content_id
+from pipeline.data.partitions import content_ids
 from pipeline.data.readers import read_file, suffix_format
 from pipeline.data.rows import RawBatch
 from pipeline.data.sources import find_files
@@ -41,6 +42,7 @@ class CatalogueFile:
     """(key, format) of each."""
     content: str
     """Fingerprint of what they hold."""
+    size_bytes: int
 
     def queries(self, stop: StopSignal) -> "CatalogueQueries":
         """Which queries there are and what is relevant to them. Raises DataError for missing columns or no query."""
@@ -93,18 +95,20 @@ class CatalogueFile:
             yield number * rows, held
 
     def _batches(self, fields: Sequence[str], stop: StopSignal) -> Iterator[RawBatch]:
-        for key, format_name in self.files:
-            uri = self.storage.uri(key)
-            planner = partial(self._plan, uri=uri, fields=fields)
-            for batch in read_file(self.storage, key, format_name, planner, _BATCH_ROWS):
-                stop.raise_if_set(f"reading {uri}")
-                if batch.bad:
-                    raise DataError(
-                        f"{uri} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
-                        expected="whole rows: retrieval is judged against all items",
-                        next_command="repair the file",
-                    )
-                yield batch
+        with progress("reading the catalogue", self.size_bytes, "bytes") as advance:
+            for key, format_name in self.files:
+                uri = self.storage.uri(key)
+                planner = partial(self._plan, uri=uri, fields=fields)
+                for batch in read_file(self.storage, key, format_name, planner, _BATCH_ROWS):
+                    stop.raise_if_set(f"reading {uri}")
+                    advance(batch.input_bytes)
+                    if batch.bad:
+                        raise DataError(
+                            f"{uri} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
+                            expected="whole rows: retrieval is judged against all items",
+                            next_command="repair the file",
+                        )
+                    yield batch
 
     def _plan(self, names: Sequence[str], uri: str, fields: Sequence[str]) -> ColumnPlan:
         config = self.config
@@ -141,15 +145,18 @@ def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> Cata
     """Find the files. Raises DataError when there is none."""
     storage, stats = find_files(path, stop, setting="--evaluate.retrieval.catalogue")
     formats = [(stat, suffix_format(stat.key) if config.format == "auto" else config.format) for stat in stats]
-    files = tuple((stat.key, name) for stat, name in formats if name)
-    if not files:
+    chosen = [(stat, name) for stat, name in formats if name]
+    if not chosen:
         raise DataError(
             f"no catalogue at {path}",
             expected="a *.parquet, *.csv or *.jsonl file, or a folder of them",
             next_command="correct --evaluate.retrieval.catalogue, or leave it out",
         )
-    content = fingerprint([[stat.key, content_id(storage, stat, stop)] for stat, name in formats if name])
-    return CatalogueFile(config, storage, files, content)
+    stats = [stat for stat, _ in chosen]
+    ids = content_ids(storage, stats, stop)
+    content = fingerprint([[stat.key, found] for stat, found in zip(stats, ids, strict=True)])
+    files = tuple((stat.key, name) for stat, name in chosen)
+    return CatalogueFile(config, storage, files, content, sum(stat.size_bytes for stat in stats))
 
 
 def _texts(batch: RawBatch, field: str) -> list[str]:

@@ -45,6 +45,7 @@ def commit_dir(
             num_threads=NUM_HASH_THREADS,
             stop=storage.stop,
             doing=f"hashing {local_dir}",
+            size_bytes=lambda name: (local_dir / name).stat().st_size,
         )
     manifest = Manifest(
         kind=kind,

@@ -67,5 +67,12 @@ def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool
 
     names = sorted(manifest.files)
     doing = f"verifying {folder}"
-    bad = run_parallel(is_bad, names, num_threads=NUM_VERIFY_THREADS, stop=storage.stop, doing=doing)
+    bad = run_parallel(
+        is_bad,
+        names,
+        num_threads=NUM_VERIFY_THREADS,
+        stop=storage.stop,
+        doing=doing,
+        size_bytes=lambda name: manifest.files[name].size_bytes,
+    )
     return [name for name, flag in zip(names, bad, strict=True) if flag]

@@ -1,7 +1,7 @@
 """Storage on S3 and what speaks its protocol. Every object is written whole: S3 shows it at once or not at all."""
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -115,16 +115,16 @@ class S3Storage:
 
     def upload_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
         names = tuple(names)
-        large = {name for name in names if _size(local_dir / name) > self._transfer.part_bytes}
+        sizes = {name: _size(local_dir / name) for name in names}
         self._each_file(
-            lambda name: self.upload(local_dir / name, keys.join_key(prefix, name)), names, large, f"uploading {prefix}"
+            lambda name: self.upload(local_dir / name, keys.join_key(prefix, name)), sizes, f"uploading {prefix}"
         )
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
         names = tuple(names)
         found = {stat.key: stat for stat in self.list(prefix)} if names else {}
         stats = {name: found.get(keys.join_key(prefix, name)) for name in names}
-        large = {name for name, stat in stats.items() if stat and stat.size_bytes > self._transfer.part_bytes}
+        sizes = {name: stat.size_bytes if stat else 0 for name, stat in stats.items()}
 
         def get(name: str) -> None:
             stat = stats[name]
@@ -132,13 +132,16 @@ class S3Storage:
                 raise key_not_found(self.uri(keys.join_key(prefix, name)))
             self._download(stat, local_dir / name)
 
-        self._each_file(get, names, large, f"downloading {prefix}")
+        self._each_file(get, sizes, f"downloading {prefix}")
 
-    def _each_file(self, call: Any, names: tuple[str, ...], large: set[str], doing: str) -> None:
+    def _each_file(self, call: Callable[[str], None], sizes: Mapping[str, int], doing: str) -> None:
         """Small files side by side; large ones one by one, since their parts already go side by side."""
-        small = [name for name in names if name not in large]
-        run_parallel(call, small, num_threads=self._transfer.num_threads, stop=self.stop, doing=doing)
-        run_parallel(call, sorted(large), num_threads=1, stop=self.stop, doing=doing)
+        small = [name for name, size in sizes.items() if size <= self._transfer.part_bytes]
+        large = sorted(sizes.keys() - set(small))
+        for names, threads in ((small, self._transfer.num_threads), (large, 1)):
+            run_parallel(
+                call, names, num_threads=threads, stop=self.stop, doing=doing, size_bytes=lambda name: sizes[name]
+            )
 
     def _download(self, stat: ObjectStat, local: Path) -> None:
         download_file(self._client, self._target(stat.key), stat.size_bytes, stat.etag, local, self._transfer)

@@ -76,6 +76,7 @@ def download_file(
                 num_threads=settings.num_threads,
                 stop=client.stop,
                 doing=f"downloading {target.uri}",
+                size_bytes=lambda part: part[1],
             )
             os.fsync(descriptor)
             temp.replace(local)
@@ -104,7 +105,14 @@ def _upload_parts(
                 return {"PartNumber": number, "ETag": done["ETag"]}
 
             numbers = range(1, len(parts) + 1)
-            done = run_parallel(put_part, numbers, num_threads=settings.num_threads, stop=client.stop, doing=doing)
+            done = run_parallel(
+                put_part,
+                numbers,
+                num_threads=settings.num_threads,
+                stop=client.stop,
+                doing=doing,
+                size_bytes=lambda number: parts[number - 1][1],
+            )
         _complete(client, target, upload, done, sum(length for _, length in parts))
     except BaseException as error:
         _abort(client, upload, error)

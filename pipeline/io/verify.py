@@ -44,7 +44,14 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
             with storage.open_read(key) as file:
                 check_record(storage.uri(key), manifest.files[name], record_of(file, storage.stop))
 
-        run_parallel(check, names, num_threads=NUM_VERIFY_THREADS, stop=storage.stop, doing=f"verifying {prefix}")
+        run_parallel(
+            check,
+            names,
+            num_threads=NUM_VERIFY_THREADS,
+            stop=storage.stop,
+            doing=f"verifying {prefix}",
+            size_bytes=lambda name: manifest.files[name].size_bytes,
+        )
     return manifest
 
 

@@ -122,7 +122,7 @@ class SideScorer:
         batch_size = min(train.micro_batch_size, train.global_batch_size)
         scorer = Scorer(backend, Gang(World(), timeout_s=1.0), self.stop, batch_size, _SAVE_EVERY_S)
         parts = PartStore(self.place, f"{WORK}/{name}", self.task.scratch / name, self.console.warn)
-        with self.console.progress(f"parity: {self.task.side.name} {name}", order.total) as advance:
+        with self.console.progress(f"parity: {self.task.side.name} {name}", order.total, "rows") as advance:
             return scorer.run(score, self.rows, order, parts, advance)
 
     def _score_set(self, backend: Backend, scored: Arrays, embedded: Arrays) -> ScoreSet:

@@ -12,6 +12,7 @@ from typing import Protocol
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.share import ARRAY_INDEX
 from pipeline.graphs.neuron_command import TRACE_FILE
@@ -87,20 +88,22 @@ def open_context(
     key = f"cycles/{cycle}/events.jsonl"
     events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
     try:
-        yield StageContext(
-            settings=settings,
-            workspace=workspace,
-            workspace_after_stop=after_stop,
-            cycle=cycle,
-            scratch=scratch,
-            events=events,
-            console=Console(quiet=not world.is_main),
-            stop=stop,
-            world=world,
-            settings_hash=settings_hash(settings),
-            code_version=code_version(),
-            words=tuple(words),
-        )
+        console = Console(quiet=not world.is_main)
+        with shown_on(console.progress):
+            yield StageContext(
+                settings=settings,
+                workspace=workspace,
+                workspace_after_stop=after_stop,
+                cycle=cycle,
+                scratch=scratch,
+                events=events,
+                console=console,
+                stop=stop,
+                world=world,
+                settings_hash=settings_hash(settings),
+                code_version=code_version(),
+                words=tuple(words),
+            )
     except BaseException:
         with contextlib.suppress(TrnpipeError):  # what ended the stage says more than a log that cannot be written
             events.close()

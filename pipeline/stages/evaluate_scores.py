@@ -57,7 +57,7 @@ class ModelScorer:
             self.settings.evaluate.save_every_s,
         )
         parts = PartStore(ctx.workspace_after_stop, key.replace("/scores/", "/parts/"), ctx.scratch, ctx.console.warn)
-        with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total) as advance:
+        with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total, "rows") as advance:
             arrays = scorer.run(program.scores, holdout.rows, holdout.order, parts, advance)
         if not ctx.world.is_main:
             return None, key

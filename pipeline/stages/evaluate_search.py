@@ -60,7 +60,7 @@ class ModelSearch:
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             per_query, report = load_retrieval(ctx.workspace, key, ctx.scratch / "retrieval")
             return Found(per_query, report, len(task.query_id), task.num_items)
-        with ctx.console.progress(f"{role}, items searched", task.num_items) as advance:
+        with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
             ranked = search(task, vectors, max(metrics.retrieval_at), self.gang, ctx.stop, advance)
         if isinstance(ranked, str):
             return Found(None, self._without(ranked), len(task.query_id), task.num_items)

@@ -1,6 +1,5 @@
 """The prepare stage: new input partitions become committed token shards; what is there already is reused."""
 
-from contextlib import ExitStack
 from datetime import UTC, datetime
 
 from pipeline.data.prepare import PreparedData, prepare
@@ -8,7 +7,6 @@ from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import parent_tokenizer
 from pipeline.stages.result import StageResult, load_result, store_result
-from pipeline.telemetry.console import Advance, Console
 
 NAME = "prepare"
 
@@ -20,16 +18,14 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     says the same, that result is returned as already done. Raises DataError for input that cannot be used.
     """
     started = datetime.now(UTC)
-    with _Progress(ctx.console) as progress:
-        data = prepare(
-            settings.data,
-            ctx.workspace,
-            scratch=ctx.scratch,
-            tokenizer=None if settings.data.tokenizer.path else parent_tokenizer(settings, ctx.workspace),
-            events=ctx.events.emit,
-            progress=progress.update,
-            stop=ctx.stop,
-        )
+    data = prepare(
+        settings.data,
+        ctx.workspace,
+        scratch=ctx.scratch,
+        tokenizer=None if settings.data.tokenizer.path else parent_tokenizer(settings, ctx.workspace),
+        events=ctx.events.emit,
+        stop=ctx.stop,
+    )
     ctx.console.info(summary(data))
     result = _result(data, ctx, started)
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
@@ -42,9 +38,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def summary(data: PreparedData) -> str:
     """One line: what was made, what was reused, what was refused."""
     bad = f" ({data.rows_bad:,} bad ones in quarantine)" if data.rows_bad else ""
+    known = f" (known vocabulary {data.vocabulary})" if data.vocabulary else ""
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
+        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}{known}"
     )
 
 
@@ -62,6 +59,8 @@ def _result(data: PreparedData, ctx: StageContext, started: datetime) -> StageRe
             "partitions_prepared": data.prepared,
             "rows": data.rows,
             "rows_bad": data.rows_bad,
+            "rows_filtered": data.rows_filtered,
+            "rows_blank": data.rows_blank,
             "labels": ",".join(data.labels),
         },
         settings_hash=ctx.settings_hash,
@@ -69,25 +68,3 @@ def _result(data: PreparedData, ctx: StageContext, started: datetime) -> StageRe
         started=started,
         finished=datetime.now(UTC),
     )
-
-
-class _Progress:
-    """Turns (rows done, rows in total) into the console's progress, which opens with the first rows."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ExitStack()
-        self._advance: Advance | None = None
-        self._done = 0
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def update(self, done: int, total: int | None) -> None:
-        if self._advance is None:
-            self._advance = self._open.enter_context(self._console.progress("rows", total))
-        self._advance(done - self._done)
-        self._done = done

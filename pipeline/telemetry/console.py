@@ -1,18 +1,21 @@
 """What a person sees: dense lines, and a progress bar where stdout is a terminal."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from pipeline.core.format import format_count, format_duration, format_share
+from pipeline.core.format import format_bytes, format_count, format_duration, format_share
+from pipeline.core.progress import Advance
 
-Advance = Callable[[int], None]
-PLAIN_LINES_PER_PROGRESS = 10
+SECONDS_BETWEEN_LINES = 5.0
+"""Work that takes less shows nothing; longer work a line so often, or a bar from then on."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,47 @@ def step_text(figures: StepFigures) -> str:
     )
 
 
+@dataclass
+class _Work:
+    """How far one piece of work is. Only what is done since the start counts for the rate."""
+
+    name: str
+    total: int | None
+    unit: str
+    started: float
+    done: int = 0
+
+    def figures(self, now: float) -> str:
+        """`1.20k/12.0k rows | 41.2 rows/s | eta 4m22s`; without a total the time so far in place of the ETA."""
+        seconds = max(1e-9, now - self.started)
+        rate = self.done / seconds
+        of_total = "" if self.total is None else f"/{self._amount(self.total)}"
+        end = f"for {format_duration(seconds)}"
+        if self.total is not None:
+            left = max(0, self.total - self.done)
+            end = f"eta {format_duration(left / rate if rate else None)}"
+        done = f"{self._amount(self.done)}{of_total}" + (f" {self.unit}" if self.unit != "bytes" else "")
+        return f"{done} | {self._amount(rate)}{'' if self.unit == 'bytes' else f' {self.unit}'}/s | {end}"
+
+    def last(self, now: float) -> str:
+        """`12.0k rows in 5m02s`."""
+        unit = "" if self.unit == "bytes" else f" {self.unit}"
+        return f"{self._amount(self.done)}{unit} in {format_duration(now - self.started)}"
+
+    def _amount(self, value: float) -> str:
+        return format_bytes(value) if self.unit == "bytes" else format_count(value if value < 10 else round(value))
+
+
 class Console:
     """Lines for people on `stream` (default stdout); warnings carry a prefix. `quiet` for ranks other than 0."""
 
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream = stream or sys.stdout
-        self._quiet = quiet
+        self._quiet, self._clock = quiet, clock
         self._rich = rich.console.Console(file=self._stream) if self._stream.isatty() else None
+        self._bars: Progress | None = None
 
     def info(self, text: str) -> None:
         self._line(text)
@@ -66,32 +103,53 @@ class Console:
         self._line(step_text(figures))
 
     @contextmanager
-    def progress(self, name: str, total: int | None) -> Iterator[Advance]:
-        """Yields advance(n). A bar on a terminal; elsewhere a line at every tenth, and one at the end."""
-        if self._rich is None or self._quiet:
-            yield from self._plain_progress(name, total)
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._rich, transient=True) as bar:
-            task = bar.add_task(name, total=total)
-            yield lambda count: bar.advance(task, count)
+    def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        """Yields advance(n), which any thread may call. A bar on a terminal, elsewhere lines, with rate and ETA.
 
-    def _plain_progress(self, name: str, total: int | None) -> Iterator[Advance]:
-        done = 0
-        shown = 0
-        of_total = "" if total is None else f"/{format_count(total)}"
+        Both begin when the work has taken a few seconds; what was shown ends with a line that says how long it took.
+        """
+        work = _Work(name, total, unit, self._clock())
+        shown, lock = work.started, threading.Lock()
+        task = None
 
         def advance(count: int) -> None:
-            nonlocal done, shown
-            done += count
-            tenth = PLAIN_LINES_PER_PROGRESS * done // total if total else 0
-            if tenth > shown:
-                shown = tenth
-                self._line(f"{name}: {format_count(done)}{of_total}")
+            nonlocal shown, task
+            with lock:
+                work.done += count
+                now = self._clock()
+                if self._quiet or (now - shown < SECONDS_BETWEEN_LINES and task is None):
+                    return
+                if self._rich is None:
+                    self._line(f"{name}: {work.figures(now)}")
+                    shown = now
+                    return
+                bars = self._open_bars()
+                if task is None:
+                    task = bars.add_task(name, total=total, completed=work.done, figures=work.figures(now))
+                bars.update(task, completed=work.done, figures=work.figures(now))
 
-        yield advance
-        if not total or shown < PLAIN_LINES_PER_PROGRESS:
-            self._line(f"{name}: {format_count(done)}{of_total}, done")
+        try:
+            yield advance
+        finally:
+            if task is not None:
+                self._close_bar(task)
+        if task is not None or shown != work.started:
+            self._line(f"{name}: {work.last(self._clock())}")
+
+    def _open_bars(self) -> Progress:
+        """The one display of all bars: pieces of work may lie within each other."""
+        if self._bars is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+            self._bars = Progress(*columns, console=self._rich, transient=True)
+            self._bars.start()
+        return self._bars
+
+    def _close_bar(self, task: TaskID) -> None:
+        if self._bars is not None:
+            self._bars.remove_task(task)
+            if not self._bars.tasks:
+                self._bars.stop()
+                self._bars = None
 
     def _line(self, text: str, style: str | None = None) -> None:
         if self._quiet:

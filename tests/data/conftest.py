@@ -26,7 +26,6 @@ class Workplace:
 
     folder: Path
     events: list[tuple[EventName, dict[str, Any]]] = field(default_factory=list)
-    progress: list[tuple[int, int | None]] = field(default_factory=list)
     stop: StopSignal = field(default_factory=StopSignal)
 
     @property
@@ -47,7 +46,6 @@ class Workplace:
             scratch=self.folder / "scratch",
             tokenizer=tokenizer,
             events=self.emit,
-            progress=lambda done, total: self.progress.append((done, total)),
             stop=self.stop,
         )
 

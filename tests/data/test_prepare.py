@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.events import EventName
+from pipeline.core.progress import shown_on
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
@@ -22,6 +23,7 @@ from pipeline.data.token_set import TokenSetInfo
 from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import read_manifest, verify_dir
+from tests.shown import Shown
 
 Make = Callable[[str], Any]
 SYNTHETIC = SyntheticConfig(num_queries=40, num_days=2)
@@ -50,12 +52,16 @@ def info_of(place: Any, prefix: str) -> TokenSetInfo:
 
 @pytest.mark.stage
 def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
-    place = workplace("one")
-    result = place.prepare(CONFIG)
+    place, shown = workplace("one"), Shown()
+    with shown_on(shown.display):
+        result = place.prepare(CONFIG)
+    assert [work.total for name, work in shown.works if name in ("looking at labels and texts", "tokenising")] == [
+        960
+    ] * 2
+    shown.check_complete()
     assert result.rows == 80 * 12
     assert result.labels == ("irrelevant", "complement", "substitute", "exact")
     assert place.names() == [EventName.TOKENIZER_TRAINED, EventName.PARTITION_PREPARED, EventName.PARTITION_PREPARED]
-    assert place.progress[-1] == (960, 960)
     tokenizer = TextTokenizer(place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json"))
     sample_ids: list[int] = []
     for prefix in result.token_set_prefixes:

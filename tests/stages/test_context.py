@@ -11,12 +11,14 @@ import pytest
 import pipeline
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings, settings_hash
 from pipeline.stages.code_version import code_version
 from pipeline.stages.context import NoEvents, open_context, scratch_folder
+from pipeline.telemetry import console
 
 
 class Elsewhere:
@@ -26,6 +28,23 @@ class Elsewhere:
 
     def local_path(self, key: str) -> None:
         return None
+
+
+def test_long_work_inside_is_shown_by_the_first_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
+    settings = Settings(workspace=str(tmp_path / "w"), cycle="c1")
+    for rank in ("0", "1"):
+        env = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        with open_context(settings, StopSignal(), env), progress(f"work of rank {rank}", 4, "rows") as advance:
+            advance(3)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("work of rank 0: 3/4 rows | ") and " rows/s | eta " in first
+    assert last.startswith("work of rank 0: 3 rows in ")
+    with progress("nobody looks", 1, "rows") as advance:
+        advance(1)
+    assert not capsys.readouterr().out
 
 
 def test_context_of_a_local_workspace(tmp_path: Path) -> None:

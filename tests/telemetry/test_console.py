@@ -1,6 +1,7 @@
 """Console lines, plain and on a terminal."""
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,36 +51,94 @@ def test_default_stream_is_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "hello\n"
 
 
-def test_plain_progress_prints_tenths() -> None:
-    out = io.StringIO()
-    with Console(stream=out).progress("rows", 100) as advance:
-        for _ in range(100):
-            advance(1)
-    lines = out.getvalue().splitlines()
-    assert lines == [f"rows: {count}/100" for count in range(10, 101, 10)]
+class Clock:
+    """Stands still unless it is moved."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_plain_progress_with_unknown_or_unreached_total() -> None:
-    out = io.StringIO()
-    with Console(stream=out).progress("rows", None) as advance:
-        advance(7)
-    with Console(stream=out).progress("files", 0):
-        pass
-    assert out.getvalue().splitlines() == ["rows: 7, done", "files: 0/0, done"]
+def test_plain_progress_has_a_rate_and_an_eta() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Console(stream=out, clock=clock).progress("valid", 12_000, "rows") as advance:
+        for _ in range(12):
+            clock.now += 2.0
+            advance(1000)
+    assert out.getvalue().splitlines() == [
+        "valid: 3.00k/12.0k rows | 500 rows/s | eta 18s",
+        "valid: 6.00k/12.0k rows | 500 rows/s | eta 12s",
+        "valid: 9.00k/12.0k rows | 500 rows/s | eta 6s",
+        "valid: 12.0k/12.0k rows | 500 rows/s | eta 0s",
+        "valid: 12.0k rows in 24s",
+    ]
+
+
+def test_bytes_and_an_unknown_total() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(stream=out, clock=clock)
+    with console.progress("uploading", 100 * 2**20, "bytes") as advance:
+        clock.now += 10.0
+        advance(25 * 2**20)
+    with console.progress("training the tokenizer", None, "texts") as advance:
+        advance(2000)
+        clock.now += 10.0
+        advance(0)
+    assert out.getvalue().splitlines() == [
+        "uploading: 25.0 MiB/100.0 MiB | 2.5 MiB/s | eta 30s",
+        "uploading: 25.0 MiB in 10s",
+        "training the tokenizer: 2.00k texts | 200 texts/s | for 10s",
+        "training the tokenizer: 2.00k texts in 10s",
+    ]
+
+
+def test_short_work_shows_nothing() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with Console(stream=stream, clock=Clock()).progress("rows", 100, "rows") as advance:
+            advance(100)
+        assert stream.getvalue() == ""
+
+
+def test_bars_within_each_other() -> None:
+    out, clock = Terminal(), Clock()
+    console = Console(stream=out, clock=clock)
+    with console.progress("outer", 2, "files") as outer:
+        clock.now += 10.0
+        outer(1)
+        with console.progress("inner", 8, "bytes") as inner:
+            clock.now += 10.0
+            inner(4)
+        outer(1)
+    seen = out.getvalue()
+    assert "1/2 files" in seen and "4 B/8 B" in seen and "2 files in 20s" in seen and "4 B in 10s" in seen
+
+
+def test_threads_add_up() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Console(stream=out, clock=clock).progress("rows", 8000, "rows") as advance:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(8000):
+                pool.submit(advance, 1)
+        clock.now += 10.0
+        advance(0)
+    assert out.getvalue().splitlines()[-1] == "rows: 8.00k rows in 10s"
 
 
 def test_an_error_inside_a_progress_comes_out() -> None:
     for stream in (io.StringIO(), Terminal()):
-        with pytest.raises(KeyError), Console(stream=stream).progress("rows", 10):
+        with pytest.raises(KeyError), Console(stream=stream).progress("rows", 10, "rows"):
             raise KeyError("x")
-        assert "done" not in stream.getvalue()
+        assert stream.getvalue() == ""
 
 
 def test_on_a_terminal_text_is_taken_literally() -> None:
     out = Terminal()
-    console = Console(stream=out)
+    clock = Clock()
+    console = Console(stream=out, clock=clock)
     console.info("rows [bold]2[/bold]")
-    with console.progress("rows", 3) as advance:
+    with console.progress("rows", 3, "rows") as advance:
+        clock.now += 10.0
         advance(3)
         console.step_line(FIGURES)
     assert "[bold]" in out.getvalue() and step_text(FIGURES) in out.getvalue()
@@ -87,9 +146,11 @@ def test_on_a_terminal_text_is_taken_literally() -> None:
 
 def test_quiet_says_nothing() -> None:
     for stream in (io.StringIO(), Terminal()):
-        console = Console(quiet=True, stream=stream)
+        clock = Clock()
+        console = Console(quiet=True, stream=stream, clock=clock)
         console.info("x")
         console.warn("x")
-        with console.progress("x", 1) as advance:
+        with console.progress("x", 1, "rows") as advance:
+            clock.now += 10.0
             advance(1)
         assert stream.getvalue() == ""

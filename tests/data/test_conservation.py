@@ -1,0 +1,289 @@
+"""No row is lost: what is in a file comes out once, whole or counted as bad, by every reader and from both storages."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.core.progress import shown_on
+from pipeline.core.stop import StopSignal
+from pipeline.data import prepare as prepare_module
+from pipeline.data import readers
+from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.finish import FileCount
+from pipeline.data.partitions import FLAT, InputFile, Partition
+from pipeline.data.readers import MALFORMED, suffix_format
+from pipeline.data.rows import Chunk, RawBatch, cut_chunks
+from pipeline.data.sources import FileSource, open_source
+from pipeline.data.token_set import FileRows, TokenSetInfo
+from pipeline.data.validate import RowRules, clean
+from pipeline.embedding.catalogue import CatalogueColumns, look_at
+from pipeline.embedding.gather import COLUMNS, gather_rows
+from pipeline.embedding.reading import CatalogueReader
+from pipeline.embedding.texts import judge_rows
+from pipeline.evaluation.catalogue import CatalogueFile
+from pipeline.evaluation.config import RetrievalConfig
+from pipeline.io.commit import read_manifest
+from pipeline.io.storage import Storage, open_storage
+from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
+from tests.s3 import MotoServer, lead_to
+from tests.shown import Shown
+
+QUICK, THOROUGH = range(300), range(300, 2700)
+RULES = RowRules(FLAT, ("no", "yes"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
+
+
+def ids_of(batch: Any, field: str) -> list[str]:
+    return [(value or b"").decode() for value in batch[field].to_pylist()]
+
+
+def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None:
+    """As prepare reads: batches, chunks, judged rows."""
+    file = InputFile(made.name, str(suffix_format(made.name)), "content")
+    rows_per_chunk = chooser.choice(ROWS_PER_CHUNK)
+    config = DataConfig(columns={"query_id": "product_id"}, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]
+    source, count = FileSource(config, storage, (Partition(FLAT, (file,)),)), FileCount()
+    ids, numbers, bad = list[str](), list[int](), 0
+
+    def counted() -> Iterator[RawBatch]:
+        for batch in source.read(file):
+            count.add(batch)
+            yield batch
+
+    for chunk in cut_chunks(file.key, counted(), rows_per_chunk):
+        good, bad_rows, judged = clean(chunk, RULES)
+        assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
+        assert {row.reason for row in bad_rows} <= {MALFORMED}
+        ids += ids_of(chunk.table(), "query_id")
+        numbers += chunk.rows.tolist()
+        bad += sum(row.count for row in bad_rows)
+    assert (ids, bad) == (made.ids, made.malformed)
+    assert (count.rows, count.blank) == (made.rows, made.blank)
+    assert numbers == sorted(set(numbers))
+
+
+def check_catalogue(storage: Storage, made: Made, chooser: random.Random, workspace: Storage) -> None:
+    """As embed reads: gathered into Parquet, unless it is, then by shards and windows."""
+    columns, stat = CatalogueColumns(id="product_id", title="title"), storage.stat(made.name)
+    assert stat is not None
+    place, stats, malformed = storage, [stat], 0
+    if (format_name := suffix_format(made.name)) != "parquet":
+        gathered = gather_rows(columns, storage, [(stat, str(format_name))], workspace, storage.stop)
+        malformed, columns, place = sum(gathered.info.unreadable.values()), COLUMNS, workspace
+        stats = [one for one in workspace.list(gathered.prefix) if one.key.endswith(".parquet")]
+    assert malformed == made.malformed
+    if not made.ids:
+        return
+    catalogue, ids = look_at(place, stats, columns), list[str]()
+    with CatalogueReader(catalogue, place, chooser.choice((7, 100, 16_384))) as reader:
+        for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
+            for window in reader.read(shard):
+                rows = judge_rows(window, "string", {}, 16)
+                assert not rows.bad
+                ids += rows.ids.to_pylist()
+    assert ids == made.ids
+
+
+def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> None:
+    """As evaluate reads its catalogue: the queries, then the titles window by window."""
+    config = RetrievalConfig(id="product_id", query="query")
+    file = CatalogueFile(config, storage, ((made.name, str(suffix_format(made.name))),), "", len(made.data))
+    found = file.queries(StopSignal())
+    assert len(found.query_of) == len(made.ids) and found.is_item.all()
+    rows = chooser.choice((7, 1000, 8192))
+    windows = list(file.windows(found.is_item, rows, lambda number: True, StopSignal(), 64))
+    assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
+    assert sum(len(texts) for _, texts in windows) == len(made.ids)
+
+
+def check(seed: int, storage: Storage, workspace: Storage) -> None:
+    chooser = random.Random(seed)
+    reader = chooser.choice(("prepare", "prepare", "embed", "evaluate"))
+    made = make_file(seed, whole=reader == "evaluate")
+    if not made.data or (reader == "evaluate" and not made.ids):  # what is empty, these two refuse
+        reader = "prepare"
+    made.name = f"{seed}-{made.name}"
+    storage.write_bytes(made.name, made.data)
+    try:
+        if reader == "prepare":
+            check_prepared(storage, made, chooser)
+        elif reader == "embed":
+            check_catalogue(storage, made, chooser, workspace)
+        else:
+            check_retrieval(storage, made, chooser)
+    except AssertionError as error:
+        error.add_note(f"seed {seed}: {reader} of {made.name}")
+        raise
+
+
+def check_all(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of five files on local disk, one on S3."""
+    local = [open_storage(str(folder / name)) for name in ("input", "workspace")]
+    with MotoServer("conservation") as server:
+        lead_to(server.url, monkeypatch)
+        remote = [open_storage(f"s3://conservation/{name}") for name in ("input", "workspace")]
+        for seed in seeds:
+            check(seed, *(remote if seed % 5 == 0 else local))
+
+
+@pytest.mark.stage
+def test_every_reader_gives_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_all(QUICK, tmp_path, monkeypatch)
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_every_reader_gives_every_row_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_all(THOROUGH, tmp_path, monkeypatch)
+
+
+def read(path: Path) -> list[RawBatch]:
+    config = DataConfig(columns={"query_id": "product_id"})  # type: ignore[arg-type]
+    file = InputFile(path.name, str(suffix_format(path.name)), "content")
+    return list(FileSource(config, open_storage(str(path.parent)), ()).read(file))
+
+
+def json_lines(count: int, extra: str = "") -> str:
+    return "".join(
+        f'{{"product_id": "p{i}", "query": "q", "title": "t", "label": "yes"{extra}}}\n' for i in range(count)
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("count", [999, 1000, 1001, 1002, 2001])
+def test_json_lines_after_the_peek(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines(count))
+    assert [name for batch in read(path) for name in ids_of(batch.columns, "query_id")] == [
+        f"p{number}" for number in range(count)
+    ]
+
+
+@pytest.mark.unit
+def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_one_more(items: Iterator[bytes], count: int) -> list[bytes]:
+        return [item for item, _ in zip(items, range(count), strict=False)]
+
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines(1002))
+    monkeypatch.setattr(readers, "islice", takes_one_more)
+    with pytest.raises(RuntimeError, match="has 1002 rows, its reader gave 1001"):
+        read(path)
+
+
+@pytest.mark.unit
+def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines(1000) + json_lines(2, ', "unused": 1') + json_lines(1, ', "gain": 0.5'))
+    with pytest.raises(DataError, match="has 'gain' for the first time in row 1002"):
+        read(path)
+    path.write_text(json_lines(1000) + json_lines(3, ', "unused": 1'))
+    assert sum(len(batch.rows) for batch in read(path)) == 1003
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_another_encoding_is_one_clear_error(tmp_path: Path, name: str, encoding: str) -> None:
+    text = json_lines(3) if name == "a.jsonl" else ",".join(HEADER) + "\n"
+    (tmp_path / name).write_bytes(("\ufeff" + text).encode(encoding))
+    with pytest.raises(DataError, match=f"is {encoding[:6].upper()} by its byte order mark"):
+        read(tmp_path / name)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv.zst", "a.jsonl.bz2", "b.parquet.xz", "A.CSV.ZIP"])
+def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text(json_lines(3))
+    (tmp_path / "in" / name).write_bytes(b"x")
+    with pytest.raises(DataError, match="is compressed with"):
+        open_source(DataConfig(path=str(tmp_path / "in")), scratch=tmp_path, stop=StopSignal())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.gz"])
+def test_gz_by_name_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(json_lines(3) if "jsonl" in name else ",".join(HEADER) + "\n")
+    with pytest.raises(DataError, match="its content is not gzip"):
+        read(tmp_path / name)
+
+
+@pytest.mark.unit
+def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
+    """The quote that is opened in row 1 is closed by the one of row 3; the record has as many fields as the header."""
+    lines = ["p0,q,t,yes", 'p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes', "p4,q,t,yes", 'p5,q,"24" screen,yes']
+    (tmp_path / "a.csv").write_text("\n".join([",".join(HEADER), *lines]) + "\n")
+    batches = read(tmp_path / "a.csv")
+    assert [name for batch in batches for name in ids_of(batch.columns, "query_id")] == ["p0", "p4", "p5"]
+    assert sum(row.count for batch in batches for row in batch.bad) == 3
+
+
+@pytest.mark.unit
+def test_a_line_longer_than_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_LINE_BYTES", 200)
+    path = tmp_path / "a.jsonl"
+    long = json_lines(1).replace('"t"', '"' + "t" * 900 + '"')
+    path.write_text(json_lines(1) + long + json_lines(1) + long.rstrip("\n"))
+    batches = read(path)
+    assert sum(len(batch.rows) for batch in batches) == 2
+    assert [row.row for batch in batches for row in batch.bad] == [1, 3]
+
+
+@pytest.mark.unit
+def test_a_broken_header_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('product_id,query,"title\np0,q,t\n')
+    with pytest.raises(DataError, match="cannot be read as csv"):
+        read(tmp_path / "a.csv")
+
+
+CONFIG = DataConfig(num_workers=1, tokenizer=TokenizerConfig(vocab_size=256), max_bad_fraction=1.0, rows_per_chunk=100)
+
+
+def write_input(folder: Path) -> DataConfig:
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n" + json_lines(250) + "\n\n{\n" + json_lines(1).replace('"t"', '""'))
+    (folder / "b.csv").write_text("query,title,label,product_id\n" + "q,t,yes,x\n" * 3 + 'q,"t,yes,x\nq,t,no,x\n')
+    return CONFIG.model_copy(update={"path": str(folder), "filter": {"product_id": "x|p0|p1|p2"}})
+
+
+@pytest.mark.stage
+def test_prepare_accounts_for_every_row(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    place = workplace("one")
+    result = place.prepare(write_input(tmp_path / "in"))
+    manifest = read_manifest(place.storage, result.token_set_prefixes[0])
+    assert manifest is not None
+    assert TokenSetInfo.model_validate(manifest.fields).files == (
+        FileRows(file="a.jsonl", rows=252, good=3, bad=2, filtered=247, blank=3),
+        FileRows(file="b.csv", rows=5, good=3, bad=2, filtered=0, blank=0),
+    )
+    assert (result.rows, result.rows_bad, result.rows_filtered, result.rows_blank) == (6, 4, 247, 3)
+
+
+@pytest.mark.stage
+def test_a_row_lost_on_the_way_to_the_shards_is_a_bug(
+    workplace: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loses_the_last_chunk(*arguments: Any) -> Iterator[Chunk]:
+        return iter(list(cut_chunks(*arguments))[:-1])
+
+    monkeypatch.setattr(prepare_module, "cut_chunks", loses_the_last_chunk)
+    with pytest.raises(RuntimeError, match=r"a\.jsonl: of 252 rows .* are lost"):
+        workplace("one").prepare(write_input(tmp_path / "in"))
+
+
+@pytest.mark.stage
+def test_each_pass_over_the_input_shows_its_progress(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    config, shown = write_input(tmp_path / "in"), Shown()
+    size_bytes = sum(path.stat().st_size for path in (tmp_path / "in").iterdir())
+    with shown_on(shown.display):
+        workplace("one").prepare(config)
+    passes = {name: (work.total, work.unit) for name, work in shown.works}
+    for name in ("looking for changes in the input", "looking at labels and texts", "tokenising"):
+        assert passes[name] == (size_bytes, "bytes")
+    assert passes["training the tokenizer"] == (None, "texts")
+    shown.check_complete()

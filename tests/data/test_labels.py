@@ -1,0 +1,93 @@
+"""The order of labels found in data: by gains, by a known vocabulary that is named, else refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.vocabularies import known_order
+from pipeline.stages.prepare import summary
+from tests.real_data import real_file
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("labels", "expected", "name"),
+    [
+        ("E S C I", {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}, "E/S/C/I"),
+        ("I E", {"I": 0.0, "E": 1.0}, "E/S/C/I"),
+        ("Exact Irrelevant Substitute", {"Irrelevant": 0.0, "Substitute": 0.1, "Exact": 1.0}, "exact/substitute/"),
+        ("yes no", {"no": 0.0, "yes": 1.0}, "yes/no"),
+        ("Y N", {"N": 0.0, "Y": 1.0}, "yes/no"),
+        ("True False", {"False": 0.0, "True": 1.0}, "true/false"),
+        ("match non_match", {"non_match": 0.0, "match": 1.0}, "match/non_match"),
+        ("match non-match", {"non-match": 0.0, "match": 1.0}, "match/non_match"),
+        ("Match NonMatch", {"NonMatch": 0.0, "Match": 1.0}, "match/non_match"),
+        ("match", {"match": 1.0}, "match/non_match"),
+        ("relevant not_relevant", {"not_relevant": 0.0, "relevant": 1.0}, "highly_relevant/"),
+        ("relevant irrelevant highly-relevant", {"irrelevant": 0.0, "relevant": 0.5, "highly-relevant": 1.0}, "highly"),
+        ("10 2 0", {"0": 0.0, "2": 0.2, "10": 1.0}, "0 to 10"),
+        ("1 5 3.0", {"1": 0.0, "3.0": 0.5, "5": 1.0}, "1 to 5"),
+        ("0", {"0": 0.0}, "0 to 0"),
+    ],
+)
+def test_known(labels: str, expected: dict[str, float], name: str) -> None:
+    found = known_order(labels.split())
+    assert found is not None
+    assert list(found[0].items()) == list(expected.items())
+    assert found[1].startswith(name)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "labels",
+    ["hard_negative match random_negative", "yes match", "a b", "0 76", "0 0.5 1", "-1 1", "1 1.0", "Yes yes", "nan 1"],
+)
+def test_unknown(labels: str) -> None:
+    assert known_order(labels.split()) is None
+
+
+def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:
+    """Twenty rows for each label, more of the later ones."""
+    lines = ["query,title,label" + (",gain" if gains else "")]
+    for place, label in enumerate(labels.split("|")):
+        ends = f",{gains.split()[place]}" if gains else ""
+        lines += [f'q{n},t{n},"{label}"{ends}' for n in range(20 + place)]
+    (folder / "a.csv").write_text("\n".join(lines) + "\n")
+    return DataConfig(path=str(folder / "a.csv"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
+
+
+@pytest.mark.stage
+def test_the_vocabulary_is_named(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    result = workplace("one").prepare(rows(tmp_path, "match|non-match"))
+    assert summary(result).endswith("| labels non-match < match (known vocabulary match/non_match)")
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("gains", ["", "0.0 0.0 0.0", "1 1 1"])
+def test_an_order_that_nothing_tells_is_refused(workplace: Callable[[str], Any], tmp_path: Path, gains: str) -> None:
+    with pytest.raises(DataError) as caught:
+        workplace("one").prepare(rows(tmp_path, "hard_negative|match|random negative", gains))
+    assert "random negative (22 rows), match (21 rows), hard_negative (20 rows)" in caught.value.seen
+    assert caught.value.next_command.startswith("--data.labels 'random negative,match,hard_negative',")
+
+
+@pytest.mark.stage
+def test_the_flag_it_names_can_be_given(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    config = rows(tmp_path, "no, thanks|sure")
+    with pytest.raises(DataError) as caught:
+        workplace("one").prepare(config)
+    assert caught.value.next_command.startswith("""--data.labels '["sure", "no, thanks"]',""")
+
+
+@pytest.mark.stage
+def test_real_pairs_without_gains(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    table = pq.read_table(real_file("wdc_lspc_pairs.parquet"), columns=["query", "title", "label", "split"])
+    pq.write_table(table.slice(0, 3000), tmp_path / "pairs.parquet")
+    config = DataConfig(path=str(tmp_path / "pairs.parquet"), num_workers=1)
+    result = workplace("one").prepare(config)
+    assert (result.labels, result.vocabulary) == (("non_match", "match"), "match/non_match")

@@ -1,0 +1,55 @@
+"""Transfers, hashing and verifying show how many bytes are done, on either storage."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.progress import shown_on
+from pipeline.core.stop import StopSignal
+from pipeline.io.commit import commit_dir, fetch_dir, verify_dir
+from pipeline.io.parallel import run_parallel
+from pipeline.io.storage import Storage, open_storage
+from tests.shown import Shown
+
+SIZES = {"a": 100, "b": 17 * 2**20, "c": 0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "new").mkdir()
+    for name, size in SIZES.items():
+        (tmp_path / "new" / name).write_bytes(b"x" * size)
+    return tmp_path / "new"
+
+
+def test_to_s3_and_back(s3_uri: str, folder: Path, tmp_path: Path) -> None:
+    storage, shown = open_storage(s3_uri), Shown()
+    with shown_on(shown.display):
+        commit_dir(storage, folder, "one", kind="test", fields={})
+        verify_dir(storage, "one", deep=True)
+        fetch_dir(storage, "one", tmp_path / "cache")
+    large = f"{s3_uri}/one/b"
+    for doing in (f"uploading {large}", f"downloading {large}"):
+        ((name, work),) = [one for one in shown.works if one[0] == doing]
+        assert (work.total, work.unit) == (SIZES["b"], "bytes"), name
+    for doing in ("uploading one", "downloading one", "verifying one", f"hashing {folder}"):
+        assert sum(work.done for name, work in shown.works if name == doing) == sum(SIZES.values()), doing
+    shown.check_complete()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_items_in_threads(num_threads: int) -> None:
+    shown = Shown()
+    with shown_on(shown.display):
+        found = run_parallel(str, range(9), num_threads=num_threads, stop=StopSignal(), doing="counting")
+    assert found == list("012345678")
+    ((name, work),) = shown.works
+    assert (name, work.total, work.done, work.unit) == ("counting", 9, 9, "items")
+
+
+def test_local_files(storage: Storage, folder: Path) -> None:
+    shown = Shown()
+    with shown_on(shown.display):
+        commit_dir(storage, folder, "one", kind="test", fields={})
+    assert f"hashing {folder}" in shown.names
+    shown.check_complete()
