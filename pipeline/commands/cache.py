@@ -12,6 +12,7 @@ from pipeline.command_table import ToolCall
 from pipeline.commands import cache_checksums
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.cache_entry import LOG_NAME
 from pipeline.graphs.cache_host import Compilers, Mounts, live_compilers, mount_of, mounted, refuse_network_root
@@ -47,7 +48,13 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall, *, host:
     Raises ConfigError for settings that do not allow the action, DiskFull, TransientError, Preempted.
     """
     live = open_storage(settings.compile.cache_root(settings.workspace), retry=settings.storage, stop=stop)
-    return ACTIONS[call.action](_Cache(settings, live, host or Host()), say)
+    cache = _Cache(settings, live, host or Host())
+    if call.action == "status":
+        return _status(cache, say)
+    from pipeline.telemetry.console import Console  # takes a while to import, and a look at the cache needs none
+
+    with shown_on(Console().progress):
+        return ACTIONS[call.action](cache, say)
 
 
 @dataclass(frozen=True)

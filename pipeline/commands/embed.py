@@ -1,11 +1,13 @@
 """`trnpipe embed verify`: are a cycle's vectors whole, right and those of its catalogue; exit 65 when they are not."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
 from pipeline.backends import open_backend
 from pipeline.command_table import ToolCall
 from pipeline.core.errors import EXIT_OK, DataError
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embedding.ann import check_ann
@@ -20,13 +22,16 @@ from pipeline.embedding.verify_sample import check_sample
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.embed_model import catalogue_storage, open_pinned
+from pipeline.telemetry.console import Console
 
 Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
-    with open_context(settings, stop) as ctx:
+    # With --json stdout is for machines.
+    console = Console(stream=sys.stderr if "--json" in call.switches else None)
+    with open_context(settings, stop) as ctx, shown_on(console.progress):
         vectors = open_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
         for check in _checks(settings, ctx, vectors):

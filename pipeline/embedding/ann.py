@@ -4,6 +4,7 @@ import importlib.util
 
 import numpy as np
 
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.output import Float32s
 from pipeline.embedding.vector_set import VectorSet
@@ -25,10 +26,12 @@ def check_ann(vectors: VectorSet, *, rows: int, queries: int, min_recall: float,
     if len(values) <= NEIGHBOURS:
         return skipped("ann", f"{len(values)} vectors, more than {NEIGHBOURS} are needed")
     index = Index(ndim=values.shape[1], metric="ip", dtype="f32")
-    for start in range(0, len(values), _BATCH):
-        stop.raise_if_set("building an ANN index")
-        part = values[start : start + _BATCH]
-        index.add(np.arange(start, start + len(part)), part)
+    with progress("building an ANN index", len(values), "vectors") as advance:
+        for start in range(0, len(values), _BATCH):
+            stop.raise_if_set("building an ANN index")
+            part = values[start : start + _BATCH]
+            index.add(np.arange(start, start + len(part)), part)
+            advance(len(part))
     asked = values[:: max(1, len(values) // queries)][:queries]
     exact = np.argpartition(-(asked @ values.T), NEIGHBOURS, axis=1)[:, :NEIGHBOURS]
     found = np.asarray(index.search(asked, NEIGHBOURS).keys).reshape(len(asked), -1)
@@ -43,8 +46,10 @@ def check_ann(vectors: VectorSet, *, rows: int, queries: int, min_recall: float,
 def _sample(vectors: VectorSet, rows: int, stop: StopSignal) -> Float32s:
     step = np.uint64(max(1, vectors.info.rows // rows))
     held = [np.zeros((0, vectors.layout.dim), dtype=np.float32)]
-    for part in range(len(vectors.info.parts)):
-        for batch, values in vectors.blocks(part):
-            stop.raise_if_set("sampling vectors")
-            held.append(values[batch["id_hash"].to_numpy() % step == 0])
+    with progress("sampling vectors", vectors.info.rows, "rows") as advance:
+        for part in range(len(vectors.info.parts)):
+            for batch, values in vectors.blocks(part):
+                stop.raise_if_set("sampling vectors")
+                held.append(values[batch["id_hash"].to_numpy() % step == 0])
+                advance(len(batch))
     return np.concatenate(held)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.carry import index_of, take_over
 from pipeline.embedding.index import RowIndex
@@ -27,14 +28,16 @@ def check_drift(
     step = np.uint64(max(1, vectors.info.rows // SAMPLE_ROWS))
     common = 0
     cosines: list[Float32s] = []
-    for part in range(len(vectors.info.parts)):
-        stop.raise_if_set("comparing with the previous cycle")
-        hashes = vectors.hashes(part)[0]
-        place = index.find(hashes)
-        common += int((place >= 0).sum())
-        rows = np.flatnonzero((place >= 0) & (hashes % step == 0))
-        ours, theirs = from_stored(*vectors.stored(part, rows)), from_stored(*take_over(previous, place[rows]))
-        cosines.append(cosine(ours, theirs))
+    with progress("comparing with the previous cycle", vectors.info.rows, "rows") as advance:
+        for part in range(len(vectors.info.parts)):
+            stop.raise_if_set("comparing with the previous cycle")
+            hashes = vectors.hashes(part)[0]
+            place = index.find(hashes)
+            common += int((place >= 0).sum())
+            rows = np.flatnonzero((place >= 0) & (hashes % step == 0))
+            ours, theirs = from_stored(*vectors.stored(part, rows)), from_stored(*take_over(previous, place[rows]))
+            cosines.append(cosine(ours, theirs))
+            advance(len(hashes))
     found = np.concatenate(cosines)
     added, gone = vectors.info.rows - common, previous.info.rows - common
     ids = f"{common:,} ids in common with cycle {name}, {added:,} new, {gone:,} gone"

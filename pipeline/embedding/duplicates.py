@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.index import part_and_row, place_of
 from pipeline.embedding.spill import HashSpill
@@ -35,14 +36,19 @@ def find_duplicates(
     Memory: a part's hashes, a file of the spill, and the ids of rows whose hash is not the only one.
     """
     places, found = [np.zeros(0, dtype=np.int64)], 0
-    with HashSpill(folder, RECORD, expected) as spill:
+    with (
+        HashSpill(folder, RECORD, expected) as spill,
+        progress("looking for ids in several parts", 2 * expected, "rows") as advance,  # read, then sorted
+    ):
         for part, values in enumerate(hashes):
             stop.raise_if_set("looking for ids in several parts")
+            advance(len(values))
             records = np.empty(len(values), dtype=RECORD)
             records["hash"], records["place"] = values, place_of(part, np.arange(len(values), dtype=np.int64))
             spill.add(records)
         for records in spill.sorted():
             stop.raise_if_set("looking for ids in several parts")
+            advance(len(records))
             starts = np.flatnonzero(np.diff(records["hash"], prepend=~records["hash"][:1]))
             sizes = np.diff(starts, append=len(records))
             places.append(records["place"][np.repeat(sizes > 1, sizes)])

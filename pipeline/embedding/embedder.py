@@ -12,6 +12,7 @@ import torch
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embedding.config import EmbedConfig
@@ -152,6 +153,14 @@ class Embedder:
         now = time.monotonic()
         self.figures.seconds += now - self._last
         self._last = now
+
+
+def counted(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
+    """Vectors of windows of `texts` texts in all, with their progress shown."""
+    with progress(doing, texts, "texts") as advance:
+        for window in vectors:
+            advance(len(window))
+            yield window
 
 
 def open_embedder(

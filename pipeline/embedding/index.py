@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.spill import HashSpill
 from pipeline.io import atomic, locks
@@ -47,10 +48,14 @@ def build_index(folder: Path, parts: Iterator[IndexRows], expected: int, stop: S
         with locks.exclusive(folder.with_suffix(".lock"), stop):
             if not folder.is_dir():
                 making = folder.with_suffix(".making")
-                with HashSpill(folder.with_suffix(".spill"), RECORD, expected) as spill:
+                with (
+                    HashSpill(folder.with_suffix(".spill"), RECORD, expected) as spill,
+                    progress("reading the earlier vectors' ids", expected, "rows") as advance,
+                ):
                     for rows in parts:
                         stop.raise_if_set("reading the earlier vectors' ids")
                         spill.add(_records(rows))
+                        advance(len(rows.id_hash))
                     making.mkdir(exist_ok=True)
                     _write(making, spill, stop)
                 making.rename(folder)

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.core.work_shards import WorkShard
 from pipeline.data.pool import WorkerPool
@@ -44,6 +45,8 @@ class _Answer:
     shard: WorkShard
     id_hash: UInt64s
     text_hash: UInt64s
+    num_rows: int
+    """Those that the filter leaves out included."""
     num_read: int
     num_bad: int
     picked: tuple[Picked, ...]
@@ -90,7 +93,8 @@ def judge_again(context: Context, task: _Task) -> _Answer:
     rows = judge_rows(task.raw, plan.layout.id_type, plan.catalogue.columns.filter, plan.max_tokens)
     chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist() if step else []
     picked = tuple(Picked(task.shard.index, int(rows.id_hash[row]), rows.texts[row]) for row in chosen)
-    return _Answer(task.shard, rows.id_hash, rows.text_hash, rows.num_read, len(rows.bad), picked)
+    num_rows = len(task.raw.batch())
+    return _Answer(task.shard, rows.id_hash, rows.text_hash, num_rows, rows.num_read, len(rows.bad), picked)
 
 
 def check_catalogue(
@@ -101,8 +105,13 @@ def check_catalogue(
     compare = _Comparison(vectors)
     picked: list[Picked] = []
     open_part: _Expected | None = None
-    with CatalogueReader(plan.catalogue, catalogue, plan.window_rows) as reader, workers((plan, step)) as pool:
+    with (
+        CatalogueReader(plan.catalogue, catalogue, plan.window_rows) as reader,
+        workers((plan, step)) as pool,
+        progress("reading the catalogue again", plan.catalogue.rows, "rows") as advance,
+    ):
         for done in pool.run_in_order(_tasks(plan, reader)):
+            advance(done.num_rows)
             if open_part is not None and open_part.index != done.shard.index:
                 compare.part(open_part)
                 open_part = None

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.core.format import format_bytes
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embedding.duplicates import find_duplicates
 from pipeline.embedding.output import Float32s, metadata_of
@@ -30,21 +31,23 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
     """Schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
     problems: list[str] = []
     worst = 0.0
-    for part, info in enumerate(vectors.info.parts):
-        name = info.files[-1]
-        problems += [f"{name}: {problem}" for problem in _schema_problems(vectors, part)]
-        ids: list[pa.Array] = []
-        for batch, values in vectors.blocks(part):
-            stop.raise_if_set("verifying vectors")
-            distance, found = _block_problems(batch, values, norm_tolerance)
-            worst = max(worst, distance)
-            problems += [f"{name}: {problem}" for problem in found]
-            ids.append(batch["id"])
-        rows = sum(map(len, ids))
-        if rows != info.rows:
-            problems.append(f"{name}: {rows:,} rows, its manifest says {info.rows:,}")
-        elif rows and id_range(pa.concat_arrays(ids)) != (info.id_min, info.id_max):
-            problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
+    with progress("verifying vectors", vectors.info.rows, "rows") as advance:
+        for part, info in enumerate(vectors.info.parts):
+            name = info.files[-1]
+            problems += [f"{name}: {problem}" for problem in _schema_problems(vectors, part)]
+            ids: list[pa.Array] = []
+            for batch, values in vectors.blocks(part):
+                stop.raise_if_set("verifying vectors")
+                distance, found = _block_problems(batch, values, norm_tolerance)
+                worst = max(worst, distance)
+                problems += [f"{name}: {problem}" for problem in found]
+                ids.append(batch["id"])
+                advance(len(batch))
+            rows = sum(map(len, ids))
+            if rows != info.rows:
+                problems.append(f"{name}: {rows:,} rows, its manifest says {info.rows:,}")
+            elif rows and id_range(pa.concat_arrays(ids)) != (info.id_min, info.id_max):
+                problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
     seen = f"{vectors.info.rows:,} vectors finite, length at most {worst:.1e} from 1"
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
 

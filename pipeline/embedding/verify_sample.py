@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.embedding.drift import cosine
+from pipeline.embedding.embedder import counted
 from pipeline.embedding.flow import TextEmbedder
 from pipeline.embedding.output import from_stored, shorten_vectors
 from pipeline.embedding.texts import cut_tokens
 from pipeline.embedding.vector_set import VectorSet
 from pipeline.embedding.verify_catalogue import Picked
 from pipeline.embedding.verify_report import Check, judge, skipped
+
+_WINDOW = 64
 
 
 def check_sample(
@@ -38,7 +41,7 @@ def check_sample(
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([one.text for one in there]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(embedder.stream([tokens])))
+    fresh = np.concatenate(list(counted(embedder.stream(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
     cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
     least = int(cosines.argmin())
     seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"

@@ -12,6 +12,7 @@ from pipeline.backends import Backend, Batch
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import DataError
 from pipeline.core.metrics import class_figures, ndcg
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, evaluation_batches
 from pipeline.data.shards import Arrays
@@ -60,11 +61,15 @@ def evaluate_holdout(
             yield tensors
 
     logits: list[npt.NDArray[np.float32]] = []
-    with backend.loader(batches()) as ready:
+    world_size = gang.world.world_size
+    total = -(-min(limit, sum(rows.sizes)) // world_size)  # of this rank; the others go as fast
+    unit = "rows of each rank" if world_size > 1 else "rows"
+    with progress("scoring the holdout", total, unit) as advance, backend.loader(batches()) as ready:
         for batch in ready:
             stop.raise_if_set("evaluating the holdout")
             (host,) = backend.to_host([score(batch)])
             logits.append(host.numpy())
+            advance(len(kept[len(logits) - 1]["label"]))
     if len(logits) != len(kept):
         raise RuntimeError(f"evaluated {len(logits)} of {len(kept)} batches: a loader thread ended early")
     mine = {name: np.concatenate([arrays[name] for arrays in kept]) for name in kept[0]} if kept else {}

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_share
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.evaluation.texts import UInt64s, text_hashes
@@ -58,24 +59,30 @@ def find_leak(
     gang: Gang,
     stop: StopSignal,
     unchecked: tuple[str, ...] = (),
+    num_rows: int | None = None,
 ) -> Leak:
-    """Look for the holdout's queries in the rows of each training set. Ranks share the work. Raises Preempted."""
+    """Look for the holdout's queries in the rows of each training set. Ranks share the work. Raises Preempted.
+
+    `num_rows`: of all of them, for the progress.
+    """
     ids, texts = np.zeros(len(holdout.ids), dtype=np.bool_), np.zeros(len(holdout.ids), dtype=np.bool_)
     sorted_texts = np.sort(holdout.texts)
     world, block = gang.world, 0
-    for rows in trained:
-        for bucket, size in enumerate(rows.sizes):
-            for start in range(0, size, _BLOCK_ROWS):
-                stop.raise_if_set("looking for holdout queries in the training data")
-                block += 1
-                if block % world.world_size != world.rank:
-                    continue
-                numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-                part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
-                ids |= np.isin(holdout.ids, part["query_id"])
-                hashes = np.unique(text_hashes(part["query"], rows.pad_id))
-                if np.isin(hashes, sorted_texts, assume_unique=False).any():
-                    texts |= np.isin(holdout.texts, hashes)
+    with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
+        for rows in trained:
+            for bucket, size in enumerate(rows.sizes):
+                for start in range(0, size, _BLOCK_ROWS):
+                    stop.raise_if_set("looking for holdout queries in the training data")
+                    numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
+                    advance(len(numbers))
+                    block += 1
+                    if block % world.world_size != world.rank:
+                        continue
+                    part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
+                    ids |= np.isin(holdout.ids, part["query_id"])
+                    hashes = np.unique(text_hashes(part["query"], rows.pad_id))
+                    if np.isin(hashes, sorted_texts, assume_unique=False).any():
+                        texts |= np.isin(holdout.texts, hashes)
     said = gang.gather((ids, texts))
     ids = np.logical_or.reduce([one for one, _ in said])
     texts = np.logical_or.reduce([one for _, one in said])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.order import mix64
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens
@@ -62,17 +63,20 @@ def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: 
     """Look through all rows. Above `max_items` the products `wanted` (hashes) stay, and an even sample of the rest."""
     hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
     where: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
-    for number, rows in enumerate(sources):
-        for bucket, size in enumerate(rows.sizes):
-            for start in range(0, size, _BLOCK_ROWS):
-                stop.raise_if_set("looking for distinct products")
-                numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-                arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
-                found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
-                hashes.append(found)
-                place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
-                place[:, 2] = numbers[first]
-                where.append(place)
+    total = sum(sum(rows.sizes) for rows in sources)
+    with progress("looking for distinct products", total, "rows") as advance:
+        for number, rows in enumerate(sources):
+            for bucket, size in enumerate(rows.sizes):
+                for start in range(0, size, _BLOCK_ROWS):
+                    stop.raise_if_set("looking for distinct products")
+                    numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
+                    arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
+                    found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
+                    hashes.append(found)
+                    place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
+                    place[:, 2] = numbers[first]
+                    where.append(place)
+                    advance(len(numbers))
     every, places = np.concatenate(hashes), np.concatenate(where)
     order = np.lexsort((places[:, 2], places[:, 1], places[:, 0], every))  # of equal hashes the first place
     every, places = every[order], places[order]

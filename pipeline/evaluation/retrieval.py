@@ -11,9 +11,12 @@ import numpy.typing as npt
 from pipeline.core.errors import NumericError
 from pipeline.core.metrics import Judgements
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import Tokens
+from pipeline.data.tokenizer import Tokens, pieces
+from pipeline.embedding.embedder import counted
 from pipeline.evaluation.exact import ExactTopK
 from pipeline.parallel.gang import Gang
+
+_WINDOW = 512
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
@@ -77,8 +80,10 @@ def search(
 def _query_vectors(queries: Tokens, embed: Embed, gang: Gang) -> Float32s:
     """[Q, D]: every rank embeds its part."""
     bounds = np.linspace(0, len(queries.lengths), gang.world.world_size + 1).astype(int)
-    mine = _slice(queries, int(bounds[gang.world.rank]), int(bounds[gang.world.rank + 1]))
-    parts = [part for part in gang.gather(list(embed([mine])) if len(mine.lengths) else []) if part]
+    mine = queries.part(int(bounds[gang.world.rank]), int(bounds[gang.world.rank + 1]))
+    windows = pieces(mine, _WINDOW) if len(mine.lengths) else ()
+    vectors = list(counted(embed(windows), "embedding queries", len(mine.lengths))) if windows else []
+    parts = [part for part in gang.gather(vectors) if part]
     return np.concatenate([vectors for part in parts for vectors in part])
 
 
@@ -93,8 +98,3 @@ def _vectors_of(task: RetrievalTask, embed: Embed, mine: Callable[[int], bool]) 
 
     for vectors in embed(tokens()):
         yield firsts.popleft(), vectors
-
-
-def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    first, last = tokens.offsets[start], tokens.offsets[stop]
-    return Tokens(tokens.ids[first:last], tokens.offsets[start : stop + 1] - first)

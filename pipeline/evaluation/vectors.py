@@ -9,12 +9,14 @@ import numpy.typing as npt
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import Tokens
+from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embedding.config import EmbedConfig
-from pipeline.embedding.embedder import Embedder, open_embedder
+from pipeline.embedding.embedder import Embedder, counted, open_embedder
 from pipeline.evaluation.holdout_rows import Holdout
 from pipeline.evaluation.scores import VectorSample
 from pipeline.graphs.watch import GraphWatch
+
+_WINDOW = 512
 
 
 class Vectors:
@@ -38,4 +40,7 @@ class Vectors:
         if not count:
             return None
         sample_id, query, product = holdout.sample(count)
-        return VectorSample(sample_id, *self([query, product]))
+        windows = [*pieces(query, _WINDOW), *pieces(product, _WINDOW)]
+        found = list(counted(self(windows), "embedding a sample", 2 * len(sample_id)))
+        half = len(found) // 2
+        return VectorSample(sample_id, np.concatenate(found[:half]), np.concatenate(found[half:]))

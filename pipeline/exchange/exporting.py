@@ -10,6 +10,7 @@ import torch
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.exchange import card
@@ -87,14 +88,13 @@ def _write_model(
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # every tensor, in its shape
     if plan.format in SUFFIXES:
-        programs = write_programs(
-            folder,
-            model,
-            state.inputs,
-            plan.shapes,
-            plan.format,
-            step=lambda: stop.raise_if_set("exporting a program"),
-        )
+        with progress("exporting programs", len(plan.shapes.lengths) + len(plan.shapes.buckets), "programs") as done:
+
+            def step() -> None:
+                stop.raise_if_set("exporting a program")
+                done(1)
+
+            programs = write_programs(folder, model, state.inputs, plan.shapes, plan.format, step=step)
         return record.model_copy(update={"programs": programs})
     if plan.format == "safetensors":
         write_weights(folder / WEIGHTS, weights)

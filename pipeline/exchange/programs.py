@@ -96,7 +96,7 @@ def check_shapes(shapes: Shapes, max_positions: int) -> None:
 def write_programs(
     folder: Path, model: RelevanceModel, spec: InputSpec, shapes: Shapes, kind: str, step: Callable[[], object]
 ) -> tuple[ProgramFile, ...]:
-    """Trace, save, load again and compare every program. `step` is called between them, to stop or beat.
+    """Trace, save, load again and compare every program. `step` is called after each of them, to stop or beat.
 
     Takes the model over: its operators are chosen for compilers.
     """
@@ -106,15 +106,15 @@ def write_programs(
     vectors, scores = VectorProgram(model.encoder).eval(), ScoreProgram(model, spec).eval()
     files = []
     for length in shapes.lengths:
-        step()
         inputs = (_tokens(spec, shapes.batch_size, length),)
         name = f"encoder-{length}{SUFFIXES[kind]}"
         files.append(_write(folder / name, vectors, inputs, ("tokens",), ("vectors", "texts to unit vectors"), kind))
-    for bucket in shapes.buckets:
         step()
+    for bucket in shapes.buckets:
         pair, names = _pair(spec, shapes.batch_size, bucket)
         name = f"relevance-{bucket.name}{SUFFIXES[kind]}"
         files.append(_write(folder / name, scores, pair, names, ("logits", "pairs to logits over the classes"), kind))
+        step()
     return tuple(files)
 
 

@@ -12,11 +12,12 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.exchange.place import place_of
 from pipeline.exchange.record import KIND as EXPORT
 from pipeline.io.errors import os_errors
-from pipeline.io.hashing import file_record, record_of
+from pipeline.io.hashing import record_of
 from pipeline.io.keys import join_key
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage
@@ -87,8 +88,12 @@ class Source:
         if path is None:
             path = scratch / name.replace("/", "-")
             self.storage.download(key, path)
-        with os_errors("reading", self.where(name)):
-            self._note(name, file_record(path, self.storage.stop))
+        with (
+            os_errors("reading", self.where(name)),
+            path.open("rb") as file,
+            progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
+        ):
+            self._note(name, record_of(file, self.storage.stop, advance))
         return path
 
     def _check_size(self, name: str, limit_bytes: int) -> None:

@@ -11,12 +11,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.format import format_bytes
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.graphs.cache_entry import DONE_NAME, NEFF_NAME, is_lock
 from pipeline.graphs.cache_entry import LOG_NAME as COMPILER_LOG
@@ -227,7 +229,12 @@ class _Job:
 
         A peer that fails ends a trial run, which waits for it; compiling goes on for the cache's sake.
         """
+        with ExitStack() as shown:
+            return self._follow(tree, log, trial_exit, shown)
+
+    def _follow(self, tree: ProcessTree, log: LogWatch, trial_exit: Path, shown: ExitStack) -> int | None:
         checked = time.monotonic()
+        advance, todo = None, 0
         while (exit_code := tree.poll()) is None:
             if time.monotonic() - checked > OTHERS_POLL_S and not trial_exit.exists():
                 self.peers.check()
@@ -238,6 +245,12 @@ class _Job:
                 self.stop.raise_if_set("compiling graphs")
             for line in log.news():
                 self.say(line)
+            if log.counts is not None:
+                if advance is None:  # how many there are is known once the trial run has shown them
+                    todo = log.counts.remaining
+                    advance = shown.enter_context(progress("compiling", todo, "graphs"))
+                advance(max(0, todo - log.counts.remaining))
+                todo = min(todo, log.counts.remaining)
             if log.is_stuck():
                 self._act("a compile waits for a lock that no running compiler holds: ended it")
                 tree.end(STOP_GRACE_S)

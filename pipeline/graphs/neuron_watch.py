@@ -21,7 +21,7 @@ class LogWatch:
         self._compilers = compilers
         self._position = 0
         self._rest = b""
-        self._counts: CacheCounts | None = None
+        self.counts: CacheCounts | None = None
         self._sightings = 0
 
     def news(self) -> list[str]:
@@ -32,8 +32,8 @@ class LogWatch:
             self._sightings = 0 if self._compilers() else self._sightings + 1
         lines = [f"a compile waits for the lock of {wait.what or 'a graph'}" for wait in waiting]
         counts = parse_counts(text)
-        if counts is not None and counts != self._counts:
-            self._counts = counts
+        if counts is not None and counts != self.counts:
+            self.counts = counts
             lines.append(
                 f"graphs in the cache: {counts.done} done, {counts.remaining} to do, {counts.locked} locked, "
                 f"{counts.failed} failed"

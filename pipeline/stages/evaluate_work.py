@@ -1,7 +1,7 @@
 """The work of an evaluation on all ranks: score both models, search with both, judge. Rank 0 gets the report."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,7 +13,6 @@ from pipeline.core.gate import Verdict, judge
 from pipeline.core.metrics import best_threshold, metric_report, slice_reports
 from pipeline.core.partitions import select_partitions
 from pipeline.core.scored import ScoredRows
-from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
 from pipeline.evaluation.holdout_rows import Holdout, open_holdout
@@ -146,8 +145,10 @@ class Evaluation:
         prefixes = {mark: f"tokens/{self.settings.data.name}/{mark}" for mark in sorted(trained)}
         there = [mark for mark, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
         unchecked = tuple(sorted(name for mark, name in trained.items() if mark not in there))
-        rows = self._trained_rows([prefixes[mark] for mark in there])
-        leak = find_leak(holdout.queries(), rows, self.gang, self.ctx.stop, unchecked)
+        found = [one for mark in there for one in read_token_sets(workspace, [prefixes[mark]])]  # need not fit together
+        total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
+        rows = (open_rows(workspace, [one], "train", self.ctx.scratch / "tokens") for one in found)
+        leak = find_leak(holdout.queries(), rows, self.gang, self.ctx.stop, unchecked, total)
         if unchecked:
             self._warn(
                 f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
@@ -156,11 +157,6 @@ class Evaluation:
         if warning := judge_leak(leak, config.leak, config.max_leak_share):
             self._warn(warning)
         return leak
-
-    def _trained_rows(self, prefixes: Sequence[str]) -> Iterator[TokenRows]:
-        for prefix in prefixes:
-            sets = read_token_sets(self.ctx.workspace, [prefix])
-            yield open_rows(self.ctx.workspace, sets, "train", self.ctx.scratch / "tokens")
 
     def _side(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> Side:
         """Score one model and search with it."""

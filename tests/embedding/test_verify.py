@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embedding.ann import check_ann
@@ -27,6 +28,7 @@ from pipeline.embedding.verify_sample import check_sample
 from pipeline.io.hashing import hash_bytes
 from pipeline.io.storage import open_storage
 from tests.embedding.catalogues import MAX_TOKENS, Case, HashEmbedder, products, title, tokenizer_json, write_catalogue
+from tests.shown import Shown
 
 STOP = StopSignal()
 PART = "part-00001.parquet"
@@ -232,3 +234,24 @@ def test_many_problems_are_told_in_short() -> None:
     check = judge("x", [f"problem {n}" for n in range(9)], "fine")
     assert check.seen == "problem 0; problem 1; problem 2; and 6 more"
     assert check.line() == "fail     x          problem 0; problem 1; problem 2; and 6 more"
+
+
+def test_each_pass_over_the_vectors_shows_its_progress(case: Case) -> None:
+    shown, vectors = Shown(), vectors_of(case)
+    with shown_on(shown.display):
+        check_files(vectors)
+        check_numbers(vectors, 0.01, STOP)
+        check_unique(vectors, case.folder / "scratch", STOP)
+        catalogue_check(case)
+        sample_check(case)
+        check_drift(vectors, vectors, case.folder / "scratch", None, STOP)
+    assert shown.names == {
+        "verifying embeddings/c1",
+        "verifying vectors",
+        "looking for ids in several parts",
+        "reading the catalogue again",
+        "embedding a sample",
+        "reading the earlier vectors' ids",
+        "comparing with the previous cycle",
+    } | {name for name in shown.names if name in ("looking at the catalogue", "reading embed/c1")}
+    shown.check_complete()

@@ -9,11 +9,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline.core.errors import DataError, Preempted
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.evaluation.leak import HoldoutQueries, Leak, find_leak, judge_leak
 from pipeline.evaluation.texts import text_hashes
 from tests.evaluation.gangs import alone, on_ranks
+from tests.shown import Shown
 from tests.train.rows import BUCKETS, PAD
 
 
@@ -80,3 +82,11 @@ def test_what_is_made_of_it() -> None:
         judge_leak(leak, "refuse", 0.04)
     assert "better than they would be" in judge_leak(leak, "refuse", 0.05)
     assert "5 of 100" in judge_leak(leak, "warn", 0.0)
+
+
+def test_its_progress_is_shown(tmp_path: Path) -> None:
+    sets, shown = [trained(tmp_path / "a", SEEN[:3]), trained(tmp_path / "b", SEEN[3:])], Shown()
+    with shown_on(shown.display):
+        find_leak(holdout(SEEN), sets, alone(), StopSignal(), num_rows=4)
+    ((name, work),) = shown.works
+    assert (name, work.total, work.done) == ("looking for holdout queries in the training data", 4, 4)

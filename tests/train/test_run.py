@@ -13,6 +13,7 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
+from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
@@ -23,6 +24,7 @@ from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
+from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
@@ -113,6 +115,16 @@ def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
     assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
     evaluations = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert len(evaluations) >= 3 and sum(fields["seconds"] for fields in evaluations) > 0
+
+
+def test_every_scoring_of_the_holdout_shows_its_progress(cycle: Cycle) -> None:
+    shown = Shown()
+    with shown_on(shown.display):
+        outcome = cycle.run()
+    scored = [work for name, work in shown.works if name == "scoring the holdout"]
+    assert [work.total for work in scored[-2:]] == [outcome.holdouts[split].rows for split in ("valid", "test")]
+    assert len(scored) > 3 and {work.unit for work in scored} == {"rows"}
+    shown.check_complete()
 
 
 def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
