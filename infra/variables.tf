@@ -92,6 +92,17 @@ variable "settings_files" {
   }
 }
 
+variable "embed_on_trainium" {
+  type        = bool
+  description = "The catalogue is embedded on the Trainium queue, with its image; settings_files then end with configs/jobs/embed-trn1.toml. Else on CPU machines. trnjobs plan prices both."
+  default     = false
+
+  validation {
+    condition     = var.embed_on_trainium == contains(var.settings_files, "configs/jobs/embed-trn1.toml")
+    error_message = "embed_on_trainium is ${var.embed_on_trainium}, settings_files are ${jsonencode(var.settings_files)}; expected configs/jobs/embed-trn1.toml among them when true, and not when false."
+  }
+}
+
 variable "job_environment" {
   type        = map(string)
   description = "Variables of every job, such as NEURON_RT_EXEC_TIMEOUT; they take the place of [jobs.environment] in settings. No secrets."

@@ -49,6 +49,20 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
   }
 }
 
+run "embedding_on_trainium_has_its_queue_and_image" {
+  command = plan
+
+  variables {
+    embed_on_trainium = true
+    settings_files    = ["configs/base.toml", "configs/jobs/trn1.toml", "configs/jobs/embed-trn1.toml"]
+  }
+
+  assert {
+    condition     = keys(output.settings.jobs.embed) == ["role"] && output.settings.jobs.verify.queue == "relevance-cpu"
+    error_message = "embed goes where cycles go, verify stays on CPU machines: ${jsonencode(output.settings.jobs.embed)}"
+  }
+}
+
 run "the_driver_gets_the_settings_as_variables" {
   command = plan
 

@@ -83,6 +83,12 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("settings_files", ["configs/base"], "expected configs/<name>.toml"),
     ("settings_files", ["configs/base.json"], "nothing else is in the image"),
     ("settings_files", ["build/infra.toml"], "nothing else is in the image"),
+    ("embed_on_trainium", True, "embed_on_trainium is true, settings_files are"),
+    (
+        "settings_files",
+        ["configs/base.toml", "configs/jobs/trn1.toml", "configs/jobs/embed-trn1.toml"],
+        "embed_on_trainium is false",
+    ),
     ("job_environment", {"AWS_BATCH_X": "1"}, "expected names of variables that do not begin with AWS_BATCH"),
     ("job_environment", {"A-B": "1"}, "expected names of variables"),
     ("watch_expression", "rate(2 days)", "expected a rate such as"),
