@@ -25,7 +25,7 @@ OF_A_CYCLE: dict[str, str] = {
     "reconcile": "put on record what became of the jobs of a cycle, or of all under way, and close what has ended",
     "history": "the cycles of a workspace",
     "cost": "where the time and the money of a cycle went; --last N: several, with their success rate",
-    "report": "write the page of a cycle, reports/<cycle>.html; the last job of every cycle",
+    "report": "write the page of a cycle, reports/<cycle>.html; done at every end of a cycle, too",
     "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
     "config": "every setting with its value and source, those under [jobs] included",
 }
