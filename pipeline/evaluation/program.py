@@ -27,11 +27,13 @@ class ScoreProgram:
         precision: Precision,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
+        *,
+        chunk_mib: float,
     ) -> None:
-        """Takes the model over: only its structure stays. Load weights before scoring."""
+        """Takes the model over: only its structure stays. Load weights before scoring. `chunk_mib`: as in training."""
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
-        self._layout = FlatLayout.of(model)
+        self._layout = FlatLayout.of(model, chunk_mib)
         self._model = model.eval().to("meta")
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or NoWatch()
@@ -39,8 +41,8 @@ class ScoreProgram:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights (our names, any dtype, on CPU) on the device. Raises CheckpointError for other shapes."""
-        for names, shapes in zip(self._layout.names, self._layout.shapes, strict=True):
-            for name, shape in zip(names, shapes, strict=True):
+        for chunk in self._layout.chunks:
+            for name, shape in zip(chunk.names, chunk.shapes, strict=True):
                 if name not in weights or weights[name].shape != shape:
                     seen = list(weights[name].shape) if name in weights else "missing"
                     raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")

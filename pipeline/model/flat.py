@@ -1,55 +1,131 @@
-"""All parameters as two flat vectors (decayed and not), viewed as named tensors in the forward pass.
+"""All parameters as a few flat vectors, viewed as named tensors in the forward pass.
 
-Why: an optimizer, a gradient reduction or a norm over two tensors instead of a hundred. Tracing AdamW over a hundred
-tensors costs 70-90 ms of host time a step on XLA; over two it is under 2 ms (`make bench`, host share).
+Why: an optimizer, a gradient reduction or a norm over a few tensors instead of a hundred. Tracing AdamW over a hundred
+tensors costs 70-90 ms of host time a step on XLA; over two it is under 2 ms (`make bench`, host share). A few and not
+two: a collective of the whole gradient cannot start before backward has ended, and vectors of hundreds of MiB meet
+limits of the Neuron compiler (aws-neuron-sdk issue 1118); its own wrapper reduces 50 MB at once (torch_xla 2.9,
+_internal/neuron.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
+_ALIGNED = 16  # elements; see _segments
+_FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One flat vector: whole parameters, in the module's order."""
+
+    decayed: bool
+    """Matrices are; biases and layer norms are not."""
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    """As the module has them; a matrix with more rows than columns lies transposed (see `_is_transposed`)."""
+    segments: tuple[int, ...]
+    """Elements of each run of parameters that sums are taken over, whatever the chunk."""
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(self.segments)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies. Group 0 is decayed (matrices), group 1 is not (biases, layer norms)."""
+    """Where each named tensor lies: chunks of decayed parameters, then those of the others."""
 
-    names: tuple[tuple[str, ...], ...]
-    shapes: tuple[tuple[torch.Size, ...], ...]
-    """As the module has them; a matrix with more rows than columns lies transposed (see `_is_transposed`)."""
+    chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(module: nn.Module) -> "FlatLayout":
-        """Groups of a module's parameters, in their order of definition. Tied parameters are not supported."""
+    def of(module: nn.Module, chunk_mib: float) -> "FlatLayout":
+        """A module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
+
+        Tied parameters are not supported.
+        """
         named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
-        groups = ([p for p in named if len(p[1]) > 1], [p for p in named if len(p[1]) <= 1])
-        return FlatLayout(
-            tuple(tuple(name for name, _ in group) for group in groups),
-            tuple(tuple(shape for _, shape in group) for group in groups),
-        )
+        limit = int(chunk_mib * 2**20 / 4)
+        total = sum(shape.numel() for _, shape in named)
+        chunks: list[Chunk] = []
+        for decayed in (True, False):
+            group = [p for p in named if (len(p[1]) > 1) == decayed]
+            for run in _runs(_segments(group, min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
+                parameters = [parameter for segment in run for parameter in segment]
+                names, shapes = zip(*parameters, strict=True)
+                chunks.append(Chunk(decayed, names, shapes, tuple(map(_size, run))))
+        return FlatLayout(tuple(chunks))
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each group."""
-        return tuple(sum(shape.numel() for shape in group) for group in self.shapes)
+    def size(self) -> int:
+        """Elements of all."""
+        return sum(chunk.size for chunk in self.chunks)
 
     def pack(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """Named tensors to flat ones, fp32 on CPU."""
         return [
-            torch.cat([_flatten(state[name].detach().to("cpu", torch.float32)) for name in group])
-            for group in self.names
+            torch.cat([_flatten(state[name].detach().to("cpu", torch.float32)) for name in chunk.names])
+            for chunk in self.chunks
         ]
 
     def unpack(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Flat tensors to named views, differentiable: the gradient comes back as one concatenation a group."""
+        """Flat tensors to named views, differentiable: the gradient comes back as one concatenation a chunk."""
         named: dict[str, Tensor] = {}
-        for group, shapes, flat in zip(self.names, self.shapes, flats, strict=True):
-            named.update(zip(group, _views(flat, shapes), strict=True))
+        for chunk, flat in zip(self.chunks, flats, strict=True):
+            named.update(zip(chunk.names, _views(flat, chunk.shapes), strict=True))
         return named
+
+    def sum_of_squares(self, flats: Sequence[Tensor]) -> Tensor:
+        """Scalar. Summed by segment, in order: the same bits whatever the chunks."""
+        total: Tensor | None = None
+        for chunk, flat in zip(self.chunks, flats, strict=True):
+            for part in torch.split(flat, list(chunk.segments)):
+                square = (part * part).sum()
+                total = square if total is None else total + square
+        if total is None:
+            raise ValueError("a module without parameters has no gradient")
+        return total
+
+
+Parameter = tuple[str, torch.Size]
+
+
+def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
+    """Runs of at least `target` elements (the last one may be shorter), cut at multiples of _ALIGNED elements only.
+
+    PyTorch's fused AdamW computes what is left over of a vector register with other instructions, and so other last
+    bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp): a cut elsewhere would change them.
+    """
+    run: list[Parameter] = []
+    for parameter, end in zip(group, accumulate(shape.numel() for _, shape in group), strict=True):
+        run.append(parameter)
+        if _size(run) >= target and end % _ALIGNED == 0:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _runs(segments: Iterator[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
+    """Runs of whole segments of at most `limit` elements, or one."""
+    run: list[list[Parameter]] = []
+    for segment in segments:
+        if run and sum(map(_size, run)) + _size(segment) > limit:
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
+
+
+def _size(parameters: Sequence[Parameter]) -> int:
+    return sum(shape.numel() for _, shape in parameters)
 
 
 class _Views(torch.autograd.Function):

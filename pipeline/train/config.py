@@ -65,6 +65,11 @@ class TrainConfig(BaseModel):
     batches_per_execution: int = Field(
         1, ge=1, description="Micro-steps of a step in one graph: fewer and larger graphs when accumulating"
     )
+    chunk_mib: float = Field(
+        32.0,
+        gt=0,
+        description="Most MiB (fp32) of parameters in one vector: of one update, and one reduction over ranks",
+    )
     seed: int = Field(1, ge=0, description="Seed of initial weights, order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
     evaluate_rows: int = Field(

@@ -14,6 +14,7 @@ _NOT_IDENTITY = {
     "micro_batch_size",
     "step_boundary",
     "batches_per_execution",
+    "chunk_mib",
     "deadline",
     "on_deadline",
     "collective_timeout_s",

@@ -25,12 +25,15 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
 
 
 class AdamW:
-    """Two moments for each flat vector. Vector 0 is decayed, vector 1 is not (see FlatLayout)."""
+    """Two moments for each flat vector."""
 
-    def __init__(self, masters: Sequence[Tensor], config: OptimizerConfig, *, traced: bool) -> None:
-        """`traced`: write the update out for a tracing device; otherwise use PyTorch's fused kernel."""
+    def __init__(
+        self, masters: Sequence[Tensor], decayed: Sequence[bool], config: OptimizerConfig, *, traced: bool
+    ) -> None:
+        """`decayed`: which are. `traced`: write the update out for a tracing device; else PyTorch's fused kernel."""
         self.config = config
         self.masters = list(masters)
+        self._decays = [config.weight_decay if one else 0.0 for one in decayed]
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self._update = self._traced if traced else self._fused
@@ -38,16 +41,16 @@ class AdamW:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """Update in place where `ok` (bool scalar). `clip` (fp32 scalar) scales the gradients, `control` see above."""
-        for group, decay in enumerate((self.config.weight_decay, 0.0)):
-            self._update(group, grads[group], decay, control, clip, ok)
+        for index, grad in enumerate(grads):
+            self._update(index, grad, self._decays[index], control, clip, ok)
 
-    def _traced(self, group: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+    def _traced(self, index: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """The decision is folded into scalars, which halves the time of choosing whole vectors with `where`.
 
         A skipped step multiplies by one and adds zero: nothing changes by a bit, whatever the gradient holds.
         """
         config = self.config
-        master, first, second = self.masters[group], self.exp_avg[group], self.exp_avg_sq[group]
+        master, first, second = self.masters[index], self.exp_avg[index], self.exp_avg_sq[index]
         taken = ok.float()
         gain1, gain2 = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2)
         rate = taken * control[0]
@@ -59,13 +62,13 @@ class AdamW:
         first.copy_(new_first)
         second.copy_(new_second)
 
-    def _fused(self, group: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+    def _fused(self, index: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
         config = self.config
         torch._fused_adamw_(
-            [self.masters[group]],
+            [self.masters[index]],
             [grad],
-            [self.exp_avg[group]],
-            [self.exp_avg_sq[group]],
+            [self.exp_avg[index]],
+            [self.exp_avg_sq[index]],
             [],
             [control[3]],
             lr=control[0],

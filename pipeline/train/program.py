@@ -6,6 +6,7 @@ figures collect in a small device buffer that the host fetches every N steps.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
 
+_GUARD, _MASTERS = "guard", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 
 
@@ -45,10 +47,11 @@ class TrainProgram:
         self.backend = backend
         self._watch: GraphWatch = watch or NoWatch()
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
-        self.layout = FlatLayout.of(model)
+        self.layout = FlatLayout.of(model, config.chunk_mib)
         self.has_dropout = model.encoder.dropout > 0
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
-        self.optimizer = AdamW(self.masters, config.optimizer, traced=backend.is_lazy)
+        decayed = [chunk.decayed for chunk in self.layout.chunks]
+        self.optimizer = AdamW(self.masters, decayed, config.optimizer, traced=backend.is_lazy)
         self.guard = SpikeGuard(config.guard, backend.device)
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self._model = model.to("meta")  # structure only: its tensors are the masters
@@ -56,7 +59,7 @@ class TrainProgram:
         self._loss_config: LossConfig = config.loss
         self._accumulation = accumulation
         self._host_mean = host_mean
-        self._sums: list[Tensor] | None = None  # gradient by group, and the loss, of this step so far
+        self._sums: list[Tensor] | None = None  # gradient by chunk, and the loss, of this step so far
         self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
         self._micro_steps = 0
@@ -117,7 +120,7 @@ class TrainProgram:
         self._model.train()
         loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
         with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
-            grads = torch.autograd.grad(loss, self.masters)
+            grads = torch.autograd.grad(loss, self.masters, materialize_grads=True)
         parts = [*grads, loss.detach().reshape(1)]  # in the form that is reduced: anything later is a graph more
         if self._sums is None:
             self._sums = parts
@@ -125,19 +128,29 @@ class TrainProgram:
             self._sums = [total + new for total, new in zip(self._sums, parts, strict=True)]
 
     def _reduce_and_step(self, control: Tensor, world_size: int) -> None:
-        if self._sums is None:
-            raise RuntimeError("update() before micro_step()")
-        if world_size > 1:
-            self.backend.reduce(self._sums, self._host_mean)
-        *grads, loss = self._sums
-        self._sums, self._micro_steps = None, 0
-        grad_norm = torch.sqrt(sum((grad * grad).sum() for grad in grads))  # type: ignore[arg-type]
+        *grads, loss = self.reduced(world_size)
+        grad_norm = torch.sqrt(self.layout.sum_of_squares(grads))
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
         row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]])
         # A shift, not an indexed write: static on every device.
         self._figures = torch.cat([self._figures[1:], row[None]])
+
+    def reduced(self, world_size: int) -> list[Tensor]:
+        """The mean over ranks of this step's gradient, by chunk, and of its loss; the next micro-step starts anew.
+
+        In the graph it is one collective for each chunk, the loss with the last; through the host one for all.
+        """
+        if self._sums is None:
+            raise RuntimeError("update() before micro_step()")
+        sums, self._sums, self._micro_steps = self._sums, None, 0
+        if world_size > 1:
+            *chunks, last, loss = sums
+            together = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
+            for tensors in together:
+                self.backend.reduce(tensors, self._host_mean)
+        return sums
 
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
@@ -157,43 +170,48 @@ class TrainProgram:
 
     def _state(self) -> list[Tensor]:
         """Everything a step changes."""
-        return [*self._device_state().values(), self._figures]
+        return [*chain.from_iterable(self._device_state().values()), self._figures]
 
     def _batch_loss(self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor]) -> Tensor:
         targets = Targets(batch["label"], batch["gain"], batch["query_key"])
         return relevance_loss(outputs, targets, self._loss_config)
 
-    def _device_state(self) -> dict[str, Tensor]:
-        state = {"guard": self.guard.state}
-        for group, kind in enumerate(("decayed", "plain")):
-            state[f"master.{kind}"] = self.masters[group]
-            state[f"exp_avg.{kind}"] = self.optimizer.exp_avg[group]
-            state[f"exp_avg_sq.{kind}"] = self.optimizer.exp_avg_sq[group]
+    def _device_state(self) -> dict[str, list[Tensor]]:
+        """By name; what is one vector in a checkpoint, whatever the chunks, lies in several here."""
+        state = {_GUARD: [self.guard.state], _MASTERS: self.masters}
+        for name, moments in (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq)):
+            for kind, decayed in (("decayed", True), ("plain", False)):
+                chosen = zip(moments, self.layout.chunks, strict=True)
+                state[f"{name}.{kind}"] = [moment for moment, chunk in chosen if chunk.decayed == decayed]
         return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) copied to host memory with one synchronisation."""
         state = self._device_state()
-        host = dict(zip(state, self.backend.to_host(list(state.values())), strict=True))
-        weights = self.layout.unpack([host.pop("master.decayed"), host.pop("master.plain")])
-        return weights, host
+        host = iter(self.backend.to_host(list(chain.from_iterable(state.values()))))
+        parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
+        weights = self.layout.unpack(parts.pop(_MASTERS))
+        return weights, {name: torch.cat(chunks) if len(chunks) > 1 else chunks[0] for name, chunks in parts.items()}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
         """Put weights (our names, any dtype) and, when resuming, the optimizer state on the device."""
-        packed = dict(zip(("master.decayed", "master.plain"), self.layout.pack(weights), strict=True))
         state = self._device_state()
-        incoming = {**packed, **(optimizer or {})}
-        if optimizer is not None and incoming.keys() != state.keys():
+        incoming = {_MASTERS: self.layout.pack(weights)}
+        if optimizer is not None and optimizer.keys() != state.keys() - incoming.keys():
             raise CheckpointError(
-                f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state.keys() - packed.keys()))
+                f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state.keys() - incoming.keys()))
             )
-        for name, tensor in incoming.items():
-            if tensor.shape != state[name].shape:
+        for name, whole in (optimizer or {}).items():
+            sizes = [chunk.numel() for chunk in state[name]]
+            if list(whole.shape) != [sum(sizes)]:
                 raise CheckpointError(
-                    f"{name} has {list(tensor.shape)} elements", expected=f"{list(state[name].shape)} for this model"
+                    f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model"
                 )
-            state[name].copy_(tensor.to(self.backend.device))
+            incoming[name] = list(torch.split(whole, sizes))
+        for name, chunks in incoming.items():
+            for ours, chunk in zip(state[name], chunks, strict=True):
+                ours.copy_(chunk.to(self.backend.device))
         self.backend.synchronise()
 
 

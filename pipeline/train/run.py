@@ -256,7 +256,7 @@ class TrainRun:
 
     def _announce(self, pools: TrainingPools, plan: BatchPlan, start: int) -> None:
         world, train, selection = self.around.world, self.config.train, self.inputs.selection
-        parameters = sum(self.program.layout.sizes)
+        parameters = self.program.layout.size
         parent = self.inputs.parent.prefix if self.inputs.parent else "scratch"
         self.around.console.info(
             f"train: {parameters / 1e6:.1f}M parameters on {world.world_size} x {self.backend.name} | from {parent} | "

@@ -9,6 +9,8 @@ from pipeline.train.optimizer import CONTROL_SIZE, AdamW, control_values
 
 CONFIG = OptimizerConfig(weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
 
+DECAYED = (True, False)
+
 
 def start() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
@@ -22,7 +24,7 @@ def gradients(step: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_twenty_steps_equal_torch_adamw(traced: bool) -> None:
-    ours = AdamW(start(), CONFIG, traced=traced)
+    ours = AdamW(start(), DECAYED, CONFIG, traced=traced)
     theirs = [tensor.requires_grad_() for tensor in start()]
     reference = torch.optim.AdamW(
         [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}],
@@ -43,7 +45,7 @@ def test_twenty_steps_equal_torch_adamw(traced: bool) -> None:
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_refused_step_changes_no_bit(traced: bool) -> None:
-    optimizer = AdamW(start(), CONFIG, traced=traced)
+    optimizer = AdamW(start(), DECAYED, CONFIG, traced=traced)
     control = control_values(1, 0.1, CONFIG)
     optimizer.step(gradients(1), control, torch.tensor(1.0), torch.tensor(True))
     state = [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq]
@@ -58,7 +60,7 @@ def test_a_refused_step_changes_no_bit(traced: bool) -> None:
 
 def test_only_the_first_vector_is_decayed() -> None:
     for traced in (True, False):
-        optimizer = AdamW(start(), CONFIG, traced=traced)
+        optimizer = AdamW(start(), DECAYED, CONFIG, traced=traced)
         zeros = [torch.zeros_like(tensor) for tensor in start()]
         optimizer.step(zeros, control_values(1, 0.5, CONFIG), torch.tensor(1.0), torch.tensor(True))
         torch.testing.assert_close(optimizer.masters[0], start()[0] * (1 - 0.5 * 0.1))

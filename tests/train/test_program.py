@@ -165,6 +165,29 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+CHUNKED = TRAIN.model_copy(update={"chunk_mib": 0.002})
+
+
+def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(rows: TokenRows) -> None:
+    """Clipping, too: the norm is that of all gradients. `middle` starts whole and goes on in chunks."""
+    steps = batches_of(rows, 4, accumulation=2)
+    whole, chunked, middle = (make_program(CpuBackend(), config, accumulation=2) for config in (TRAIN, CHUNKED, TRAIN))
+    assert len(whole.masters) == 2 and len(chunked.masters) > 8
+    assert train(whole, steps) == train(chunked, steps)
+    train(middle, steps[:2])
+    other = make_program(CpuBackend(), CHUNKED, accumulation=2)
+    other.restore(*middle.snapshot())
+    for number, micros in enumerate(steps[2:], start=3):
+        for batch in micros:
+            other.micro_step(batch)
+        other.update(control(number), world_size=1)
+    expected = state_of(whole)
+    for program in (chunked, other):
+        found = state_of(program)
+        assert found.keys() == expected.keys(), "a checkpoint does not show the chunks"
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_snapshot_does_not_change_with_training(rows: TokenRows) -> None:
     program = make_program(CpuBackend())
     weights, optimizer = program.snapshot()
