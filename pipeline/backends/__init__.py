@@ -5,20 +5,27 @@ import importlib.util
 from pipeline.backends.base import Backend, Batch, HostMean
 from pipeline.core.errors import ConfigError
 
-__all__ = ["NAMES", "Backend", "Batch", "HostMean", "open_backend"]
+__all__ = ["NAMES", "Backend", "Batch", "HostMean", "open_backend", "process_group"]
 NAMES = ("auto", "xla", "cpu", "cuda")
 TRACED = "traced"
 """The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
 
 
-def open_backend(name: str, local_rank: int = 0) -> Backend:
-    """The device of this rank. `auto`: cuda where there is one, else xla where it is installed, else cpu."""
-    if name == "auto":
-        name = _best()
+def process_group(name: str) -> str | None:
+    """The torch.distributed backend that ranks on such devices need beside gloo; told without opening a device."""
+    return "cuda:nccl" if _resolved(name) == "cuda" else None
+
+
+def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
+    """The device of this rank. `auto`: cuda where there is one, else xla where it is installed, else cpu.
+
+    With several ranks their process group must be up before (parallel/device.py).
+    """
+    name = _resolved(name)
     if name == "xla":
         from pipeline.backends.xla import XlaBackend
 
-        return XlaBackend()
+        return XlaBackend(local_rank, local_world_size, world_size)
     if name == TRACED:
         from pipeline.backends.xla_tracer import XlaTracer
 
@@ -34,7 +41,9 @@ def open_backend(name: str, local_rank: int = 0) -> Backend:
     raise ConfigError(f"backend {name!r}", expected=f"one of {', '.join(NAMES)}")
 
 
-def _best() -> str:
+def _resolved(name: str) -> str:
+    if name != "auto":
+        return name
     import torch
 
     if torch.cuda.is_available():

@@ -22,8 +22,6 @@ class Backend(Protocol):
     """True when `reduce` is a device collective; False when it goes through the host."""
     sums_by_matmul: bool
     """True where sums over rows are better written as matrix products (XLA:CPU)."""
-    process_group: str | None
-    """The torch.distributed device backend to add to gloo, such as `cuda:nccl`."""
 
     def runtime_world_size(self) -> int:
         """How many devices the runtime believes take part."""
@@ -35,7 +33,7 @@ class Backend(Protocol):
         """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
-        """Mean over ranks, in place. `host_mean` does it for CPU tensors."""
+        """Mean over ranks, in place; one collective for all where it is in the graph. `host_mean`: for CPU tensors."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors [N, ...] of all ranks one after the other in rank order, [world size * N, ...], on the device."""
@@ -70,8 +68,8 @@ class Backend(Protocol):
     def execute_seconds(self) -> float:
         """Seconds the device spent executing so far (0 where the runtime does not tell)."""
 
-    def memory_bytes(self) -> int:
-        """Device memory in use; host resident set on CPU devices."""
+    def memory_bytes(self) -> int | None:
+        """Device memory in use; host resident set on CPU devices; None where nothing tells it safely."""
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""

@@ -16,7 +16,6 @@ class CpuBackend(Eager):
     """Backend of the host itself."""
 
     name = "cpu"
-    process_group: str | None = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -18,7 +18,6 @@ class CudaBackend(Eager):
     """One GPU of this node, chosen by local rank."""
 
     name = "cuda"
-    process_group: str | None = "cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
         if not torch.cuda.is_available():

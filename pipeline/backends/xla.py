@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.backends.base import Batch, HostMean
 from pipeline.backends.eager import gathered
+from pipeline.backends.neuron_memory import core_memory_bytes
 from pipeline.core.errors import ConfigError
 from pipeline.core.pjrt import pjrt_device
 
@@ -25,11 +26,12 @@ class XlaBackend:
 
     name = "xla"
     is_lazy = True
-    process_group: str | None = None
     executes = True
     """False in a subclass that only traces."""
+    separate_processes = frozenset({"CPU"})
+    """Kinds of PJRT device on which the processes of a run know nothing of each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
         if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
             _keep_freed_memory()
         try:
@@ -37,21 +39,26 @@ class XlaBackend:
             self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
             self._metrics: Any = importlib.import_module("torch_xla.debug.metrics")
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
+            self._pjrt: Any = importlib.import_module("torch_xla._internal.pjrt")
         except ImportError as error:
             raise ConfigError(
                 f"torch_xla cannot be imported: {error}",
                 expected="torch-xla 2.9 beside torch 2.9",
                 next_command="pip install 'trnpipe[xla]', or --backend cpu",
             ) from error
-        self.device: torch.device = self._xla.device()
         self.device_type = str(self._runtime.device_type())
-        self.reduces_in_graph = self.device_type != "CPU"
+        self.reduces_in_graph = self.device_type not in self.separate_processes
         self.sums_by_matmul = self.device_type == "CPU"
+        if self.reduces_in_graph and world_size > 1:
+            # Fills the replication devices. Before anything asks for the world size: without them the runtime answers 1
+            # for good, and all_reduce does nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).
+            self._pjrt.initialize_multiprocess(local_rank, local_world_size)
+        self.device: torch.device = self._xla.device()
 
     def runtime_world_size(self) -> int:
-        if self.device_type == "CPU":
-            return int(self._runtime.global_runtime_device_count())
-        return int(self._runtime.world_size())
+        if self.reduces_in_graph:
+            return int(self._runtime.world_size())
+        return int(self._runtime.global_runtime_device_count())
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self._device_loader(batches)
@@ -144,10 +151,13 @@ class XlaBackend:
         data = self._metrics.metric_data("ExecuteTime")
         return 0.0 if data is None else float(data[1]) / 1e9
 
-    def memory_bytes(self) -> int:
+    def memory_bytes(self) -> int | None:
+        """On Neuron what the driver counts. torch_xla's get_memory_info ends the process where a plug-in has no figures
+        (pytorch/xla 2.9, PjRtComputationClient::GetMemoryInfo).
+        """
         if self.device_type == "CPU":
             return int(psutil.Process().memory_info().rss)
-        return int(self._xm.get_memory_info(self.device)["bytes_used"])
+        return core_memory_bytes(os.environ) if self.device_type == "NEURON" else None
 
     def synchronise(self) -> None:
         self._xla.sync(wait=True)

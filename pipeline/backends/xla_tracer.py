@@ -21,8 +21,8 @@ class XlaTracer(XlaBackend):
 
     executes = False
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
+        super().__init__(local_rank, local_world_size, world_size)
         self.sums_by_matmul = False
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
@@ -32,6 +32,9 @@ class XlaTracer(XlaBackend):
         for tensor in computed:
             shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
             self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
+        self._xla._XLAC._set_all_reduce_token(
+            str(self.device), None
+        )  # orders the all-reduces of one graph, as in sync()
         self.seed(0)  # the state of the random numbers is computed, too
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, process_group
 from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
@@ -47,13 +47,15 @@ class RankChecks:
     env: Mapping[str, str]
     seed: int
     """The same on all ranks: their errors are compared."""
+    _ranks: list[Ranks] = field(default_factory=list)
+    """This rank among the others, once it has joined them."""
     _open: list[Backend] = field(default_factory=list)
 
     def checks(self) -> tuple[Check, ...]:
         config = self.config
         repeats, burn_s = (2, config.burn_s) if self._is_quick else (10, 10 * config.burn_s)
         alone = (
-            Check(DEVICE, self._device, time_limit_s=self._limit_s, cost_s=0.0),
+            Check(DEVICE, self._device, time_limit_s=self._limit_s + self._join_limit_s, cost_s=0.0),
             self._on_device(
                 OPERATIONS,
                 1.0,
@@ -64,7 +66,7 @@ class RankChecks:
         )
         if self.world.world_size == 1:
             return alone
-        limit_s = self._limit_s + 3 * config.collective_limit_s * self._patience  # to name who hangs in one
+        limit_s = self._limit_s + 2 * config.collective_limit_s * self._patience  # to name who hangs in one
         return (*alone, Check("collectives", self._collectives, "collectives", time_limit_s=limit_s, cost_s=4.0))
 
     @property
@@ -80,11 +82,31 @@ class RankChecks:
     def _limit_s(self) -> float:
         return self.config.check_limit_s * self._patience
 
-    def _device(self, ctx: CheckContext) -> CheckResult:
+    @property
+    def _join_limit_s(self) -> float:
+        return self.config.collective_limit_s * self._patience if self.world.world_size > 1 else 0.0
+
+    def _device(self, ctx: CheckContext) -> Iterator[CheckResult]:
+        if self.world.world_size > 1:
+            ctx.doing = "joining the other ranks"
+            if problem := self._join(ctx.stop):
+                yield problem
+                return
         ctx.doing = "opening the device"
         backend = open_device(self.backend_name, self.world)
         self._open.append(backend)
-        return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures={SHARED: int(is_host(backend))})
+        yield CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures={SHARED: int(is_host(backend))})
+
+    def _join(self, stop: StopSignal) -> CheckResult | None:
+        """Bring up the process group, before the device is touched; what is wrong when that fails."""
+        store = agent_store(self.env["MASTER_ADDR"], int(self.env["MASTER_PORT"]))
+        everyone, cpu = range(self.world.world_size), torch.device("cpu")
+        ranks = Ranks(self.world.rank, everyone, store, cpu, self.config.collective_limit_s, stop)
+        beside = process_group(self.backend_name)
+        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._join_limit_s):
+            return problem
+        self._ranks.append(ranks)
+        return None
 
     def _on_device(self, name: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
         def run(ctx: CheckContext) -> tuple[CheckResult, ...]:
@@ -108,16 +130,9 @@ class RankChecks:
         if not self._open:
             return
         backend, world, config = self._open[0], self.world, self.config
-        ctx.doing = "joining the other ranks"
-        store = agent_store(self.env["MASTER_ADDR"], int(self.env["MASTER_PORT"]))
-        device = backend.device if backend.process_group else torch.device("cpu")
-        everyone = range(world.world_size)
-        ranks = Ranks(world.rank, everyone, store, device, config.collective_limit_s, ctx.stop)
-        kind = f"cpu:gloo,{backend.process_group}" if backend.process_group else "gloo"
+        device = backend.device if process_group(self.backend_name) else torch.device("cpu")
+        ranks = replace(self._ranks[0], device=device, stop=ctx.stop)
         first_limit_s = config.collective_limit_s * self._patience
-        if problem := join(ranks, kind, first_limit_s):
-            yield problem
-            return
         sizes = SIZES_BYTES if self._is_quick else FULL_SIZES_BYTES
         minimum_gb_s = 0.0 if backend.reduces_in_graph else config.min_bus_gb_s
         check = partial(check_collectives, sizes_bytes=sizes)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from pipeline.core.errors import ConfigError
 
+NUM_NODES_VARIABLE = "AWS_BATCH_JOB_NUM_NODES"
+"""Without it a process is one of a single machine."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -27,10 +30,10 @@ def node_from_env(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
     (0, 1) elsewhere. Raises ConfigError when the variables do not fit together.
     """
-    if "AWS_BATCH_JOB_NUM_NODES" not in env:
+    if NUM_NODES_VARIABLE not in env:
         return 0, 1
     try:
-        nodes, index = int(env["AWS_BATCH_JOB_NUM_NODES"]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
+        nodes, index = int(env[NUM_NODES_VARIABLE]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
         return (index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes, nodes
     except (KeyError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
@@ -74,6 +77,7 @@ def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool
         raise ConfigError(
             f"torchrun says world size {world.world_size}, the {device} runtime says {runtime_world_size}",
             expected=f"a runtime world size of {expected}",
-            next_command="launch one process per device (torchrun --nproc-per-node), and unset CPU_NUM_DEVICES,"
-            " NEURON_PJRT_WORLD_SIZE and NEURON_PJRT_PROCESSES_NUM_DEVICES",
+            next_command="launch one process per device (--launch.processes, or torchrun --nproc-per-node), and unset"
+            " CPU_NUM_DEVICES, NEURON_PJRT_WORLD_SIZE and NEURON_PJRT_PROCESSES_NUM_DEVICES; a runtime that still says"
+            " 1 was asked for its world size before its replication was initialised",
         )

@@ -1,7 +1,6 @@
 """The compile stage: meet every graph a cycle needs before it starts, and write them down in the graph manifest."""
 
 import os
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from pipeline.graphs.manifest import GraphManifest, load_manifest, store_manifes
 from pipeline.graphs.neuron_command import TRACE_FILE, drives_tool
 from pipeline.graphs.watch import Recorder
 from pipeline.io import atomic
-from pipeline.parallel.device import open_device
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.device import open_ranks
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.compile_neuron import compile_on_neuron
@@ -50,15 +48,15 @@ def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
 
 def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
     """Run the trial in this rank; what it meets is compiled at once."""
-    backend = open_device(settings.backend, ctx.world)
-    plan = shapes.plan(settings, ctx.world, backend.device_name())
-    driven = os.environ.get(TRACE_FILE)
-    known = None if driven else load_manifest(ctx.workspace, plan)
-    if known is not None:
-        return _already(ctx, known, started)
-    recorder = Recorder(backend, plan)
-    if backend.is_lazy:
-        _try_out(settings, ctx, shapes, backend, recorder)
+    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
+        plan = shapes.plan(settings, ctx.world, backend.device_name())
+        driven = os.environ.get(TRACE_FILE)
+        known = None if driven else load_manifest(ctx.workspace, plan)
+        if known is not None:
+            return _already(ctx, known, started)
+        recorder = Recorder(backend, plan)
+        if backend.is_lazy:
+            shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console).run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
@@ -68,12 +66,6 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         return _result(ctx, manifest, started)
     store_texts(ctx.workspace, recorder.texts)
     return _publish(ctx, manifest, started)
-
-
-def _try_out(settings: Settings, ctx: StageContext, shapes: Shapes, backend: Backend, recorder: Recorder) -> None:
-    timeout_s = settings.train.collective_timeout_s
-    with closing(Gang(ctx.world, timeout_s=timeout_s, device_backend=backend.process_group)) as gang:
-        shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console).run()
 
 
 def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder: Recorder) -> None:

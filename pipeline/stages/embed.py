@@ -23,6 +23,7 @@ from pipeline.embedding.share import worker_of
 from pipeline.embedding.texts import TextRules
 from pipeline.embedding.vector_set import VectorSet, open_vectors
 from pipeline.io.verify import read_manifest
+from pipeline.parallel.device import join_ranks
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.embed_model import (
@@ -43,6 +44,12 @@ NEURON = "xla:NEURON"
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Do this worker's share, and finish the cycle when it was the last. Raises every error of the family."""
+    # Every rank joins, also one without work: the others' devices may wait for it.
+    with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
+        return _run(settings, ctx)
+
+
+def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
     worker, workers = worker_of(settings.embed, ctx.world, os.environ)
     plan, checkpoint = _plan(settings, ctx)

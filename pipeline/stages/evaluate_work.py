@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -22,8 +22,7 @@ from pipeline.evaluation.report import EvaluationReport, HoldoutReport, ModelRep
 from pipeline.evaluation.scores import ScoreSet, to_rows
 from pipeline.health.after_error import informed
 from pipeline.io.verify import read_manifest
-from pipeline.parallel.device import open_device
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.device import open_ranks
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.evaluate_models import Models
@@ -60,9 +59,8 @@ class Evaluation:
     def run(self) -> EvaluationReport | None:
         """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
         ctx, settings = self.ctx, self.settings
-        self.backend = open_device(settings.backend, ctx.world)
         timeout_s = settings.train.collective_timeout_s
-        with closing(Gang(ctx.world, timeout_s=timeout_s, device_backend=self.backend.process_group)) as self.gang:
+        with open_ranks(settings.backend, ctx.world, timeout_s=timeout_s) as (self.gang, self.backend):
             try:
                 return self._run()
             except RuntimeError as error:

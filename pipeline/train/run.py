@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.backends import Backend
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -30,8 +29,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
-from pipeline.parallel.device import open_device
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.device import open_ranks
 from pipeline.parallel.world import World
 from pipeline.registry.protected import in_use
 from pipeline.telemetry.console import Console
@@ -110,10 +108,7 @@ class TrainRun:
         """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
         train, world = self.config.train, self.around.world
         self.share = batch_share(train, world)
-        self.backend: Backend = open_device(self.config.backend, world)
-        gang = Gang(world, timeout_s=train.collective_timeout_s, device_backend=self.backend.process_group)
-        with closing(gang):
-            self.gang = gang
+        with open_ranks(self.config.backend, world, timeout_s=train.collective_timeout_s) as (self.gang, self.backend):
             try:
                 return self._run()
             except RuntimeError as error:

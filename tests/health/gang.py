@@ -125,6 +125,7 @@ def node(rank: int, world: int, store: Any, per_node: int) -> list[CheckResult]:
     vars(ranks_module)["SIZES_BYTES"] = SIZES_BYTES
     config = HealthConfig(only=("collectives",), collective_limit_s=LIMIT_S)
     checks = RankChecks("cpu", place, config, os.environ, 1)
+    assert checks._join(StopSignal()) is None
     checks._open.append(InGraph())
     report = run_checks(checks.checks()[1:], config, node_rank=0, host="h", stop=StopSignal())
     return list(report.results)

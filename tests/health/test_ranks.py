@@ -61,7 +61,7 @@ def test_groups_and_limits() -> None:
         return {check.name: check.time_limit_s for check in checks if config.wants(check.group)}
 
     alone = {"device": 60.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
-    assert chosen() == {**alone, "collectives": 150.0}
+    assert chosen() == {**alone, "device": 90.0, "collectives": 120.0}
     assert chosen(1) == alone
     assert [*chosen(only=("collectives",))] == ["device", "collectives"]
     assert [*chosen(only=("host",))] == ["device"]
