@@ -23,6 +23,11 @@ class CompileConfig(BaseModel):
         " trial run meets them; auto: neuron on Neuron devices",
     )
     target: Literal["trn1", "trn2"] = Field("trn1", description="Chip that is compiled for; part of the cache key")
+    scoring_ranks: tuple[int, ...] = Field(
+        (),
+        description="Numbers of ranks, on one machine, with which evaluation or embedding run on devices and training"
+        " does not; their graphs are compiled for each, too",
+    )
     parallel: int = Field(
         0, ge=0, le=256, description="Compilers at once on each machine; 0: one for every 64 GiB of its memory"
     )

@@ -11,7 +11,7 @@ from pipeline.graphs.hlo import distance
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
 
-_TOLD = ("device", "flags", "versions", "world_size")
+_TOLD = ("device", "flags", "replicas", "versions", "world_size")
 FOLDER = "compile-cache/graphs"
 PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
 Plan = Mapping[str, PlanValue]

@@ -11,7 +11,7 @@ from pipeline.core.pjrt import pjrt_device
 from pipeline.graphs.hlo_store import store_texts
 from pipeline.graphs.lint import lint_all, lint_counters
 from pipeline.graphs.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.graphs.neuron_command import TRACE_FILE, drives_tool
+from pipeline.graphs.neuron_command import SCORING, TRACE_FILE, drives_tool
 from pipeline.graphs.watch import Recorder
 from pipeline.io import atomic
 from pipeline.parallel.device import open_ranks
@@ -37,26 +37,37 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
     """Let Neuron's tool run the trial. The device is left to it: this process never opens one."""
     ranks = World(world_size=settings.launch.processes * ctx.world.world_size)
-    plan = shapes.plan(settings, ranks, f"xla:{pjrt_device(os.environ)}")
-    manifest, was_there = compile_on_neuron(settings, ctx, plan)
-    if was_there and manifest is not None:
-        return _already(ctx, manifest, started)
-    if manifest is None:
+    device = f"xla:{pjrt_device(os.environ)}"
+    plan = shapes.plan(settings, ranks, device)
+    scoring = {ranks: shapes.scoring_plan(settings, ranks, device) for ranks in settings.compile.scoring_ranks}
+    other = {ranks: part for ranks, part in scoring.items() if not part.items() <= plan.items()}
+    manifests, was_there = compile_on_neuron(settings, ctx, plan, other)
+    if not manifests:
         return _result(ctx, GraphManifest(plan=dict(plan), graphs=()), started)
+    manifest, *others = manifests
+    if was_there:
+        return _already(ctx, manifest, started)
+    for one in others:  # before the result, which says that all is there
+        store_manifest(ctx.workspace, one)
     return _publish(ctx, manifest, started)
 
 
 def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
     """Run the trial in this rank; what it meets is compiled at once."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
-        plan = shapes.plan(settings, ctx.world, backend.device_name())
-        driven = os.environ.get(TRACE_FILE)
+        driven, is_scoring = os.environ.get(TRACE_FILE), SCORING in os.environ
+        device = backend.device_name()
+        if is_scoring:
+            plan = shapes.scoring_plan(settings, ctx.world.world_size, device)
+        else:
+            plan = shapes.plan(settings, ctx.world, device)
         known = None if driven else load_manifest(ctx.workspace, plan)
         if known is not None:
             return _already(ctx, known, started)
         recorder = Recorder(backend, plan)
         if backend.is_lazy:
-            shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console).run()
+            trial = shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console)
+            trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.core.errors import DataError, TrnpipeError
@@ -12,35 +13,40 @@ from pipeline.graphs.cache_scan import list_local, list_storage
 from pipeline.graphs.cache_sync import Direction, sync_cache
 from pipeline.graphs.config import ALL_THERE_S
 from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests
-from pipeline.graphs.neuron_command import TRACE_FILE
-from pipeline.graphs.neuron_compile import NeuronCompileResult, compile_graphs
+from pipeline.graphs.neuron_command import SCORING, TRACE_FILE
+from pipeline.graphs.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs
 from pipeline.graphs.neuron_repair import repair_after_run
 from pipeline.io.storage import open_storage
+from pipeline.parallel.world import NUM_NODES_VARIABLE
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.nodes import nodes_of
 from pipeline.telemetry.console import Console
 
 
-def compile_on_neuron(settings: Settings, ctx: StageContext, plan: Plan) -> tuple[GraphManifest | None, bool]:
-    """(manifest to publish, whether all was there already), when every node is done; no manifest on nodes but the main.
+def compile_on_neuron(
+    settings: Settings, ctx: StageContext, plan: Plan, scoring: Mapping[int, Plan]
+) -> tuple[list[GraphManifest], bool]:
+    """(manifests to publish, whether all was there already), when every node is done; none on nodes but the main.
 
-    A node is warm when the manifest of this plan is known and its cache holds every entry of it. One cold node is
-    enough for all to run the trial, which is one gang.
+    `scoring`: plans of evaluation and embedding for other numbers of ranks, which the main node compiles alone. The
+    manifest of `plan` comes first. A node is warm when the manifests of its plans are known and its cache holds every
+    entry of them. One cold node is enough for all to run the trial, which is one gang.
     """
     node = _Node(settings, ctx)
     with node.nodes.telling():
         node.check_disk()
         node.exchange("pull")
-        known = load_manifest(ctx.workspace, plan)
-        if not node.nodes.any("cold", not node.is_warm(known), timeout_s=ALL_THERE_S):
-            return known, True
-        done = node.compile()
+        parts = scoring if ctx.world.node_rank == 0 else {}
+        known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
+        if not node.nodes.any("cold", not all(map(node.is_warm, known)), timeout_s=ALL_THERE_S):
+            return [one for one in known if one is not None], True
+        manifests = node.compile(plan)
+        for ranks, part in parts.items():
+            manifests += node.compile_scoring(part, ranks)
         node.exchange("push")
         node.nodes.wait("compiled")
-    if ctx.world.node_rank != 0:
-        return None, False
-    return node.manifest(plan, done), False
+    return manifests, False
 
 
 class _Node:
@@ -52,7 +58,6 @@ class _Node:
         self.is_local = not self.root.startswith("s3://")
         self.nodes = nodes_of(ctx, "compile/nodes", settings.compile.time_limit_s)
         self.scratch = ctx.scratch / "compile"
-        self.traced = self.scratch / "traced.json"
         self.say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
 
     def check_disk(self) -> None:
@@ -72,26 +77,40 @@ class _Node:
         """True when there is nothing to compile here. A manifest without entries is not one of Neuron's tool."""
         return known is not None and bool(known.cache_entries) and known.cache_entries.keys() <= self._done()
 
-    def compile(self) -> NeuronCompileResult:
-        """Run this very command once more as the trial run, and compile what it shows."""
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        self.traced.unlink(missing_ok=True)
+    def compile(self, plan: Plan) -> list[GraphManifest]:
+        """Run this very command once more as the trial run, with the other nodes, and compile what it shows."""
+        return self._compile(plan, [], dict(os.environ), self.scratch, self.nodes)
+
+    def compile_scoring(self, plan: Plan, ranks: int) -> list[GraphManifest]:
+        """The same on this machine alone, with so many ranks that evaluate and embed."""
+        self.say(f"compile: evaluation and embedding on {ranks} ranks")
+        env = {name: value for name, value in os.environ.items() if name != NUM_NODES_VARIABLE} | {SCORING: "1"}
+        return self._compile(plan, ["--launch.processes", str(ranks)], env, self.scratch / f"scoring-{ranks}", Alone())
+
+    def _compile(
+        self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Peers
+    ) -> list[GraphManifest]:
+        """The manifest; none on nodes but the main."""
+        scratch.mkdir(parents=True, exist_ok=True)
+        traced = scratch / "traced.json"
+        traced.unlink(missing_ok=True)
         try:
-            return compile_graphs(
-                [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle],
+            done = compile_graphs(
+                [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle, *flags],
                 self.settings.compile,
                 cache_root=self.root,
-                scratch=self.scratch,
+                scratch=scratch,
                 repair=self._repair,
                 stop=self.ctx.stop,
-                env={**os.environ, TRACE_FILE: str(self.traced)},
+                env={**env, TRACE_FILE: str(traced)},
                 say=self.say,
-                peers=self.nodes,
+                peers=peers,
             )
         except TrnpipeError as error:
             if not self.ctx.stop.is_set():  # no time for it then
                 self._give_what_is_done(error)
             raise
+        return [self._manifest(plan, traced, done)] if self.ctx.world.node_rank == 0 else []
 
     def _repair(self, root: str) -> list[str]:
         lines = repair_after_run(root)
@@ -106,9 +125,9 @@ class _Node:
         except TrnpipeError as second:
             error.add_note(f"and what is compiled could not be shared: {second}")
 
-    def manifest(self, plan: Plan, done: NeuronCompileResult) -> GraphManifest:
+    def _manifest(self, plan: Plan, trace_file: Path, done: NeuronCompileResult) -> GraphManifest:
         """What the trial run traced, with the cache entries it needs. Raises DataError when it had another plan."""
-        traced = GraphManifest.model_validate_json(self.traced.read_bytes())
+        traced = GraphManifest.model_validate_json(trace_file.read_bytes())
         if traced.plan != plan:
             raise DataError(
                 "the trial run traced another plan than this command's",

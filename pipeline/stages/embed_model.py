@@ -81,5 +81,6 @@ def _watch(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, backen
     if not backend.is_lazy:
         return NoWatch()
     state = checkpoint.state
-    plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, backend.device_name())
+    device, world_size = backend.device_name(), ctx.world.world_size
+    plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, world_size)
     return open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)

@@ -25,7 +25,6 @@ from pipeline.stages.context import StageContext
 from pipeline.stages.shapes import Shapes
 from pipeline.train.guarding import open_part_guard
 from pipeline.train.inputs import spec_of
-from pipeline.train.plan import evaluation_plan
 
 
 @dataclass
@@ -109,11 +108,10 @@ class ModelScorer:
             dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
             shapes = Shapes(spec_of(holdout.sets[0].info), holdout.rows.buckets)
-            plan = shapes.plan(
-                self.settings.model_copy(update={"model": model}), self.ctx.world, self.backend.device_name()
-            )
+            settings = self.settings.model_copy(update={"model": model})
+            plan = shapes.scoring_plan(settings, self.ctx.world.world_size, self.backend.device_name())
             self._watches[name] = open_part_guard(
-                self.ctx.workspace, evaluation_plan(plan), self.backend, self.settings.compile, self.ctx.console
+                self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
             )
         return self._watches[name]
 

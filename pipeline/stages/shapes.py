@@ -18,7 +18,7 @@ from pipeline.stages.context import StageContext
 from pipeline.stages.prepared import find_prepared
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import spec_of
-from pipeline.train.plan import GraphSettings, graph_plan
+from pipeline.train.plan import GraphSettings, evaluation_plan, graph_plan
 from pipeline.train.share import batch_share
 from pipeline.train.trial import Trial
 
@@ -35,10 +35,11 @@ class Shapes:
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
-        graphs = GraphSettings(
-            settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps
-        )
-        return graph_plan(graphs, self.spec, self.buckets, batch_share(settings.train, world), device)
+        return graph_plan(_graphs(settings), self.spec, self.buckets, batch_share(settings.train, world), device)
+
+    def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
+        """The same for evaluation and embedding alone."""
+        return evaluation_plan(_graphs(settings), self.spec, self.buckets, world_size, device)
 
     def trial(
         self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console
@@ -50,7 +51,6 @@ class Shapes:
             embed=settings.embed,
             spec=self.spec,
             buckets=self.buckets,
-            share=batch_share(settings.train, gang.world),
             backend=backend,
             gang=gang,
             stop=stop,
@@ -58,6 +58,10 @@ class Shapes:
             watch=watch,
             figure_rows=settings.log.every_steps,
         )
+
+
+def _graphs(settings: Settings) -> GraphSettings:
+    return GraphSettings(settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:

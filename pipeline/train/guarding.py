@@ -8,8 +8,7 @@ from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_ma
 from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.telemetry.console import Console
-
-QUICK_COMPILER = "xla:CPU"
+from pipeline.train.plan import QUICK_COMPILER
 
 
 def open_guard(
@@ -30,8 +29,8 @@ def open_part_guard(
 ) -> GraphWatch:
     """The same for evaluation and embedding, whose part of the plan several ways of training may share.
 
-    They may run on CPU machines while training runs on Trainium. XLA:CPU compiles in seconds: it is bound only by what
-    was compiled for it, of this very model.
+    On devices they share them at one number of ranks. They may run on CPU machines while training runs on Trainium:
+    XLA:CPU compiles in seconds, so it is bound only by what was compiled for it, of this very model.
     """
     manifests = load_manifests(workspace)
     for manifest in manifests:

@@ -12,6 +12,7 @@ from pipeline.graphs.manifest import PlanValue
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 
+QUICK_COMPILER = "xla:CPU"
 _COMPILERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 # In the program but not in its graphs: values travel with the batches, or stay on the host.
 _NOT_IN_GRAPHS = {
@@ -27,7 +28,6 @@ _NOT_IN_GRAPHS = {
     "on_deadline",
     "collective_timeout_s",
 }
-_SHARING = {"accumulation", "world_size"}
 _ENCODER = {"max_positions", "layer_norm_eps", "pooling"}
 _SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
@@ -47,6 +47,14 @@ def graph_plan(
     settings: GraphSettings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
 ) -> dict[str, PlanValue]:
     """Everything two runs must share to share their graphs, by name."""
+    plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
+    return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
+
+
+def evaluation_plan(
+    settings: GraphSettings, spec: InputSpec, buckets: Sequence[Bucket], world_size: int, device: str
+) -> dict[str, PlanValue]:
+    """What of it decides the graphs of evaluation: not how ranks share a step."""
     train, model = settings.train, settings.model
     fields = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
     plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in fields.items()}
@@ -57,28 +65,21 @@ def graph_plan(
     plan |= {f"train.guard.{name}": value for name, value in guard.items()}
     shape = model.model_dump(mode="json", exclude={"preset", "init_from", *model.encoder.model_dump()})
     plan |= {f"model.{name}": value for name, value in {**shape, **model.encoder.model_dump()}.items()}
-    plan |= embed_plan(model, settings.embed, settings.compile, spec, device)
+    plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
         "data.pad_id": spec.pad_id,
         "data.classes": spec.num_classes,
         "data.numeric": len(spec.numeric),
         "data.categorical": list(spec.categorical_ids),
-        "accumulation": share.accumulation,
         "log.every_steps": settings.log_every,
-        "world_size": share.world_size,
     }
 
 
-def evaluation_plan(plan: Mapping[str, PlanValue]) -> dict[str, PlanValue]:
-    """What of the plan of a run decides the graphs of evaluation: not how many ranks share a step."""
-    return {name: value for name, value in plan.items() if name not in _SHARING}
-
-
 def embed_plan(
-    model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str
+    model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str, world_size: int
 ) -> dict[str, PlanValue]:
-    """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device, compiler. Not the world size."""
+    """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device with its replicas, compiler."""
     shape = {**model.encoder.model_dump(), **model.model_dump(include=set(_ENCODER))}
     plan: dict[str, PlanValue] = {f"model.{name}": value for name, value in shape.items()}
     fields = embed.model_dump(mode="json", include=set(GRAPH_FIELDS))
@@ -86,9 +87,19 @@ def embed_plan(
     return plan | {
         "data.vocab_size": spec.vocab_size,
         "device": device,
+        "replicas": num_replicas(device, world_size),
         "flags": flags.flags.text(),
         "versions": dict(_versions()),
     }
+
+
+def num_replicas(device: str, world_size: int) -> int:
+    """Devices that the runtime of one of `world_size` ranks compiles every graph for, also one that reduces nothing.
+
+    PyTorch/XLA 2.9 tells the compiler the number of the runtime's devices (PjRtComputationClient::Compile). So a graph
+    may have another cache key for another number. XLA:CPU processes are alone.
+    """
+    return 1 if device == QUICK_COMPILER else world_size
 
 
 def _versions() -> Mapping[str, str]:

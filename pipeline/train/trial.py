@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.backends import Backend
-from pipeline.core.batching import BatchPlan, Int64s, RankShare
+from pipeline.core.batching import BatchPlan, Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.program import EmbedProgram
 from pipeline.evaluation.holdout import evaluate_holdout
+from pipeline.evaluation.program import ScoreProgram
+from pipeline.evaluation.scorer import Score
 from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
@@ -25,6 +27,7 @@ from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import Cadence, Hooks, TrainLoop
 from pipeline.train.program import TrainProgram
+from pipeline.train.share import batch_share
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -79,7 +82,6 @@ class Trial:
     embed: EmbedConfig
     spec: InputSpec
     buckets: tuple[Bucket, ...]
-    share: RankShare
     backend: Backend
     gang: Gang
     stop: StopSignal
@@ -91,12 +93,12 @@ class Trial:
         """Train over every bucket, evaluate and copy out a checkpoint on the way and at the end. Raises Preempted."""
         rows = TrialRows(self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size)
         plan = BatchPlan(rows.sizes, self.train.global_batch_size, self.train.seed)
-        steps = plan.batches_per_epoch
+        steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
         self.program = TrainProgram(
             build_model(self.model, self.spec, self.train.seed),
             self.backend,
             self.train,
-            accumulation=self.share.accumulation,
+            accumulation=share.accumulation,
             host_mean=self.gang.mean,
             figure_rows=self.figure_rows,
             buckets=self.buckets,
@@ -106,7 +108,7 @@ class Trial:
         loop = TrainLoop(
             program=self.program,
             backend=self.backend,
-            stream=BatchStream(rows, plan, self.share, self.train, 0, steps),
+            stream=BatchStream(rows, plan, share, self.train, 0, steps),
             gang=self.gang,
             stop=self.stop,
             console=self.console,
@@ -115,23 +117,38 @@ class Trial:
             hooks=Hooks(self._evaluate, self._save, _nothing, _nothing),
             start_step=0,
             max_steps=steps,
-            accumulation=self.share.accumulation,
+            accumulation=share.accumulation,
             values_are_real=False,
         )
         if loop.run() == "stopped":
             self.stop.set("another rank")
             self.stop.raise_if_set("the trial run; nothing of it is kept")
-        self._evaluate(steps)
+        self._score(self.program.scores)
         self._save(steps)
         del loop, self.program  # one model at a time on the device
         self.embed_blank()
 
+    def score(self) -> None:
+        """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
+        model = build_model(self.model, self.spec, self.train.seed)
+        weights = model.state_dict()
+        precision, chunk_mib = self.train.precision, self.train.chunk_mib
+        program = ScoreProgram(model, self.backend, precision, self.buckets, self.watch, chunk_mib=chunk_mib)
+        program.load(weights)
+        self._score(program.scores)
+        del program
+        self.embed_blank()
+
     def _evaluate(self, step: int) -> bool:
+        self._score(self.program.scores)
+        return False
+
+    def _score(self, score: Score) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
         rows = TrialRows(self.spec, self.buckets, size * self.gang.world.world_size)
         evaluate_holdout(
-            self.program.scores,
+            score,
             self.backend,
             rows,
             label_gains=self.spec.label_gains,
@@ -140,7 +157,6 @@ class Trial:
             gang=self.gang,
             stop=self.stop,
         )
-        return False
 
     def embed_blank(self) -> None:
         """Embed two batches of every shape, without a text in them."""

@@ -53,7 +53,6 @@ def manifest(xla: Backend) -> GraphManifest:
         embed=CONFIG,
         spec=SPEC,
         buckets=(Bucket(8, 8),),
-        share=RankShare(0, 2),
         backend=xla,
         gang=Gang(World(), timeout_s=60.0),
         stop=StopSignal(),
@@ -78,7 +77,7 @@ def test_embedding_meets_no_other_and_agrees_with_the_eager_cpu(
 ) -> None:
     workspace = open_storage(str(tmp_path))
     store_manifest(workspace, manifest)
-    plan = embed_plan(MODEL, CONFIG, CompileConfig(), SPEC, xla.device_name())  # of any number of ranks
+    plan = embed_plan(MODEL, CONFIG, CompileConfig(), SPEC, xla.device_name(), 5)  # of any number of ranks
     guard = open_part_guard(workspace, plan, xla, CompileConfig(), Console(quiet=True))
     assert isinstance(guard, Guard)
     compiled = xla.compile_count()

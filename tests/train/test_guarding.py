@@ -10,7 +10,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.embedding.config import EmbedConfig
 from pipeline.graphs.config import CompileConfig
 from pipeline.graphs.manifest import GraphManifest, Plan, store_manifest
-from pipeline.graphs.watch import Guard, NoWatch
+from pipeline.graphs.watch import GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.console import Console
 from pipeline.train.guarding import open_guard, open_part_guard
@@ -28,14 +28,19 @@ class NoCounters:
         return 0.0
 
 
-def training(world_size: int, embed: EmbedConfig) -> Plan:
+def training(world_size: int, embed: EmbedConfig, *, device: str = DEVICE) -> Plan:
     graphs = GraphSettings(TRAIN, MODEL, embed, CompileConfig(), 10)
-    return graph_plan(graphs, SPEC, (Bucket(4, 6),), RankShare(0, world_size), DEVICE)
+    return graph_plan(graphs, SPEC, (Bucket(4, 6),), RankShare(0, world_size), device)
 
 
-def embedding(embed: EmbedConfig, precision: str = "fp32") -> Plan:
+def evaluating(world_size: int, *, device: str = DEVICE, bucket: str = "4x6") -> Plan:
+    graphs = GraphSettings(TRAIN, MODEL, EmbedConfig(), CompileConfig(), 10)
+    return evaluation_plan(graphs, SPEC, (Bucket.parse(bucket),), world_size, device)
+
+
+def embedding(embed: EmbedConfig, precision: str = "fp32", *, world_size: int = 8, device: str = DEVICE) -> Plan:
     config = EmbedConfig.model_validate({**embed.model_dump(), "precision": precision})
-    return embed_plan(MODEL, config, CompileConfig(), SPEC, DEVICE)
+    return embed_plan(MODEL, config, CompileConfig(), SPEC, device, world_size)
 
 
 @pytest.fixture
@@ -43,33 +48,46 @@ def workspace(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path))
 
 
-def test_embedding_is_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
-    manifest = GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=())
+def part_guard(workspace: Storage, plan: Plan) -> GraphWatch:
+    return open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
+
+
+def test_on_a_cpu_machine_parts_are_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
+    manifest = GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=())
     store_manifest(workspace, manifest)
-    found = open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
-    assert isinstance(found, Guard) and found.manifest == manifest
+    for plan in (embedding(EmbedConfig(), world_size=1, device="xla:CPU"), evaluating(3, device="xla:CPU")):
+        found = part_guard(workspace, plan)
+        assert isinstance(found, Guard) and found.manifest == manifest
     with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
-        open_guard(workspace, training(1, EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
+        alone = training(1, EmbedConfig(), device="xla:CPU")
+        open_guard(workspace, alone, NoCounters(), CompileConfig(), Console(quiet=True))
 
 
-def test_evaluation_is_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
+def test_on_a_device_parts_need_graphs_of_their_own_number_of_ranks(workspace: Storage) -> None:
+    """The number of replicas is given to the compiler with every graph."""
     manifest = GraphManifest(plan=dict(training(128, EmbedConfig())), graphs=())
     store_manifest(workspace, manifest)
-    found = open_part_guard(
-        workspace, evaluation_plan(training(32, EmbedConfig())), NoCounters(), CompileConfig(), Console(quiet=True)
-    )
-    assert isinstance(found, Guard) and found.manifest == manifest
-    other = evaluation_plan({**training(32, EmbedConfig()), "data.buckets": ["8x8"]})
+    for same in (evaluating(128), embedding(EmbedConfig(), world_size=128)):
+        found = part_guard(workspace, same)
+        assert isinstance(found, Guard) and found.manifest == manifest
+    for other in (evaluating(32), embedding(EmbedConfig(), world_size=32)):
+        with pytest.raises(ConfigError, match="replicas: compiled 128, now 32\n"):
+            part_guard(workspace, other)
+    scoring = GraphManifest(plan=dict(evaluating(32)), graphs=())
+    store_manifest(workspace, scoring)
+    for other in (evaluating(32), embedding(EmbedConfig(), world_size=32)):
+        found = part_guard(workspace, other)
+        assert isinstance(found, Guard) and found.manifest == scoring
     with pytest.raises(ConfigError, match=r"data\.buckets: compiled \['4x6'\], now \['8x8'\]\n"):
-        open_part_guard(workspace, other, NoCounters(), CompileConfig(), Console(quiet=True))
+        part_guard(workspace, evaluating(32, bucket="8x8"))
 
 
 def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
     store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=()))
-    here = {**embedding(EmbedConfig()), "device": "xla:CPU"}
+    here = embedding(EmbedConfig(), device="xla:CPU")
     found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
     assert isinstance(found, NoWatch)
-    store_manifest(workspace, GraphManifest(plan={**training(8, EmbedConfig()), "device": "xla:CPU"}, graphs=()))
+    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=()))
     assert isinstance(open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True)), Guard)
     with pytest.raises(ConfigError, match=r"embed\.precision: compiled fp32, now bf16"):
         open_part_guard(
@@ -78,15 +96,15 @@ def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: S
 
 
 def test_another_model_of_the_workspace_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
-    other = {**training(1, EmbedConfig()), "device": "xla:CPU", "model.num_layers": 12}
+    other = {**training(1, EmbedConfig(), device="xla:CPU"), "model.num_layers": 12}
     store_manifest(workspace, GraphManifest(plan=other, graphs=()))
-    here = {**embedding(EmbedConfig()), "device": "xla:CPU"}
+    here = embedding(EmbedConfig(), device="xla:CPU")
     found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
     assert isinstance(found, NoWatch)
 
 
 def test_what_was_compiled_on_a_cpu_machine_is_not_enough_for_trainium(workspace: Storage) -> None:
-    store_manifest(workspace, GraphManifest(plan={**training(8, EmbedConfig()), "device": "xla:CPU"}, graphs=()))
+    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=()))
     with pytest.raises(ConfigError, match="device: compiled xla:CPU, now xla:NEURON"):
         open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
 
