@@ -1,30 +1,28 @@
-"""Runs xla_cases.py in a process of its own.
+"""XLA:CPU, alone and as one of two replicas, each way of tracing in processes of its own."""
 
-Autograd counts its devices at the first backward pass of a process, so XLA must be there before any other test's.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+from tests.backends.xla_process import FUNCTIONALIZATION, needs_xla, run_cases
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.stage, needs_xla]
 
 
-@pytest.mark.stage
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 def test_xla_cases() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("xla_cases.py"))],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": FAST_COMPILE, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_cases(HERE / "xla_cases.py", "with-functionalization")
+
+
+def test_xla_cases_of_values_as_on_neuron() -> None:
+    run_cases(HERE / "xla_cases.py", "as-on-neuron", "-k", "eager or chunks or poisoned or dropout")
+
+
+@pytest.mark.thorough
+def test_all_xla_cases_as_on_neuron() -> None:
+    run_cases(HERE / "xla_cases.py", "as-on-neuron")
+
+
+@pytest.mark.parametrize("mode", FUNCTIONALIZATION)
+def test_two_replicas(mode: str) -> None:
+    run_cases(HERE / "replica_cases.py", mode, CPU_NUM_DEVICES="2")

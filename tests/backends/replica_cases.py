@@ -1,0 +1,185 @@
+"""Graphs of one of two replicas, traced on XLA:CPU with two devices; nothing is run. Run by test_xla.py.
+
+XLA:CPU stands for a device whose processes are replicas of one program; what initialises and traces them is torch_xla.
+"""
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline import backends
+from pipeline.backends import xla as xla_module
+from pipeline.backends.xla_tracer import XlaTracer
+from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.data.loader import training_batches
+from pipeline.data.shards import TokenRows
+from pipeline.embedding.config import EmbedConfig
+from pipeline.evaluation.program import ScoreProgram
+from pipeline.graphs.hlo import parse, stable_key
+from pipeline.graphs.watch import Recorder
+from pipeline.model.relevance import build_model
+from pipeline.parallel.device import open_device
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from pipeline.telemetry.console import Console
+from pipeline.train.config import TrainConfig
+from pipeline.train.optimizer import control_values
+from pipeline.train.program import TrainProgram
+from pipeline.train.trial import Trial
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_rows
+
+RANKS = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
+pytestmark = pytest.mark.stage
+
+
+class Replica(XlaTracer):
+    separate_processes = frozenset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group() -> Iterator[None]:
+    """As if the other rank had joined."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def _replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A runtime that nobody has asked yet; given back so."""
+    runtime: Any = importlib.import_module("torch_xla.runtime")
+    monkeypatch.setattr(runtime, "_WORLD_SIZE", None)
+    monkeypatch.setattr(xla_module.XlaBackend, "separate_processes", frozenset())
+    yield runtime
+    model: Any = importlib.import_module("torch_xla.core.xla_model")
+    model.set_replication(importlib.import_module("torch_xla").device(), [])
+
+
+@pytest.mark.usefixtures("_replicas")
+def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(name: str, **ranks: int) -> backends.Backend:
+        return backends.open_backend(name)
+
+    monkeypatch.setattr("pipeline.parallel.device.open_backend", alone)
+    with pytest.raises(ConfigError, match="torchrun says world size 2, the xla runtime says 1"):
+        open_device("xla", RANKS)
+
+
+def test_a_rank_whose_runtime_was_asked_too_early_is_refused(_replicas: Any) -> None:
+    assert _replicas.world_size() == 1  # and for good
+    with pytest.raises(ConfigError, match="was asked for its world size before its replication was initialised"):
+        open_device("xla", RANKS)
+
+
+def test_the_runtime_knows_all_replicas(_replicas: Any) -> None:
+    backend = open_device("xla", RANKS)
+    assert backend.runtime_world_size() == _replicas.world_size() == 2
+    assert backend.reduces_in_graph
+
+
+def all_reduces(text: str) -> list[str]:
+    """What each all-reduce takes."""
+    return re.findall(r"= \((.*)\) all-reduce\(", text)
+
+
+def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tuple[TrainProgram, dict[str, str]]:
+    """The HLO of two steps and an evaluation by phase, as a Recorder keeps it."""
+    backend = Replica(0, 2, 2)
+    recorder = Recorder(backend, {})
+    program = TrainProgram(
+        build_model(MODEL, SPEC, 1),
+        backend,
+        config,
+        accumulation=accumulation,
+        host_mean=lambda tensors: pytest.fail("the device reduces"),
+        figure_rows=4,
+        buckets=BUCKETS,
+        watch=recorder,
+    )
+    share = RankShare(0, 2, accumulation)
+    stream = training_batches(rows, BatchPlan(rows.sizes, config.global_batch_size, 1), share, 0, 2)
+    for number, micro in enumerate(stream):
+        batch = {name: tensor.to(backend.device) for name, tensor in micro.tensors.items()}
+        program.micro_step(batch)
+        if (number + 1) % accumulation == 0:
+            program.update(control_values(1, 0.1, config.optimizer).to(backend.device), 2)
+    program.scores(batch)
+    assert len({graph.phase for graph in recorder.graphs.values()}) == len(recorder.graphs), "two steps, one graph"
+    return program, {graph.phase: recorder.texts[key] for key, graph in recorder.graphs.items()}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("replicas"), [(48, 0)])
+
+
+@pytest.mark.usefixtures("_replicas")
+@pytest.mark.parametrize("boundary", ["fused", "split"])
+@pytest.mark.parametrize(("chunk_mib", "accumulation"), [(32.0, 1), (0.002, 1), (0.002, 2)])
+def test_a_step_holds_one_all_reduce_for_each_chunk(
+    rows: TokenRows, boundary: Literal["fused", "split"], chunk_mib: float, accumulation: int
+) -> None:
+    config = TRAIN.model_copy(update={"step_boundary": boundary, "chunk_mib": chunk_mib, "global_batch_size": 16})
+    program, graphs = texts(config, rows, accumulation=accumulation)
+    sizes = [chunk.size for chunk in program.layout.chunks]
+    assert (len(sizes) == 2) == (chunk_mib == 32.0)
+    phase = "step" if boundary == "fused" else "update"
+    found = all_reduces(graphs.pop(phase))
+    assert len(found) == len(sizes)
+    for size, operands in zip(sizes, found, strict=True):
+        assert operands.startswith(f"f32[{size}]"), "a chunk, in order"
+    assert "f32[1]" in found[-1], "the loss goes with the last"
+    assert {"start", "evaluate"} <= graphs.keys()
+    assert not [phase for phase, text in graphs.items() if "all-reduce" in text]
+
+
+@pytest.mark.usefixtures("_replicas")
+def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(rows: TokenRows) -> None:
+    config = TRAIN.model_copy(update={"global_batch_size": 16})
+    _, training = texts(config, rows)
+    recorder = Recorder(Replica(0, 2, 2), {})
+    Trial(
+        train=config,
+        model=MODEL,
+        embed=EmbedConfig(buckets=(8,)),
+        spec=SPEC,
+        buckets=BUCKETS,
+        backend=Replica(0, 2, 2),
+        gang=Gang(World(), timeout_s=1.0),
+        stop=StopSignal(),
+        console=Console(quiet=True),
+        watch=recorder,
+        figure_rows=4,
+    ).score()
+    met = [(graph.phase, graph.bucket) for graph in recorder.graphs.values()]
+    assert sorted(met) == [("embed", "8"), *(("evaluate", bucket.name) for bucket in BUCKETS)]
+    assert stable_key(parse(training["evaluate"])) in {stable_key(module) for module in recorder.modules.values()}
+
+
+def test_memory_is_not_asked_of_a_runtime_that_may_abort(_replicas: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_device("xla", RANKS)
+    assert isinstance(backend, xla_module.XlaBackend)
+    monkeypatch.setattr(backend, "device_type", "NEURON")
+    monkeypatch.setattr(backend._xm, "get_memory_info", lambda device: pytest.fail("may end the process"))
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3")
+    assert backend.memory_bytes() is None
+
+
+@pytest.mark.usefixtures("_replicas")
+def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
+    backend = Replica()
+    recorder = Recorder(backend, {})
+    with torch.device("meta"):
+        model = build_model(MODEL, SPEC, 1)
+    program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder, chunk_mib=TRAIN.chunk_mib)
+    program.load(build_model(MODEL, SPEC, 1).state_dict())
+    (micro,) = training_batches(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), 0, 1)
+    program.scores({name: tensor.to(backend.device) for name, tensor in micro.tensors.items()})
+    assert "all-reduce" not in "".join(recorder.texts.values())

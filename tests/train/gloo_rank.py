@@ -1,0 +1,49 @@
+"""One rank of test_two_ranks.py: the gradients of one step, as this rank has them after the reduction, into a file."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.data.loader import training_batches
+from pipeline.model.relevance import build_model
+from pipeline.parallel.device import open_ranks
+from pipeline.parallel.world import World, world_from_env
+from pipeline.train.config import TrainConfig
+from pipeline.train.program import TrainProgram
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_rows
+
+
+def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> dict[str, torch.Tensor]:
+    """By name of parameter, and the loss; the mean over all samples of the first global batch."""
+    with TemporaryDirectory() as folder, open_ranks("cpu", world, timeout_s=60.0) as (gang, backend):
+        rows = make_rows(Path(folder), [(40, 40)])
+        program = TrainProgram(
+            build_model(MODEL, SPEC, config.seed),
+            backend,
+            config,
+            accumulation=accumulation,
+            host_mean=gang.mean,
+            figure_rows=1,
+            buckets=BUCKETS,
+        )
+        share = RankShare(world.rank, world.world_size, accumulation)
+        for micro in training_batches(rows, BatchPlan(rows.sizes, config.global_batch_size, 1), share, 0, 1):
+            program.micro_step(micro.tensors)
+        sums = program.reduced(world.world_size)
+        return {**program.layout.unpack(sums[:-1]), "loss": sums[-1]}
+
+
+def main() -> None:
+    """Arguments: folder, MiB in a chunk, micro-steps."""
+    torch.set_num_threads(1)
+    folder, chunk_mib, accumulation = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    world = world_from_env()
+    found = reduced_gradients(world, TRAIN.model_copy(update={"chunk_mib": chunk_mib}), accumulation)
+    torch.save({name: tensor.clone() for name, tensor in found.items()}, folder / f"rank-{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
