@@ -14,15 +14,16 @@ def test_xla_cases() -> None:
     run_cases(HERE / "xla_cases.py", "with-functionalization")
 
 
-def test_xla_cases_of_values_as_on_neuron() -> None:
-    run_cases(HERE / "xla_cases.py", "as-on-neuron", "-k", "eager or chunks or poisoned or dropout")
+def test_values_as_on_neuron() -> None:
+    run_cases(HERE / "xla_cases.py", "as-on-neuron", "-k", "eager or chunks")
 
 
 @pytest.mark.thorough
-def test_all_xla_cases_as_on_neuron() -> None:
-    run_cases(HERE / "xla_cases.py", "as-on-neuron")
-
-
 @pytest.mark.parametrize("mode", FUNCTIONALIZATION)
+def test_all_xla_cases(mode: str) -> None:
+    run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough")
+
+
+@pytest.mark.parametrize("mode", [pytest.param("with-functionalization", marks=pytest.mark.thorough), "as-on-neuron"])
 def test_two_replicas(mode: str) -> None:
     run_cases(HERE / "replica_cases.py", mode, CPU_NUM_DEVICES="2")

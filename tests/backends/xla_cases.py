@@ -102,7 +102,7 @@ def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: Tok
     assert xla.compile_count() == compiled  # another run of the same shapes
 
 
-@pytest.mark.parametrize("boundary", ["fused", "split"])
+@pytest.mark.parametrize("boundary", ["fused", pytest.param("split", marks=pytest.mark.thorough)])
 def test_chunks_change_no_bit(xla: Backend, rows: TokenRows, boundary: str) -> None:
     whole = TRAIN.model_copy(update={"step_boundary": boundary})
     found = [trained(xla, rows, config) for config in (whole, whole.model_copy(update={"chunk_mib": 0.001}))]

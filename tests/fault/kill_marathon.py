@@ -1,4 +1,4 @@
-"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3]`: must hold 3 in full.
+"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--processes 2]`: must hold 3 in full.
 
 Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
 that nobody touched. Exit 0 when all of them do.
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--backend", choices=("cpu", "xla"), default="cpu")
     parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
+    parser.add_argument("--processes", type=int, default=1, help="ranks that train together")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with ExitStack() as stack:
@@ -40,6 +41,8 @@ def main() -> int:
 def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
     started = time.monotonic()
     flags = ON_XLA if arguments.backend == "xla" else TINY
+    if arguments.processes > 1:
+        flags += (f"--launch.processes={arguments.processes}", "--train.loss.negatives-group=2")
     whole = reference(arguments.backend, flags)
     start_s = time.monotonic() - started
     print(f"reference: candidate {whole.candidate}, {len(whole.trace)} steps", flush=True)

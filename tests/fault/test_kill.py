@@ -52,6 +52,18 @@ def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("backend", "flags"), [("cpu", TINY), ("xla", ON_XLA)])
+def test_two_processes_killed_together(place: Callable[..., Place], backend: str, flags: tuple[str, ...]) -> None:
+    two = (*flags, "--launch.processes=2", "--train.loss.negatives-group=2")
+    here = place(backend, two)
+    kill(here, Moment("saving", 15))
+    kill(here, Moment("step", 40, 0.02))
+    here.run("train")
+    assert here.ended() == reference(backend, two)
+    assert {event["world_size"] for event in here.events("train_started")} == {2}
+
+
+@pytest.mark.thorough
 def test_killed_on_xla(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     kill(here, Moment("saving", 15))
