@@ -149,7 +149,7 @@ class RankChecks:
             ranks = replace(ranks, name="device collectives", device=backend.device, first_limit_s=first_limit_s)
             yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
         yield from self._clock(ranks)
-        if backend.process_group:
+        if process_group(self.backend_name):
             dist.destroy_process_group()  # nccl warns of a leak where a process ends without
 
     def _in_node(self, ranks: Ranks) -> Ranks:

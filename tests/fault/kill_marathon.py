@@ -40,7 +40,7 @@ def main() -> int:
 
 def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
     started = time.monotonic()
-    flags = ON_XLA if arguments.backend == "xla" else TINY
+    flags: tuple[str, ...] = ON_XLA if arguments.backend == "xla" else TINY
     if arguments.processes > 1:
         flags += (f"--launch.processes={arguments.processes}", "--train.loss.negatives-group=2")
     whole = reference(arguments.backend, flags)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.backends import process_group
 from pipeline.backends.cuda import CudaBackend
 from pipeline.core.health import Verdict
 from pipeline.core.stop import StopSignal
@@ -29,7 +30,7 @@ def test_a_sound_gpu_passes(tmp_path: Path, profile: str) -> None:
 def test_collectives_go_through_nccl() -> None:
     backend = CudaBackend(0)
     store = agent_store("127.0.0.1", 0, is_agent=True)
-    dist.init_process_group(f"cpu:gloo,{backend.process_group}", store=store, rank=0, world_size=1)
+    dist.init_process_group(f"cpu:gloo,{process_group(backend.name)}", store=store, rank=0, world_size=1)
     try:
         ranks = Ranks(0, range(1), store, backend.device, 30.0, StopSignal())
         result = check_collectives(ranks)
