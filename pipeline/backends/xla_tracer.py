@@ -32,9 +32,8 @@ class XlaTracer(XlaBackend):
         for tensor in computed:
             shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
             self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
-        self._xla._XLAC._set_all_reduce_token(
-            str(self.device), None
-        )  # orders the all-reduces of one graph, as in sync()
+        # Orders the all-reduces of one graph; a sync drops it, too.
+        self._xla._XLAC._set_all_reduce_token(str(self.device), None)
         self.seed(0)  # the state of the random numbers is computed, too
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
