@@ -50,7 +50,8 @@ def make_plan(settings: CycleSettings) -> CyclePlan:
     """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share."""
     for name in _SHARE_BATCHES:
         job = settings.jobs.stage(name)
-        batch_share(settings.train, World(world_size=job.nodes * job.processes))
+        batch_share(settings.train, World(world_size=_ranks(job)))
+    _check_compiled_ranks(settings)
     return plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),
@@ -75,6 +76,35 @@ def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
     if _on_neuron(settings, compile_):
         limits["compile"] = settings.compile.stage_limit_s(num_nodes=compile_.nodes)
     return limits
+
+
+def _ranks(job: StageJob) -> int:
+    return job.nodes * job.processes
+
+
+def _check_compiled_ranks(settings: CycleSettings) -> None:
+    """Graphs are found again by as many ranks as they were compiled for. Raises ConfigError for a job of others."""
+    jobs = settings.jobs
+    both = _on_neuron(settings, jobs.compile) and _on_neuron(settings, jobs.train)
+    if settings.compile.on_unknown_graph != "error" or not both:
+        return
+    trained = _ranks(jobs.train)
+    if _ranks(jobs.compile) != trained:
+        raise ConfigError(
+            f"jobs.compile has {_ranks(jobs.compile)} ranks (nodes x processes), jobs.train {trained}",
+            expected="as many: the number of replicas is part of a compiled graph",
+            next_command=f"--jobs.compile.nodes {jobs.train.nodes} --jobs.compile.processes {jobs.train.processes}",
+        )
+    for name in ("evaluate", "embed"):
+        job = jobs.stage(name)
+        known = {trained, *settings.compile.scoring_ranks}
+        if _on_neuron(settings, job) and _ranks(job) not in known:
+            wanted = " ".join(str(ranks) for ranks in (*settings.compile.scoring_ranks, _ranks(job)))
+            raise ConfigError(
+                f"jobs.{name} has {_ranks(job)} ranks, graphs are compiled for {', '.join(map(str, sorted(known)))}",
+                expected="a number of ranks that graphs are compiled for",
+                next_command=f"--compile.scoring-ranks {wanted.replace(' ', ',')}",
+            )
 
 
 def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:

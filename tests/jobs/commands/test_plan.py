@@ -75,6 +75,37 @@ def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFi
     assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "seen", "next_command"),
+    [
+        (
+            ["--jobs.compile.nodes=1"],
+            "jobs.compile has 32 ranks (nodes x processes), jobs.train 128",
+            "--jobs.compile.nodes 4 --jobs.compile.processes 32",
+        ),
+        (
+            ["--jobs.evaluate.processes=8"],
+            "jobs.evaluate has 8 ranks, graphs are compiled for 32, 128",
+            "--compile.scoring-ranks 32,8",
+        ),
+        (
+            [f"--config={CONFIGS / 'jobs' / 'embed-trn1.toml'}", "--jobs.embed.processes=2"],
+            "jobs.embed has 2 ranks, graphs are compiled for 32, 128",
+            "--compile.scoring-ranks 32,2",
+        ),
+    ],
+)
+def test_ranks_that_no_graph_is_compiled_for_are_refused(
+    flags: list[str], seen: str, next_command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *TRN1, *flags, *WHERE, IMAGE, "--cycle=c"]) == 78
+    error = capsys.readouterr().err
+    assert seen in error and f"next: {next_command}" in error
+    mended = [f"{flag}={value}" for flag, value in zip(*[iter(next_command.split())] * 2, strict=True)]
+    assert cli.main(["plan", *TRN1, *flags, *mended, *WHERE, IMAGE, "--cycle=c"]) == 0
+    assert cli.main(["plan", *TRN1, *flags, "--compile.on-unknown-graph=warn", *WHERE, IMAGE, "--cycle=c"]) == 0
+
+
 def test_embedding_on_cpu_machines_and_on_trainium_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     on_trn1 = f"--config={CONFIGS / 'jobs' / 'embed-trn1.toml'}"
     shown = {}
