@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertModel, Trainer, TrainerCallback, TrainingArguments
 
-from pipeline.data.loader import to_tensors
+from pipeline.data.loader import group_tensors
 from pipeline.data.shards import Arrays
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf import to_hf
@@ -58,6 +59,7 @@ class HfPairModel(nn.Module):
         label: Tensor,
         gain: Tensor,
         query_key: Tensor,
+        product_key: Tensor,
     ) -> dict[str, Tensor]:
         """Tensors of one batch (see data/loader.py) to {"loss": fp32 scalar}."""
         if query.shape == product.shape:
@@ -66,7 +68,7 @@ class HfPairModel(nn.Module):
             left, right = self._embed(query), self._embed(product)
         logits = self.head(self.interactions(left, right, numeric, categorical))
         outputs = RelevanceOutputs(logits, left, right)
-        return {"loss": relevance_loss(outputs, Targets(label, gain, query_key), self._loss_config)}
+        return {"loss": relevance_loss(outputs, Targets(label, gain, query_key, product_key), self._loss_config)}
 
     def _embed(self, tokens: Tensor) -> Tensor:
         mask = (tokens != self._pad_id).to(torch.int32)
@@ -83,7 +85,10 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     """The same rows as ours, one sample an item, every text padded to the same shape (XLA needs static shapes)."""
 
     def __init__(self, arrays: Arrays) -> None:
-        self._tensors = to_tensors(arrays)
+        place = np.arange(len(arrays["label"]), dtype=np.int32)
+        alone = {"is_row": np.ones(len(place), dtype=np.bool_), "product_key": arrays["sample_id"]}
+        self._tensors = group_tensors({**arrays, **alone}, place)
+        del self._tensors["place"]
 
     def __len__(self) -> int:
         return len(self._tensors["label"])

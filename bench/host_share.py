@@ -17,7 +17,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import RelevanceInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
+from pipeline.train.program import Contrast, TrainProgram
 
 NAME = "host_share"
 TITLE = "Share of a step outside device execution: preset small, batch 32 x 64 tokens a side, XLA:CPU"
@@ -69,14 +69,14 @@ class MeteredProgram(TrainProgram):
         self.spent.forward += time.monotonic() - started
         return outputs
 
-    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
+    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None) -> None:
         with _Clock(self.backend) as clock:
-            super().micro_step(batch)
+            super()._accumulate(batch, contrast)
         self.spent.micro_step += clock.host_s
 
-    def update(self, control: Tensor, world_size: int) -> None:
+    def _update(self, control: Tensor) -> None:
         with _Clock(self.backend) as clock:
-            super().update(control, world_size)
+            super()._update(control)
         self.spent.update += clock.host_s
 
 
@@ -93,20 +93,17 @@ class NamedProgram:
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=config.optimizer.learning_rate)
 
-    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
-        """Forward and backward."""
+    def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
+        """Forward and backward, then clip and step."""
+        (batch,) = micros
         with _Clock(self.backend) as clock:
             started = time.monotonic()
             inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
             outputs = self._model(inputs)
             self.spent.forward += time.monotonic() - started
-            targets = Targets(batch["label"], batch["gain"], batch["query_key"])
+            targets = Targets(*(batch[name] for name in Targets._fields))
             relevance_loss(outputs, targets, self._config.loss).backward()  # type: ignore[no-untyped-call]
         self.spent.micro_step += clock.host_s
-
-    def update(self, control: Tensor, world_size: int) -> None:
-        """Clip and step."""
-        del control, world_size
         with _Clock(self.backend) as clock:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.max_grad_norm)
             self._optimizer.step()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.catalogue import prepared_catalogue
 from bench.results import Result, Target, figure, finish
-from bench.stepper import ENDLESS, make_program, open_stepper, train_config
+from bench.stepper import ENDLESS, grouped, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
@@ -16,6 +16,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
+from pipeline.train.share import groups_of_batch
 
 NAME = "loader"
 TITLE = "Loader tokens/s with training switched off, against what training consumes"
@@ -30,8 +31,9 @@ TARGET = Target(figure="ratio", comparison=">=", value=20.0)
 
 def loader_rate(rows: TokenRows, config: TrainConfig, start: int, batches: int) -> float:
     """Tokens/s of making `batches` batches from position `start`."""
-    plan = BatchPlan(rows.sizes, config.global_batch_size, config.seed)
-    stream = BatchStream(rows, plan, RankShare(), config, start, ENDLESS)
+    groups = grouped(rows, config)
+    plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
+    stream = BatchStream(groups, plan, RankShare(), config, start, ENDLESS)
     tokens, source = 0, iter(stream)
     started = time.monotonic()
     for position in range(start, start + batches):

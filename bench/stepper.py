@@ -12,11 +12,13 @@ from pipeline.backends import Backend, Batch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.data.loader import RowSource
+from pipeline.data.sampler import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
+from pipeline.train.share import groups_of_batch
 
 ENDLESS = 1_000_000
 """Steps of the schedule; no bench gets near."""
@@ -28,8 +30,7 @@ AnyProgram = TypeVar("AnyProgram", bound=TrainProgram)
 class Program(Protocol):
     """What is stepped: a TrainProgram, or one to compare it with."""
 
-    def micro_step(self, batch: Mapping[str, Tensor]) -> None: ...
-    def update(self, control: Tensor, world_size: int) -> None: ...
+    def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None: ...
     def read_figures(self, count: int) -> list[dict[str, float]]: ...
 
 
@@ -51,8 +52,7 @@ class Stepper:
         """One optimizer step; nothing waits for the device, as in the loop (figures are read every `log_every`)."""
         batch = next(self.batches)
         tokens, _, _ = self.stream.took(self.position)
-        self.program.micro_step(batch)
-        self.program.update(batch["control"], 1)
+        self.program.step([batch])
         self.position += 1
         self.tokens += tokens
         if self.position % self.log_every == 0:
@@ -79,8 +79,9 @@ def open_stepper(
     program: Program, backend: Backend, source: RowSource, config: TrainConfig, log_every: int
 ) -> Iterator[Stepper]:
     """Endless steps over `source`; leaving the context ends the loader."""
-    plan = BatchPlan(source.sizes, config.global_batch_size, config.seed)
-    stream = BatchStream(source, plan, RankShare(), config, 0, ENDLESS)
+    groups = grouped(source, config)
+    plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
+    stream = BatchStream(groups, plan, RankShare(), config, 0, ENDLESS)
     with backend.loader(stream) as batches:
         yield Stepper(program, backend, stream, batches, plan, log_every)
 
@@ -107,5 +108,11 @@ def make_program(
 
 
 def train_config(batch_size: int) -> TrainConfig:
-    """Default settings at a given batch size."""
-    return TrainConfig(global_batch_size=batch_size, micro_batch_size=batch_size)
+    """Default settings at a given batch size, but a query with every product: as the peers compute it."""
+    return TrainConfig(global_batch_size=batch_size, micro_batch_size=batch_size, candidates_per_query=1)
+
+
+def grouped(source: RowSource, config: TrainConfig) -> GroupedRows:
+    """Rows in groups of one query, as a run of this config has them."""
+    gain, seed = config.loss.positive_gain, config.seed
+    return GroupedRows.of(source, slots=config.candidates_per_query, positive_gain=gain, seed=seed)

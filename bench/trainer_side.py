@@ -149,7 +149,7 @@ def check_same_loss(ours: torch.nn.Module, theirs: HfPairModel, rows: Arrays, co
     batch = RowDataset(rows).__getitems__(list(range(config.global_batch_size)))[0]
     with torch.no_grad():
         inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
-        targets = Targets(batch["label"], batch["gain"], batch["query_key"])
+        targets = Targets(*(batch[name] for name in Targets._fields))
         mine = float(relevance_loss(ours.eval()(inputs), targets, config.loss))
         peers = float(theirs.eval()(**batch)["loss"])
     if abs(mine - peers) > 1e-4 * abs(mine):

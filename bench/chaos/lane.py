@@ -60,8 +60,6 @@ global_batch_size = 48
 micro_batch_size = 12
 evaluate_every = 24
 collective_timeout_s = 15.0
-[train.loss]
-negatives_group = 4
 [checkpoint]
 every_steps = 6
 [embed]

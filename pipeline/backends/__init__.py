@@ -2,10 +2,10 @@
 
 import importlib.util
 
-from pipeline.backends.base import Backend, Batch, HostMean
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean
 from pipeline.core.errors import ConfigError
 
-__all__ = ["NAMES", "Backend", "Batch", "HostMean", "open_backend", "process_group"]
+__all__ = ["NAMES", "Backend", "Batch", "HostGather", "HostMean", "open_backend", "process_group"]
 NAMES = ("auto", "xla", "cpu", "cuda")
 TRACED = "traced"
 """The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""

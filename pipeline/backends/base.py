@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 HostMean = Callable[[list[Tensor]], list[Tensor]]
+HostGather = Callable[[list[Tensor]], list[Tensor]]
+"""CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
 Batch = dict[str, Tensor]
 
 
@@ -20,6 +22,8 @@ class Backend(Protocol):
     """True when operations are traced and run at step boundaries."""
     reduces_in_graph: bool
     """True when `reduce` is a device collective; False when it goes through the host."""
+    gathers_in_graph: bool
+    """True when `gather` can stand within a graph or between operations; False when it ends the graph."""
     sums_by_matmul: bool
     """True where sums over rows are better written as matrix products (XLA:CPU)."""
 
@@ -37,6 +41,9 @@ class Backend(Protocol):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors [N, ...] of all ranks one after the other in rank order, [world size * N, ...], on the device."""
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        """Rows of all ranks, in rank order. `host_gather` does it for CPU tensors. No gradient flows."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies in host memory, with one synchronisation for all."""

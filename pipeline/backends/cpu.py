@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean
 from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 
@@ -25,6 +25,9 @@ class CpuBackend(Eager):
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         host_mean(list(tensors))
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        return host_gather([tensor.detach() for tensor in tensors])
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]

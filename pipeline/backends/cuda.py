@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean
 from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
@@ -49,6 +49,10 @@ class CudaBackend(Eager):
         if dist.is_initialized():
             for tensor in tensors:
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        del host_gather
+        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.fetch(tensors)()

@@ -13,6 +13,7 @@ class Eager:
     name: str
     is_lazy = False
     reduces_in_graph = False
+    gathers_in_graph = True
     sums_by_matmul = False
 
     def runtime_world_size(self) -> int:

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean
 from pipeline.backends.eager import gathered
 from pipeline.backends.neuron_memory import core_memory_bytes
 from pipeline.core.errors import ConfigError
@@ -48,6 +48,7 @@ class XlaBackend:
             ) from error
         self.device_type = str(self._runtime.device_type())
         self.reduces_in_graph = self.device_type not in self.separate_processes
+        self.gathers_in_graph = self.reduces_in_graph
         self.sums_by_matmul = self.device_type == "CPU"
         if self.reduces_in_graph and world_size > 1:
             # Fills the replication devices. Before anything asks for the world size: without them the runtime answers 1
@@ -109,6 +110,11 @@ class XlaBackend:
             found: Tensor = self._xm.all_gather(tensor, pin_layout=False)
             return found
         return gathered(self.to_host([tensor])[0]).to(self.device)
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        if self.gathers_in_graph:
+            return [self.all_gather(tensor.detach()) for tensor in tensors]
+        return [whole.to(self.device) for whole in host_gather(self.to_host(tensors))]
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()

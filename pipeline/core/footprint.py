@@ -97,13 +97,14 @@ class Workload:
         query_tokens: int,
         product_tokens: int,
         *,
+        slots: int = 1,
         accumulation: int = 1,
         precision: Precision = "fp32",
         dropout: bool = False,
         moments: int = 2,
     ) -> "Workload":
-        """(query, product) pairs through the shared encoder: `samples` of each."""
-        passes = (EncoderPass(samples, query_tokens), EncoderPass(samples, product_tokens))
+        """(query, product) pairs through the shared encoder: `samples` products, a query for every `slots` of them."""
+        passes = (EncoderPass(samples // slots, query_tokens), EncoderPass(samples, product_tokens))
         return Workload(passes, samples, accumulation, precision, dropout, moments)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +23,13 @@ class RowSource(Protocol):
     def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays: ...
 
 
+class GroupSource(RowSource, Protocol):
+    """Groups of one query and `slots` products by (pool, number), with what data/sampler.GroupedRows.read says."""
+
+    @property
+    def slots(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one rank needs for one micro-step, still on the host."""
@@ -30,18 +38,25 @@ class MicroBatch:
     bucket: int
     tensors: dict[str, Tensor]
     sample_ids: Int64s
+    """Of the slots that hold a row."""
 
 
 def training_batches(
-    source: RowSource, plan: BatchPlan, share: RankShare, start: int, stop: int
+    source: GroupSource, plan: BatchPlan, share: RankShare, start: int, stop: int
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` each, without end markers."""
+    """Micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` each, without end markers.
+
+    `plan` is over groups.
+    """
     for position in range(start, stop):
         batch = plan.batch(position)
         for micro_step in range(share.accumulation):
             part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
             arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket)
-            yield MicroBatch(position, batch.bucket, to_tensors(arrays), arrays["sample_id"])
+            place = np.arange(part.start, part.stop, dtype=np.int32)
+            yield MicroBatch(
+                position, batch.bucket, group_tensors(arrays, place), arrays["sample_id"][arrays["is_row"]]
+            )
 
 
 def evaluation_batches(
@@ -66,19 +81,31 @@ def evaluation_batches(
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """The tensors a model and its losses need; 32-bit integers only (64-bit ones are truncated on Neuron)."""
-    query_key = (arrays["query_id"].view(np.uint64) ^ (arrays["query_id"].view(np.uint64) >> np.uint64(32))).astype(
-        np.uint32
-    )
+    """What a model needs to score rows; 32-bit integers only (64-bit ones are truncated on Neuron)."""
+    return {name: torch.from_numpy(arrays[name]) for name in ("query", "product", "numeric", "categorical")}
+
+
+def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Tensor]:
+    """What training needs of G groups of S slots.
+
+    query [G, Tq], query_key and place (of the group in the global batch) int32 [G]; product [G S, Tp], product_key
+    int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1.
+    """
+    is_row = arrays["is_row"]
     return {
-        "query": torch.from_numpy(arrays["query"]),
-        "product": torch.from_numpy(arrays["product"]),
-        "numeric": torch.from_numpy(arrays["numeric"]),
-        "categorical": torch.from_numpy(arrays["categorical"]),
-        "label": torch.from_numpy(arrays["label"].astype(np.int32)),
-        "gain": torch.from_numpy(arrays["gain"]),
-        "query_key": torch.from_numpy(query_key.view(np.int32)),
+        **to_tensors(arrays),
+        "label": torch.from_numpy(np.where(is_row, arrays["label"], -1).astype(np.int32)),
+        "gain": torch.from_numpy(np.where(is_row, arrays["gain"], -1).astype(np.float32)),
+        "query_key": _key32(arrays["query_id"]),
+        "product_key": _key32(arrays["product_key"]),
+        "place": torch.from_numpy(place),
     }
+
+
+def _key32(ids: Int64s) -> Tensor:
+    """All 64 bits folded to int32."""
+    wide = ids.view(np.uint64)
+    return torch.from_numpy((wide ^ (wide >> np.uint64(32))).astype(np.uint32).view(np.int32))
 
 
 def sample_digest(sample_ids: Int64s) -> int:

@@ -78,20 +78,34 @@ class ModelConfig(BaseModel):
 
 
 class LossConfig(BaseModel):
-    """Graded classification plus contrastive loss with in-batch negatives."""
+    """What the model is trained for: grades of pairs, vectors that find products, or both."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes")
-    contrastive_weight: float = Field(0.2, ge=0, description="Weight of the contrastive loss")
+    graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes; 0: off")
+    contrastive_weight: float = Field(
+        1.0, ge=0, description="Weight of the contrastive loss over the products of the whole global batch; 0: off"
+    )
+    listwise_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the cross entropy between the gains and the similarities of a query's products",
+    )
+    head_gradient: float = Field(
+        1.0, ge=0, le=1, description="Share of the graded loss's gradient that reaches the encoder; 0: the head alone"
+    )
     temperature: float = Field(0.05, ge=0.001, description="Divides the cosine similarities")
+    symmetric_share: float = Field(
+        0.0, ge=0, le=1, description="Share of the contrastive loss that asks from product to query"
+    )
     positive_gain: float = Field(
         0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
     )
-    negatives_group: int = Field(
-        16,
-        ge=2,
-        description="Samples that are each other's negatives; fixed, so that results do not depend on world size",
+    false_negative_margin: float | None = Field(
+        None,
+        ge=-2,
+        le=2,
+        description="Leave out negatives whose cosine exceeds that of the best positive less this (default: none)",
     )
 
 

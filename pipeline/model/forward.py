@@ -22,6 +22,7 @@ def flat_forward(
     *,
     backend: Backend,
     precision: Precision,
+    head_gradient: float = 1.0,
 ) -> RelevanceOutputs:
     """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
     inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
@@ -32,5 +33,7 @@ def flat_forward(
         flats = [flat.clone() for flat in flats]
     context = backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
     with context:
-        outputs: RelevanceOutputs = torch.func.functional_call(model, layout.unpack(flats), (inputs,))
+        outputs: RelevanceOutputs = torch.func.functional_call(
+            model, layout.unpack(flats), (inputs,), {"head_gradient": head_gradient}
+        )
     return outputs

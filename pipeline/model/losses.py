@@ -1,7 +1,7 @@
-"""Graded and contrastive losses.
+"""Graded, listwise and contrastive losses of groups: Q queries with S slots for products each.
 
-Every term is a sum over samples divided by a constant count, so that cutting a batch into micro-batches or ranks never
-changes the gradient.
+Graded and listwise terms are sums over a micro-batch divided by a constant count, so cutting a batch never changes the
+gradient. The contrastive term is one number of the whole global batch: `contrastive_loss` is given all of it.
 """
 
 from typing import NamedTuple
@@ -18,18 +18,27 @@ _LEFT_OUT = -1e4  # added to a similarity: its share of the softmax is 0
 
 
 class Targets(NamedTuple):
-    """What a batch is trained towards. B samples."""
+    """What a batch is trained towards. An empty slot has label and gain -1."""
 
-    label: Tensor  # int32 [B], negative: unlabelled
-    gain: Tensor  # float32 [B]
-    query_key: Tensor  # int32 [B], equal for samples of one query
+    label: Tensor  # int32 [Q S], negative: unlabelled
+    gain: Tensor  # float32 [Q S]
+    query_key: Tensor  # int32 [Q], equal for equal queries
+    product_key: Tensor  # int32 [Q S], equal for equal products
 
 
 def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
-    """Mean loss of a (micro-)batch, fp32 scalar."""
-    total = config.graded_weight * graded_loss(outputs.logits, targets.label)
+    """All terms of a global batch that is here as a whole, fp32 scalar."""
+    total = pair_loss(outputs, targets, config)
     if config.contrastive_weight:
-        total = total + config.contrastive_weight * contrastive_loss(outputs, targets, config)
+        total = total + config.contrastive_weight * contrastive_loss(outputs.query, outputs.product, targets, config)
+    return total
+
+
+def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
+    """The terms that need no other query: fp32 scalar, mean over the slots or queries of a micro-batch."""
+    total = config.graded_weight * graded_loss(outputs.logits, targets.label)
+    if config.listwise_weight:
+        total = total + config.listwise_weight * listwise_loss(outputs, targets, config.temperature)
     return total
 
 
@@ -41,20 +50,56 @@ def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
     return -(log_probabilities * chosen).sum() / logits.shape[0]
 
 
-def contrastive_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
-    """InfoNCE within fixed groups of samples (van den Oord et al., 2018): positive query against its group's products.
+def listwise_loss(outputs: RelevanceOutputs, targets: Targets, temperature: float) -> Tensor:
+    """ListNet with top-one probabilities (Cao et al., 2007) between gains and similarities of a query's own slots."""
+    queries = outputs.query.shape[0]
+    query, product = unit(outputs.query.float()), unit(outputs.product.float())
+    similarity = (query[:, None, :] * product.view(queries, -1, query.shape[1])).sum(2) / temperature
+    gain = targets.gain.view(queries, -1)
+    is_row = (gain >= 0).float()
+    wanted = gain * is_row
+    wanted = wanted / (wanted.sum(1, keepdim=True) + 1e-6)
+    return -(wanted * F.log_softmax(similarity + (1.0 - is_row) * _LEFT_OUT, dim=1)).sum() / queries
 
-    Groups are `negatives_group` neighbours in the global batch, never cut by ranks or micro-batches. Another positive
-    of the same query is no negative and is left out of the denominator.
+
+def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: LossConfig) -> Tensor:
+    """InfoNCE over a whole global batch (van den Oord et al., 2018): mean over its positives, fp32 scalar.
+
+    query [Q, D], product [Q S, D]. Each positive is held against every product of the batch that is no positive of its
+    query, nor the same product as one. Judged low grades of a query are negatives of it. `symmetric_share` asks from a
+    positive product to all queries of which neither it nor its twin is a positive.
     """
-    batch, group = targets.gain.shape[0], config.negatives_group
-    shape = (batch // group, group)
-    query, product = (unit(side.float()).view(*shape, -1) for side in (outputs.query, outputs.product))
-    similarity = torch.matmul(query, product.transpose(1, 2)) / config.temperature  # [B/G, G, G]
-    own = torch.eye(group, device=similarity.device, dtype=similarity.dtype)
+    queries = query.shape[0]
+    slots = product.shape[0] // queries
+    similarity = torch.matmul(unit(query.float()), unit(product.float()).t())  # [Q, Q S]
     positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
-    keys = targets.query_key.view(shape)
-    same_query = (keys[:, :, None] == keys[:, None, :]).float() * positive.view(shape)[:, None, :]
-    similarity = similarity + same_query * (1.0 - own) * _LEFT_OUT
-    own_score = (F.log_softmax(similarity, dim=2) * own).sum(2).view(batch)
-    return -(own_score * positive).sum() / batch
+    excluded = _excluded(targets, positive, queries, slots)
+    own = torch.eye(queries, device=query.device, dtype=similarity.dtype)
+    at = (similarity.view(queries, queries, slots) * own[:, :, None]).sum(1)  # [Q, S], to a query's own products
+    positive = positive.view(queries, slots)
+    if config.false_negative_margin is not None:
+        best = (at + (1.0 - positive) * _LEFT_OUT).detach().amax(1, keepdim=True)
+        near = (similarity.detach() - best + config.false_negative_margin > 0).float()
+        excluded = torch.maximum(excluded, near)
+    scores = (similarity + excluded * _LEFT_OUT) / config.temperature
+    at = at / config.temperature
+    count = positive.sum() + (1.0 - (positive.sum() > 0).float())  # at least one: a batch without positives is 0
+    asked = (F.softplus(torch.logsumexp(scores, dim=1)[:, None] - at) * positive).sum() / count
+    if not config.symmetric_share:
+        return asked
+    backward = torch.logsumexp(scores, dim=0).view(queries, slots)
+    answered = (F.softplus(backward - at) * positive).sum() / count
+    return (1.0 - config.symmetric_share) * asked + config.symmetric_share * answered
+
+
+def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> Tensor:
+    """fp32 [Q, Q S], 1 where a product is no negative of a query: a positive of it, its twin, or an empty slot."""
+    keys = targets.query_key
+    same_query = (keys[:, None] == keys[None, :]).float()
+    right = (same_query[:, :, None] * positive.view(1, queries, slots)).view(queries, queries * slots)
+    product_keys = targets.product_key.view(queries, slots)
+    for slot in range(slots):
+        same = (product_keys[:, slot : slot + 1] == targets.product_key[None, :]).float()
+        right = torch.maximum(right, same * positive.view(queries, slots)[:, slot : slot + 1])
+    empty = (targets.gain < 0).float()
+    return torch.maximum(right, empty[None, :].expand_as(right))

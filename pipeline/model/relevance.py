@@ -12,16 +12,19 @@ from pipeline.model.interactions import Interactions
 
 
 class RelevanceInputs(NamedTuple):
-    """Tensors of one batch. B samples, Tq and Tp tokens, F numeric and C categorical features."""
+    """Tensors of one batch. Q queries with S products each (S is 1 where pairs are scored), Tq and Tp tokens.
 
-    query: Tensor  # int32 [B, Tq]
-    product: Tensor  # int32 [B, Tp]
-    numeric: Tensor  # float32 [B, F]
-    categorical: Tensor  # int32 [B, C]
+    Product number q S + s belongs to query q. F numeric and C categorical features describe the pairs.
+    """
+
+    query: Tensor  # int32 [Q, Tq]
+    product: Tensor  # int32 [Q S, Tp]
+    numeric: Tensor  # float32 [Q S, F]
+    categorical: Tensor  # int32 [Q S, C]
 
 
 class RelevanceOutputs(NamedTuple):
-    """logits [B, K] over relevance classes, query and product embeddings [B, D]."""
+    """logits [Q S, K] over relevance classes, embeddings of queries [Q, D] and products [Q S, D]."""
 
     logits: Tensor
     query: Tensor
@@ -37,15 +40,30 @@ class RelevanceModel(nn.Module):
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
-    def forward(self, inputs: RelevanceInputs) -> RelevanceOutputs:
-        """One encoder pass when both sides have the same length (half the graph), two otherwise."""
-        if inputs.query.shape == inputs.product.shape:
-            both = self.encoder(torch.cat([inputs.query, inputs.product], dim=0))
-            query, product = both.chunk(2, dim=0)
-        else:
-            query, product = self.encoder(inputs.query), self.encoder(inputs.product)
-        mixed = self.interactions(query, product, inputs.numeric.to(query.dtype), inputs.categorical)
+    def forward(self, inputs: RelevanceInputs, *, head_gradient: float = 1.0) -> RelevanceOutputs:
+        """Embeddings and scores. `head_gradient` scales what the encoder hears of the head's gradient, no value."""
+        query, product = self.embed(inputs.query, inputs.product)
+        scored = [_scale_gradient(side, head_gradient) for side in (query, product)]
+        slots = product.shape[0] // query.shape[0]
+        if slots > 1:
+            scored[0] = scored[0][:, None, :].expand(-1, slots, -1).reshape(product.shape[0], -1)
+        mixed = self.interactions(*scored, inputs.numeric.to(query.dtype), inputs.categorical)
         return RelevanceOutputs(self.head(mixed), query, product)
+
+    def embed(self, query: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens to embeddings. One encoder pass when both sides have the same length (half the graph), else two."""
+        if query.shape[1] == product.shape[1]:
+            both: Tensor = self.encoder(torch.cat([query, product], dim=0))
+            return both[: query.shape[0]], both[query.shape[0] :]
+        return self.encoder(query), self.encoder(product)
+
+
+def _scale_gradient(values: Tensor, scale: float) -> Tensor:
+    """The same values to the last bit; their gradient times `scale`."""
+    if scale == 1.0:
+        return values
+    fixed = values.detach()
+    return fixed if scale == 0.0 else fixed + (values - fixed) * scale
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:

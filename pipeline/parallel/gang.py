@@ -56,6 +56,18 @@ class Gang:
                     tensor /= self.world.world_size
         return tensors
 
+    def gather_rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """CPU tensors of the same shapes on all ranks, concatenated in rank order along their first dimension."""
+        if self.world.world_size == 1:
+            return tensors
+        result = []
+        with _peers("gathering embeddings"):
+            for tensor in tensors:
+                parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+                dist.all_gather(parts, tensor.contiguous())
+                result.append(torch.cat(parts))
+        return result
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python or numpy), in rank order, on every rank."""
         if self.world.world_size == 1:

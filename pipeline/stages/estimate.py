@@ -35,6 +35,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
                 samples,
                 bucket.query_tokens,
                 bucket.product_tokens,
+                slots=settings.train.candidates_per_query,
                 accumulation=share.accumulation,
                 precision=settings.train.precision,
                 dropout=settings.model.dropout > 0,

@@ -10,7 +10,7 @@ import torch
 from pipeline.backends import Batch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.schedule import learning_rate
-from pipeline.data.loader import RowSource, sample_digest, training_batches
+from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import control_values
 
@@ -32,7 +32,7 @@ class BatchStream:
     """Micro-batches from position `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
 
     def __init__(
-        self, source: RowSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
+        self, source: GroupSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
     ) -> None:
         self._source, self._plan, self._share, self._config = source, plan, share, config
         self._start, self._max_steps = start, max_steps
@@ -43,12 +43,13 @@ class BatchStream:
         for micro in stream:
             step = micro.position + 1
             control = control_values(step, schedule_of(self._config, step, self._max_steps), self._config.optimizer)
-            tokens = int(torch.count_nonzero(micro.tensors["query"]) + torch.count_nonzero(micro.tensors["product"]))
-            self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
+            real = micro.tensors["gain"] >= 0
+            tokens = torch.count_nonzero(micro.tensors["query"]) + torch.count_nonzero(micro.tensors["product"][real])
+            self._notes.append((micro.position, int(tokens), sample_digest(micro.sample_ids), time.monotonic()))
             yield {**micro.tensors, "control": control}
 
     def took(self, position: int) -> tuple[int, int, float]:
-        """Call once for every batch received: (tokens, digest of its samples, when it was ready on the host).
+        """Call once for every batch received: (real tokens, digest of its samples, when it was ready on the host).
 
         Raises RuntimeError when more batches arrive than were made, or another step is due. This counts batches and
         cannot see which one arrived: the loop checks that by the step number in each batch's control values.

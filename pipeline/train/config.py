@@ -53,6 +53,12 @@ class TrainConfig(BaseModel):
     epochs: float = Field(2.0, gt=0, description="Passes over the chosen samples (used when max_steps is 0)")
     max_steps: int = Field(0, ge=0, description="Optimizer steps; 0: from epochs")
     global_batch_size: int = Field(64, ge=2, description="Samples of one optimizer step, over all ranks")
+    candidates_per_query: int = Field(
+        4,
+        ge=1,
+        le=64,
+        description="Products of one query that ride in a batch together, in fixed slots; its text is encoded once",
+    )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
     )

@@ -113,11 +113,8 @@ class TrainLoop:
         return "complete"
 
     def _one_step(self, batches: Iterator[Batch]) -> None:
-        """Accumulate, then update. Nothing here waits for the device (except the host reduction of local ranks)."""
-        tokens, digest, batch = 0, 0, None
-        if self.program.has_dropout:  # by step, so that a run that was stopped draws the same numbers
-            key = stream_key(self.config.seed, _DROPOUT, self.step, self.gang.world.rank)
-            self.backend.seed(key % 2**31)
+        """Fetch the micro-batches and take the step. Nothing here waits for the device (except reductions on hosts)."""
+        tokens, digest, micros = 0, 0, []
         for _ in range(self.accumulation):
             asked_at = time.monotonic()
             batch = next(batches, None)
@@ -127,12 +124,17 @@ class TrainLoop:
             # Not the clock around next(): on XLA that waits for the device.
             self._pace.waited(max(0.0, ready_at - asked_at))
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
-            self.program.micro_step(batch)
-        if batch is not None:
-            self.program.update(batch["control"], self.gang.world.world_size)
+            micros.append(batch)
+        self.program.step(micros, seeds=self._seeds() if self.program.has_dropout else ())
         self._digests.append(digest)
         self._pace.step_done(tokens)
         self.step += 1
+
+    def _seeds(self) -> list[int]:
+        """Of dropout, by step and micro-step, so that a run that was stopped draws the same numbers."""
+        rank = self.gang.world.rank
+        keys = (stream_key(self.config.seed, _DROPOUT, self.step, rank, micro) for micro in range(self.accumulation))
+        return [key % 2**31 for key in keys]
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -1,24 +1,31 @@
-"""The training program of one rank: everything that lives on the device, and the two graphs of a step.
+"""The training program of one rank: everything that lives on the device, and the graphs of a step.
 
-`micro_step` is forward and backward, `update` is reduction, clipping, guard and AdamW. Nothing here reads a value back;
-figures collect in a small device buffer that the host fetches every N steps.
+A step is forward and backward of each micro-batch, then reduction, clipping, guard and AdamW. Nothing here reads a
+value back; figures collect in a small device buffer that the host fetches every N steps.
+
+The contrastive loss is one number of the whole global batch, however that is cut. Where one graph holds all of the
+batch, or can gather it from the other ranks, it is computed there. Elsewhere a step has two passes (GradCache, Gao et
+al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021): embeddings of every
+micro-batch without a gradient; the loss of all of them and its gradient by embedding; then forward and backward of each
+micro-batch, where the product of embeddings and those gradients stands for the loss.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.backends import Backend, HostMean
+from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.forward import flat_forward
-from pipeline.model.losses import Targets, relevance_loss
+from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
@@ -27,6 +34,14 @@ from pipeline.train.optimizer import AdamW
 
 _GUARD, _MASTERS = "guard", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
+
+
+class Contrast(NamedTuple):
+    """The contrastive loss of a global batch, and its gradient by the embeddings of all its queries and products."""
+
+    loss: Tensor
+    query: Tensor
+    product: Tensor
 
 
 class TrainProgram:
@@ -39,7 +54,9 @@ class TrainProgram:
         config: TrainConfig,
         *,
         accumulation: int,
+        world_size: int = 1,
         host_mean: HostMean,
+        host_gather: HostGather = list,
         figure_rows: int,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
@@ -57,8 +74,8 @@ class TrainProgram:
         self._model = model.to("meta")  # structure only: its tensors are the masters
         self._config = config
         self._loss_config: LossConfig = config.loss
-        self._accumulation = accumulation
-        self._host_mean = host_mean
+        self._accumulation, self._world_size = accumulation, world_size
+        self._host_mean, self._host_gather = host_mean, host_gather
         self._sums: list[Tensor] | None = None  # gradient by chunk, and the loss, of this step so far
         self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
@@ -80,7 +97,13 @@ class TrainProgram:
             known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
             raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
         return flat_forward(
-            self._model, self.layout, self.masters, batch, backend=self.backend, precision=self._config.precision
+            self._model,
+            self.layout,
+            self.masters,
+            batch,
+            backend=self.backend,
+            precision=self._config.precision,
+            head_gradient=self._loss_config.head_gradient,
         )
 
     @torch.no_grad()
@@ -92,43 +115,127 @@ class TrainProgram:
         self._cut("evaluate", [logits])
         return logits
 
-    def micro_step(self, batch: Mapping[str, Tensor]) -> None:
-        """Forward and backward; the gradient is added to what this step has so far."""
-        self._accumulate(batch)
-        self._place, self._micro_steps = _place_of(batch), self._micro_steps + 1
-        if self._micro_steps == self._accumulation:
-            if self._config.step_boundary == "split":
+    def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
+        """One optimizer step over the micro-batches of this rank. `seeds`: of the dropout of each, in both passes."""
+        contrast = None
+        if self._needs_two_passes:
+            contrast = self._contrast(micros, seeds)
+        for number, batch in enumerate(micros):
+            if seeds:
+                self.backend.seed(seeds[number])
+            self._accumulate(batch, contrast)
+            self._place, self._micro_steps = _place_of(batch), number + 1
+            if self._micro_steps < self._accumulation:
+                if self._micro_steps % self._config.batches_per_execution == 0:
+                    self._cut_micro_step()
+            elif self._config.step_boundary == "split":
                 self._cut_micro_step()
-        elif self._micro_steps % self._config.batches_per_execution == 0:
-            self._cut_micro_step()
+        self._update(micros[-1]["control"])
+
+    @property
+    def _needs_two_passes(self) -> bool:
+        """No one graph of this rank can hold the global batch."""
+        if not self._loss_config.contrastive_weight:
+            return False
+        return self._accumulation > 1 or (self._world_size > 1 and not self.backend.gathers_in_graph)
 
     @torch.no_grad()
-    def update(self, control: Tensor, world_size: int) -> None:
+    def _update(self, control: Tensor) -> None:
         """Reduce over ranks, clip, judge, step, note the figures. `control`: see optimizer.control_values."""
         apart = self._config.step_boundary == "split"
-        if not apart and world_size > 1 and not self.backend.reduces_in_graph:
+        if not apart and self._world_size > 1 and not self.backend.reduces_in_graph:
             apart = True  # the reduction goes through the host
             self._cut_micro_step()
-        self._reduce_and_step(control, world_size)
+        self._reduce_and_step(control)
         self._cut("update" if apart else "step", self._state())
+
+    @torch.no_grad()
+    def _contrast(self, micros: Sequence[Mapping[str, Tensor]], seeds: Sequence[int]) -> Contrast:
+        """The first pass: embeddings of every micro-batch, then the loss over those of all ranks."""
+        queries, products = [], []
+        self._model.train()
+        for number, batch in enumerate(micros, start=1):
+            if seeds:
+                self.backend.seed(seeds[number - 1])
+            outputs = self.forward(batch)
+            queries.append(outputs.query.float())
+            products.append(outputs.product.float())
+            self._place = _place_of(batch)
+            if number == len(micros) or number % self._config.batches_per_execution == 0:
+                self._cut("embed_batch", [*queries, *products])
+        del outputs
+        query, product, targets = self._everybody(torch.cat(queries), torch.cat(products), _targets(micros))
+        with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
+            query, product = query.requires_grad_(), product.requires_grad_()
+            loss = contrastive_loss(query, product, targets, self._loss_config)
+            contrast = Contrast(loss.detach(), *torch.autograd.grad(loss, (query, product)))
+        del query, product, loss, targets
+        self._cut("contrast", list(contrast))
+        return contrast
+
+    def _everybody(self, query: Tensor, product: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Targets]:
+        """The rows of all ranks, in the order of the global batch."""
+        mine = [query, product, *targets]
+        if self._world_size > 1:
+            mine = self.backend.gather(mine, self._host_gather)
+        return mine[0], mine[1], Targets(*mine[2:])
 
     # What is alive at the end of a graph is an output of it. The two functions below are apart from their callers so
     # that nothing but the state outlives them: each gradient kept would be memory, and a reference that another thread
     # lets go of sooner or later would be a graph of its own, now and then.
 
-    def _accumulate(self, batch: Mapping[str, Tensor]) -> None:
+    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None) -> None:
         self._model.train()
-        loss = self._batch_loss(self.forward(batch), batch) / self._accumulation
+        surrogate, loss = self._losses(self.forward(batch), batch, contrast)
         with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
-            grads = torch.autograd.grad(loss, self.masters, materialize_grads=True)
-        parts = [*grads, loss.detach().reshape(1)]  # in the form that is reduced: anything later is a graph more
+            grads = torch.autograd.grad(surrogate / self._accumulation, self.masters, materialize_grads=True)
+        # In the form that is reduced: anything later is a graph more.
+        parts = [*grads, (loss.detach() / self._accumulation).reshape(1)]
         if self._sums is None:
             self._sums = parts
         else:
             self._sums = [total + new for total, new in zip(self._sums, parts, strict=True)]
 
-    def _reduce_and_step(self, control: Tensor, world_size: int) -> None:
-        *grads, loss = self.reduced(world_size)
+    def _losses(
+        self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
+    ) -> tuple[Tensor, Tensor]:
+        """(what is differentiated, what is reported) of a micro-batch.
+
+        The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch.
+        """
+        targets, weight = _targets([batch]), self._loss_config.contrastive_weight
+        if not weight or (contrast is None and self._world_size == 1):
+            loss = relevance_loss(outputs, targets, self._loss_config)
+            return loss, loss
+        pairs = pair_loss(outputs, targets, self._loss_config)
+        parts = self._accumulation * self._world_size
+        if contrast is None:
+            contrastive = self._gathered_loss(outputs, targets, batch["place"])
+            return pairs + weight * parts * contrastive, pairs + weight * contrastive
+        place, groups, width = batch["place"], *contrast.query.shape
+        products = contrast.product.view(groups, -1).index_select(0, place).view(-1, width)
+        stand_in = (outputs.query.float() * contrast.query.index_select(0, place)).sum()
+        stand_in = stand_in + (outputs.product.float() * products).sum()
+        return pairs + weight * parts * stand_in, pairs + weight * contrast.loss
+
+    def _gathered_loss(self, outputs: RelevanceOutputs, targets: Targets, place: Tensor) -> Tensor:
+        """The loss of the global batch in this rank's graph, differentiable by this rank's embeddings alone.
+
+        The other ranks' come without a gradient. Where this rank's stand is data, not structure: the graph is the same
+        on every rank.
+        """
+        query, product = outputs.query.float(), outputs.product.float()
+        everybody = self._everybody(query.detach(), product.detach(), targets)
+        places = torch.arange(everybody[0].shape[0], dtype=place.dtype, device=place.device)
+        at = (places[:, None] == place[None, :]).float()  # [Q of all, Q]
+        groups, width = query.shape
+        # Zeros, with the gradient of this rank's.
+        of_query = torch.matmul(at, query - query.detach())
+        of_product = torch.matmul(at, (product - product.detach()).view(groups, -1)).view(-1, width)
+        return contrastive_loss(everybody[0] + of_query, everybody[1] + of_product, everybody[2], self._loss_config)
+
+    def _reduce_and_step(self, control: Tensor) -> None:
+        *grads, loss = self.reduced()
         grad_norm = torch.sqrt(self.layout.sum_of_squares(grads))
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
@@ -137,15 +244,15 @@ class TrainProgram:
         # A shift, not an indexed write: static on every device.
         self._figures = torch.cat([self._figures[1:], row[None]])
 
-    def reduced(self, world_size: int) -> list[Tensor]:
+    def reduced(self) -> list[Tensor]:
         """The mean over ranks of this step's gradient, by chunk, and of its loss; the next micro-step starts anew.
 
         In the graph it is one collective for each chunk, the loss with the last; through the host one for all.
         """
         if self._sums is None:
-            raise RuntimeError("update() before micro_step()")
+            raise RuntimeError("an update before a micro-step")
         sums, self._sums, self._micro_steps = self._sums, None, 0
-        if world_size > 1:
+        if self._world_size > 1:
             *chunks, last, loss = sums
             together = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
             for tensors in together:
@@ -171,10 +278,6 @@ class TrainProgram:
     def _state(self) -> list[Tensor]:
         """Everything a step changes."""
         return [*chain.from_iterable(self._device_state().values()), self._figures]
-
-    def _batch_loss(self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor]) -> Tensor:
-        targets = Targets(batch["label"], batch["gain"], batch["query_key"])
-        return relevance_loss(outputs, targets, self._loss_config)
 
     def _device_state(self) -> dict[str, list[Tensor]]:
         """By name; what is one vector in a checkpoint, whatever the chunks, lies in several here."""
@@ -218,3 +321,10 @@ class TrainProgram:
 def _place_of(batch: Mapping[str, Tensor]) -> Place:
     rows, query_tokens = batch["query"].shape
     return Place("", Bucket(query_tokens, batch["product"].shape[1]).name, rows)
+
+
+def _targets(micros: Sequence[Mapping[str, Tensor]]) -> Targets:
+    """The targets of micro-batches, one after the other."""
+    if len(micros) == 1:
+        return Targets(*(micros[0][name] for name in Targets._fields))
+    return Targets(*(torch.cat([batch[name] for batch in micros]) for name in Targets._fields))

@@ -16,7 +16,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.sampler import TrainingPools
+from pipeline.data.sampler import GroupedRows, TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import open_rows
@@ -44,7 +44,10 @@ from pipeline.train.loop import Cadence, Hooks, TrainLoop
 from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
-from pipeline.train.share import batch_share
+from pipeline.train.share import batch_share, groups_of_batch
+
+_POOR_FILL = 0.6
+"""Of slots: below this share a warning says so."""
 
 
 class Events(Protocol):
@@ -121,7 +124,7 @@ class TrainRun:
     def _run(self) -> Outcome:
         around = self.around
         pools = self._pools()
-        plan = BatchPlan(pools.sizes, self.config.train.global_batch_size, self.config.train.seed)
+        plan = BatchPlan(pools.sizes, groups_of_batch(self.config.train), self.config.train.seed)
         self.max_steps = self.config.train.max_steps or max(1, round(self.config.train.epochs * plan.batches_per_epoch))
         self._assemble()
         start, skipped = self._resume()
@@ -169,7 +172,15 @@ class TrainRun:
         cache, workspace = self.around.scratch / "tokens", self.around.workspace
         new = open_rows(workspace, self.inputs.new_sets, "train", cache)
         old = open_rows(workspace, self.inputs.old_sets, "train", cache) if self.inputs.old_sets else None
-        return TrainingPools.build(new, old, self.config.train.replay_share, self.config.train.seed)
+        train = self.config.train
+        return TrainingPools.build(
+            new,
+            old,
+            train.replay_share,
+            train.seed,
+            slots=train.candidates_per_query,
+            positive_gain=train.loss.positive_gain,
+        )
 
     def _assemble(self) -> None:
         """Model, program, and the two ends of checkpointing."""
@@ -188,7 +199,9 @@ class TrainRun:
             self.backend,
             config.train,
             accumulation=self.share.accumulation,
+            world_size=self.share.world_size,
             host_mean=self.gang.mean,
+            host_gather=self.gang.gather_rows,
             figure_rows=config.log_every,
             buckets=self.valid.buckets,
             watch=self._watch(),
@@ -255,10 +268,12 @@ class TrainRun:
         parent = self.inputs.parent.prefix if self.inputs.parent else "scratch"
         self.around.console.info(
             f"train: {parameters / 1e6:.1f}M parameters on {world.world_size} x {self.backend.name} | from {parent} | "
-            f"{sum(pools.new.sizes):,} new and {sum(pools.replay_sizes):,} replayed samples | "
-            f"{plan.batches_per_epoch:,} batches of {plan.batch_size} an epoch, "
+            f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} samples | "
+            f"{plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
             f"{self.share.accumulation} micro-steps a step | steps {start:,} to {self.max_steps:,}"
         )
+        for message in warnings_of(pools.new, train):
+            self.around.console.warn(message)
         if selection.late:
             names = ", ".join(p.name for p in selection.late)
             self.around.console.warn(
@@ -369,6 +384,22 @@ class TrainRun:
             return last
         self.saver.restore(checkpoint)
         return best.step
+
+
+def warnings_of(groups: GroupedRows, train: TrainConfig) -> list[str]:
+    """What in the chosen rows costs quality without failing, with counts."""
+    found, fill = [], groups.groups.fill
+    if fill < _POOR_FILL:
+        found.append(
+            f"{fill:.0%} of the {groups.slots} slots of a query hold a row, the rest is computed for nothing; queries"
+            " have fewer judged products: lower train.candidates_per_query"
+        )
+    if train.loss.contrastive_weight and not groups.num_positives:
+        found.append(
+            f"no row has a gain of train.loss.positive_gain {train.loss.positive_gain:g} or more: the contrastive loss"
+            " learns nothing; lower it, give gains (data.columns.gain), or order data.labels from worst to best"
+        )
+    return found
 
 
 class _NoSink:

@@ -6,23 +6,37 @@ from pipeline.parallel.world import World
 from pipeline.train.config import TrainConfig
 
 
+def groups_of_batch(config: TrainConfig) -> int:
+    """Groups of one query in a global batch. Raises ConfigError when its samples are not whole groups."""
+    groups, rest = divmod(config.global_batch_size, config.candidates_per_query)
+    if rest or not groups:
+        raise _refused(config, 1, f"a global batch of {config.global_batch_size}")
+    return groups
+
+
 def batch_share(config: TrainConfig, world: World) -> RankShare:
-    """The fewest equal micro-steps that fit `micro_batch_size` and cut no contrastive group.
+    """The fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query.
 
     Raises ConfigError when the global batch cannot be shared evenly.
     """
-    batch = config.global_batch_size
-    group = config.loss.negatives_group if config.loss.contrastive_weight else 1
-    per_rank, rest = divmod(batch, world.world_size)
-    if not rest:
-        for accumulation in range(-(-per_rank // config.micro_batch_size), per_rank + 1):
-            micro, left = divmod(per_rank, accumulation)
-            if not left and micro % group == 0:
-                return RankShare(world.rank, world.world_size, accumulation)
-    unit = group * world.world_size
-    raise ConfigError(
-        f"a global batch of {batch} over {world.world_size} ranks, in micro-batches of up to {config.micro_batch_size}",
-        expected=f"equal micro-batches of whole contrastive groups (train.loss.negatives_group is {group})",
-        next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or another"
-        " --train.micro-batch-size or --train.loss.negatives-group",
+    per_rank, rest = divmod(groups_of_batch(config), world.world_size)
+    most = config.micro_batch_size // config.candidates_per_query
+    if not rest and most:
+        accumulation = next(parts for parts in range(-(-per_rank // most), per_rank + 1) if per_rank % parts == 0)
+        return RankShare(world.rank, world.world_size, accumulation)
+    seen = (
+        f"a global batch of {config.global_batch_size} over {world.world_size} ranks, in micro-batches of up to"
+        f" {config.micro_batch_size}"
+    )
+    raise _refused(config, world.world_size, seen)
+
+
+def _refused(config: TrainConfig, world_size: int, seen: str) -> ConfigError:
+    slots = config.candidates_per_query
+    unit = slots * world_size
+    return ConfigError(
+        seen,
+        expected=f"equal micro-batches of whole groups (train.candidates_per_query is {slots})",
+        next_command=f"--train.global-batch-size {unit * max(1, round(config.global_batch_size / unit))}, or another"
+        " --train.micro-batch-size or --train.candidates-per-query",
     )

@@ -12,6 +12,7 @@ from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
+from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import Arrays
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.program import EmbedProgram
@@ -27,7 +28,7 @@ from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import Cadence, Hooks, TrainLoop
 from pipeline.train.program import TrainProgram
-from pipeline.train.share import batch_share
+from pipeline.train.share import batch_share, groups_of_batch
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -36,10 +37,10 @@ after as many, measured with torch-xla 2.9 on XLA:CPU.
 
 
 class TrialRows:
-    """A RowSource with as many made-up rows in every bucket."""
+    """A RowSource with as many made-up rows in every bucket, `slots` of each query."""
 
-    def __init__(self, spec: InputSpec, buckets: tuple[Bucket, ...], rows: int) -> None:
-        self.buckets, self._spec, self._rows = buckets, spec, rows
+    def __init__(self, spec: InputSpec, buckets: tuple[Bucket, ...], rows: int, slots: int = 1) -> None:
+        self.buckets, self.slots, self._spec, self._rows = buckets, slots, spec, rows
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ class TrialRows:
             "numeric": np.zeros((count, len(spec.numeric)), dtype=np.float32),
             "categorical": np.zeros((count, len(spec.categorical_ids)), dtype=np.int32),
             "sample_id": numbers,
-            "query_id": numbers // 4,
+            "query_id": numbers // self.slots,
         }
 
 
@@ -91,15 +92,21 @@ class Trial:
 
     def run(self) -> None:
         """Train over every bucket, evaluate and copy out a checkpoint on the way and at the end. Raises Preempted."""
-        rows = TrialRows(self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size)
-        plan = BatchPlan(rows.sizes, self.train.global_batch_size, self.train.seed)
+        rows = TrialRows(
+            self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size, self.train.candidates_per_query
+        )
+        seed, gain = self.train.seed, self.train.loss.positive_gain
+        groups = GroupedRows.of(rows, slots=rows.slots, positive_gain=gain, seed=seed)
+        plan = BatchPlan(groups.sizes, groups_of_batch(self.train), seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
         self.program = TrainProgram(
             build_model(self.model, self.spec, self.train.seed),
             self.backend,
             self.train,
             accumulation=share.accumulation,
+            world_size=share.world_size,
             host_mean=self.gang.mean,
+            host_gather=self.gang.gather_rows,
             figure_rows=self.figure_rows,
             buckets=self.buckets,
             watch=self.watch,
@@ -108,7 +115,7 @@ class Trial:
         loop = TrainLoop(
             program=self.program,
             backend=self.backend,
-            stream=BatchStream(rows, plan, share, self.train, 0, steps),
+            stream=BatchStream(groups, plan, share, self.train, 0, steps),
             gang=self.gang,
             stop=self.stop,
             console=self.console,

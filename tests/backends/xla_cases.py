@@ -9,14 +9,14 @@ import torch
 
 from pipeline.backends import Backend, Batch, open_backend
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from tests.train.rows import MODEL, TRAIN, make_program, make_rows
+from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
@@ -80,14 +80,12 @@ def test_leaving_early_ends_its_threads(xla: Backend) -> None:
 
 def trained(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelConfig = SMALL) -> TrainProgram:
     program = make_program(backend, config, model)
-    stream = BatchStream(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), config, 0, 6)
+    groups = grouped(rows, config)
+    stream = BatchStream(groups, plan_of(groups, config), RankShare(), config, 0, 6)
     with backend.loader(stream) as batches:
         for step, item in enumerate(batches):
             stream.took(step)
-            if program.has_dropout:
-                backend.seed(step)
-            program.micro_step(item)
-            program.update(item["control"], 1)
+            program.step([item], seeds=[step] if program.has_dropout else ())
     return program
 
 
@@ -127,12 +125,12 @@ def test_fused_steps_with_dropout_are_reproducible_without_new_graphs(xla: Backe
 def test_a_poisoned_step_changes_nothing(xla: Backend, rows: TokenRows) -> None:
     program = make_program(xla, model=SMALL)
     xla.synchronise()
-    item = next(iter(BatchStream(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), TRAIN, 0, 1)))
+    groups = grouped(rows)
+    item = next(iter(BatchStream(groups, plan_of(groups), RankShare(), TRAIN, 0, 1)))
     on_device = {name: tensor.to(xla.device) for name, tensor in item.items()}
     on_device["numeric"] = (item["numeric"] * float("nan")).to(xla.device)
-    program.micro_step(on_device)
     before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
-    program.update(on_device["control"], 1)
+    program.step([on_device])
     after, state = program.snapshot()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert state["guard"].tolist() == [0, 0, 0, 1, 1]

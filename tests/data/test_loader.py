@@ -10,8 +10,8 @@ from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.loader import (
     MicroBatch,
     evaluation_batches,
+    group_tensors,
     sample_digest,
-    to_tensors,
     training_batches,
 )
 from pipeline.data.sampler import TrainingPools
@@ -26,11 +26,11 @@ BATCH = 12
 def pools(tmp_path_factory: pytest.TempPathFactory) -> TrainingPools:
     folder = tmp_path_factory.mktemp("loader")
     new, old = make_rows(folder, [(20, 9), (11, 16)]), make_rows(folder, [(40, 40)], first_id=1001)
-    return TrainingPools.build(new, old, replay_share=0.3, seed=1)
+    return TrainingPools.build(new, old, replay_share=0.3, seed=1, slots=2, positive_gain=0.99)
 
 
 def plan_of(pools: TrainingPools) -> BatchPlan:
-    return BatchPlan(pools.sizes, BATCH, seed=5)
+    return BatchPlan(pools.sizes, BATCH // pools.slots, seed=5)
 
 
 def global_batches(pools: TrainingPools, world_size: int, accumulation: int, start: int, stop: int) -> list[MicroBatch]:
@@ -81,19 +81,25 @@ def test_an_epoch_gives_each_sample_at_most_once(pools: TrainingPools) -> None:
     assert len(set(seen)) == len(seen) > sum(pools.sizes) - BATCH
 
 
-def test_tensors_are_32_bit_and_query_keys_group_queries(pools: TrainingPools) -> None:
-    (batch,) = global_batches(pools, 1, 1, 0, 1)
-    assert {str(tensor.dtype) for tensor in batch.tensors.values()} == {"torch.int32", "torch.float32"}
-    assert batch.tensors.keys() == {"query", "product", "numeric", "categorical", "label", "gain", "query_key"}
+def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools) -> None:
+    for batch in global_batches(pools, 1, 1, 0, plan_of(pools).batches_per_epoch):
+        tensors = batch.tensors
+        assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.int32", "torch.float32"}
+        assert {len(tensors[name]) for name in ("query", "query_key", "place")} == {BATCH // 2}
+        assert {len(tensors[name]) for name in ("product", "label", "gain", "product_key", "numeric")} == {BATCH}
+        assert tensors["place"].tolist() == list(range(BATCH // 2))
+        assert torch.equal(tensors["gain"] < 0, tensors["label"] < 0)
+        assert int((tensors["gain"] >= 0).sum()) == len(batch.sample_ids)
 
 
-def test_query_keys_use_all_bits_of_the_id() -> None:
+def test_keys_use_all_bits_of_the_id() -> None:
     ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
-    arrays = {
-        name: np.zeros((4, 1), np.float32) for name in ("query", "product", "numeric", "categorical", "label", "gain")
-    }
-    keys = to_tensors({**arrays, "query_id": ids})["query_key"].tolist()
+    names = ("query", "product", "numeric", "categorical", "label", "gain")
+    arrays = {name: np.zeros(4, np.float32) for name in names} | {"is_row": np.ones(4, np.bool_)}
+    tensors = group_tensors({**arrays, "query_id": ids, "product_key": ids[::-1].copy()}, np.arange(4, dtype=np.int32))
+    keys = tensors["query_key"].tolist()
     assert keys[0] == keys[2] and len(set(keys)) == 3
+    assert tensors["product_key"].tolist() == keys[::-1]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 7, 12, 1000])

@@ -1,63 +1,115 @@
-"""What a run trains on: all new rows, and a chosen share of old ones."""
+"""What a run trains on: groups of all new rows, and a chosen share of old ones."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.data.sampler import TrainingPools
+from pipeline.data.sampler import GroupedRows, TrainingPools
+from pipeline.data.shards import TokenRows
 from tests.train.rows import make_rows
 
-
-def ids_of(pools: TrainingPools) -> list[list[int]]:
-    """Sample ids of every bucket, in pool order."""
-    return [
-        pools.read(np.full(size, pool), np.arange(size), 1)["sample_id"].tolist() if size else []
-        for pool, size in enumerate(pools.sizes)
-    ]
+SLOTS = 4
 
 
-def test_new_rows_first_then_a_share_of_the_old(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(30, 10), (6, 14)]), make_rows(tmp_path, [(100, 200)], first_id=1001)
-    pools = TrainingPools.build(new, old, replay_share=0.25, seed=1)
-    assert pools.replay_sizes == (7, 13)  # 60 new are three quarters of 80
-    assert sum(pools.replay_sizes) / sum(pools.sizes) == pytest.approx(0.25)
-    ids = ids_of(pools)
-    assert [len(set(bucket)) for bucket in ids] == [43, 37]
-    for bucket, own in zip(ids, (36, 24), strict=True):
-        assert all(i < 1000 for i in bucket[:own]) and all(i > 1000 for i in bucket[own:])
+def build(new: TokenRows, old: TokenRows | None, replay_share: float, seed: int = 1) -> TrainingPools:
+    return TrainingPools.build(new, old, replay_share, seed, slots=SLOTS, positive_gain=0.99)
+
+
+def ids_of(pools: TrainingPools | GroupedRows) -> list[list[list[int]]]:
+    """Sample ids of the groups of every bucket, in pool order."""
+    found = []
+    for pool, size in enumerate(pools.sizes):
+        arrays = pools.read(np.full(size, pool), np.arange(size), 1) if size else None
+        groups = [] if arrays is None else np.split(arrays["sample_id"], size)
+        real = [] if arrays is None else np.split(arrays["is_row"], size)
+        found.append([ids[mask].tolist() for ids, mask in zip(groups, real, strict=True)])
+    return found
+
+
+def test_every_row_is_in_one_group_of_its_query(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(30, 10), (7, 14)])
+    grouped = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1)
+    groups = [group for bucket in ids_of(grouped) for group in bucket]
+    assert sorted(i for group in groups for i in group) == list(range(1, 62))
+    assert all(1 <= len(group) <= 3 and len({i // 4 for i in group}) == 1 for group in groups)
+    longest = [i for shard in ((31, 41), (48, 62)) for i in range(*shard)]  # rows of the larger bucket
+    assert all(
+        any(i in longest for i in group) == bool(bucket) for bucket in (0, 1) for group in ids_of(grouped)[bucket]
+    )
+    assert grouped.groups.fill == pytest.approx(61 / (3 * len(groups)))
+    assert grouped.num_positives == sum(
+        int((rows.read(np.full(size, b), np.arange(size), 1)["gain"] >= 0.99).sum())
+        for b, size in enumerate(rows.sizes)
+    )
+
+
+def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(5, 5)])
+    grouped = GroupedRows.of(rows, slots=SLOTS, positive_gain=0.99, seed=1)
+    arrays = grouped.read(np.array([0, 1]), np.array([0, 0]), 1)
+    assert arrays["query"].shape == (2, 6) and arrays["product"].shape == (2 * SLOTS, 8)
+    by_id: dict[int, dict[str, Any]] = {}
+    for bucket, size in enumerate(rows.sizes):
+        alone = rows.read(np.full(size, bucket), np.arange(size), 1)
+        by_id |= {int(i): {name: values[n] for name, values in alone.items()} for n, i in enumerate(alone["sample_id"])}
+    for slot, (sample, is_row) in enumerate(zip(arrays["sample_id"], arrays["is_row"], strict=True)):
+        wanted = by_id[int(sample)]
+        for name in ("product", "label", "gain", "numeric", "categorical"):
+            np.testing.assert_array_equal(arrays[name][slot], wanted[name])
+        np.testing.assert_array_equal(arrays["query_id"][slot // SLOTS], wanted["query_id"])
+        first = arrays["sample_id"][slot // SLOTS * SLOTS]
+        assert is_row or sample == first  # an empty slot repeats the first row
+    same = (arrays["product"][:, None] == arrays["product"][None]).all(2)
+    np.testing.assert_array_equal(arrays["product_key"][:, None] == arrays["product_key"][None], same)
+
+
+def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:
+    new, old = make_rows(tmp_path, [(28, 8), (8, 12)], first_id=4), make_rows(tmp_path, [(100, 200)], first_id=1004)
+    pools = build(new, old, replay_share=0.25)
+    assert sum(pools.kept) / sum(pools.sizes) == pytest.approx(0.25, abs=0.05)
+    for bucket, own in zip(ids_of(pools), pools.new.sizes, strict=True):
+        assert all(i < 1000 for group in bucket[:own] for i in group)
+        assert all(i > 1000 for group in bucket[own:] for i in group)
+        assert len({i for group in bucket for i in group}) == sum(map(len, bucket))
 
 
 def test_order_asked_for_is_kept_across_new_and_old(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(5, 5)]), make_rows(tmp_path, [(9, 9)], first_id=1001)
-    pools = TrainingPools.build(new, old, replay_share=0.4, seed=1)
+    new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
+    pools = build(new, old, replay_share=0.4)
     asked = [(1, 6), (0, 0), (0, 7), (1, 1), (0, 5), (1, 7)]
-    kinds, rows = (np.array(values) for values in zip(*asked, strict=True))
-    together = pools.read(kinds, rows, 1)
-    for place, (pool, row) in enumerate(asked):
-        alone = pools.read(np.array([pool]), np.array([row]), 1)
+    kinds, numbers = (np.array(values) for values in zip(*asked, strict=True))
+    together = pools.read(kinds, numbers, 1)
+    for place, (pool, number) in enumerate(asked):
+        alone = pools.read(np.array([pool]), np.array([number]), 1)
         for name, values in together.items():
-            np.testing.assert_array_equal(values[place], alone[name][0])
+            each = len(alone[name])
+            np.testing.assert_array_equal(values[place * each : (place + 1) * each], alone[name])
 
 
 def test_the_choice_is_a_function_of_the_seed(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(20, 20)]), make_rows(tmp_path, [(90, 90)], first_id=1001)
-    one, same, other = (ids_of(TrainingPools.build(new, old, 0.3, seed)) for seed in (1, 1, 2))
+    one, same, other = (ids_of(build(new, old, 0.3, seed)) for seed in (1, 1, 2))
     assert one == same
     assert one != other
 
 
-def test_fewer_old_rows_than_wanted_are_all_taken(tmp_path: Path) -> None:
+def test_fewer_old_groups_than_wanted_are_all_taken(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(40, 40)]), make_rows(tmp_path, [(3, 2)], first_id=1001)
-    pools = TrainingPools.build(new, old, replay_share=0.9, seed=1)
-    assert pools.replay_sizes == (3, 2)
-    assert sorted(i for bucket in ids_of(pools) for i in bucket if i > 1000) == [1001, 1002, 1003, 1004, 1005]
+    pools = build(new, old, replay_share=0.9)
+    assert sorted(i for bucket in ids_of(pools) for g in bucket for i in g if i > 1000) == [
+        1001,
+        1002,
+        1003,
+        1004,
+        1005,
+    ]
 
 
 def test_no_replay(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(4, 4)]), make_rows(tmp_path, [(3, 2)], first_id=1001)
-    for pools in (TrainingPools.build(new, old, 0.0, 1), TrainingPools.build(new, None, 0.5, 1)):
-        assert pools.sizes == (4, 4)
-        assert ids_of(pools) == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    nothing_old = TrainingPools.build(new, make_rows(tmp_path, [(0, 0)], first_id=9), 0.5, 1)
-    assert nothing_old.sizes == (4, 4)
+    for pools in (build(new, old, 0.0), build(new, None, 0.5)):
+        assert sorted(i for bucket in ids_of(pools) for group in bucket for i in group) == list(range(1, 9))
+    nothing_old = build(new, make_rows(tmp_path, [(0, 0)], first_id=9), 0.5)
+    assert sum(nothing_old.kept) == 0

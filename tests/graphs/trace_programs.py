@@ -73,9 +73,7 @@ def own_graph(
         backend.synchronise()  # the moments become data, as they are from the second step on
     if kind == "scores":
         return hlo_text([program.scores(batch)])
-    for _ in range(accumulation):
-        program.micro_step(batch)
-    program.update(batch["control"], 1)
+    program.step([batch] * accumulation)
     optimizer = program.optimizer
     state = [*program.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, program.guard.state, program._figures]
     return hlo_text([tensor.detach() for tensor in state])
@@ -83,14 +81,17 @@ def own_graph(
 
 def _batch(samples: int, bucket: Bucket) -> dict[str, Tensor]:
     ints, floats = torch.int32, torch.float32
+    groups = samples // TrainConfig().candidates_per_query
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "query": ((samples, bucket.query_tokens), ints),
+        "query": ((groups, bucket.query_tokens), ints),
         "product": ((samples, bucket.product_tokens), ints),
         "numeric": ((samples, len(SPEC.numeric)), floats),
         "categorical": ((samples, len(SPEC.categorical_ids)), ints),
         "label": ((samples,), ints),
         "gain": ((samples,), floats),
-        "query_key": ((samples,), ints),
+        "query_key": ((groups,), ints),
+        "product_key": ((samples,), ints),
+        "place": ((groups,), ints),
         "control": ((CONTROL_SIZE,), floats),
     }
     return {name: torch.ones(shape, dtype=dtype).to(DEVICE) for name, (shape, dtype) in shapes.items()}

@@ -1,37 +1,106 @@
-"""Losses: their value, what they leave out, and that cutting a batch does not change the gradient."""
+"""Losses: their value against loops, what they leave out, and that cutting a batch does not change the gradient."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pipeline.model.config import LossConfig
-from pipeline.model.losses import Targets, contrastive_loss, graded_loss, relevance_loss
+from pipeline.model.losses import Targets, contrastive_loss, graded_loss, listwise_loss, pair_loss
 from pipeline.model.relevance import RelevanceOutputs
 
-BATCH, GROUP, CLASSES, WIDTH = 12, 4, 3, 6
-CONFIG = LossConfig(contrastive_weight=0.7, graded_weight=1.3, negatives_group=GROUP, temperature=0.2)
+QUERIES, SLOTS, CLASSES, WIDTH = 5, 3, 3, 6
+CONFIG = LossConfig(contrastive_weight=0.7, graded_weight=1.3, temperature=0.2)
 
 
 def outputs() -> RelevanceOutputs:
     generator = torch.Generator().manual_seed(4)
     return RelevanceOutputs(
-        torch.randn(BATCH, CLASSES, generator=generator),
-        torch.randn(BATCH, WIDTH, generator=generator),
-        torch.randn(BATCH, WIDTH, generator=generator),
+        torch.randn(QUERIES * SLOTS, CLASSES, generator=generator),
+        torch.randn(QUERIES, WIDTH, generator=generator),
+        torch.randn(QUERIES * SLOTS, WIDTH, generator=generator),
     )
 
 
 def targets() -> Targets:
+    """Queries 0 and 3 are the same; product 4 is a twin of positive 0; slots 5 and 14 are empty."""
+    gain = [1.0, 0.5, 0.0, 1.0, 0.0, -1, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 0.2, 1.0, -1]
     return Targets(
-        torch.tensor([0, 1, 2, -1, 2, 2, 1, 0, -1, -1, 0, 2], dtype=torch.int32),
-        torch.tensor([0, 0.5, 1, 0, 1, 1, 0.5, 0, 0, 0, 0, 1.0]),
-        torch.tensor([1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6], dtype=torch.int32),
+        torch.tensor([2, 1, 0, 2, 0, -1, 0, 1, 0, 2, 2, -1, 1, 2, -1], dtype=torch.int32),
+        torch.tensor(gain),
+        torch.tensor([7, 8, 9, 7, 11], dtype=torch.int32),
+        torch.tensor([100, 101, 102, 103, 100, 103, 106, 107, 108, 109, 110, 111, 112, 113, 112], dtype=torch.int32),
     )
+
+
+def contrastive_by_hand(query: Tensor, product: Tensor, wanted: Targets, config: LossConfig) -> Tensor:
+    """InfoNCE with Python loops."""
+
+    def cosine(one: int, other: int) -> Tensor:
+        return F.cosine_similarity(query[one], product[other], dim=0)
+
+    positives = [j for j in range(len(product)) if wanted.gain[j] >= config.positive_gain]
+    keys = [int(wanted.query_key[j // SLOTS]) for j in range(len(product))]
+
+    def is_negative(one: int, other: int) -> bool:
+        """Product `other` for query `one`."""
+        mine = [j for j in positives if j // SLOTS == one]
+        if wanted.gain[other] < 0 or int(wanted.product_key[other]) in [int(wanted.product_key[j]) for j in mine]:
+            return False
+        if other in positives and keys[other] == int(wanted.query_key[one]):
+            return False
+        if config.false_negative_margin is None:
+            return True
+        best = max(cosine(one, j) for j in mine) if mine else torch.tensor(-1e4)
+        return bool(cosine(one, other) <= best - config.false_negative_margin)
+
+    total = torch.zeros(())
+    for j in positives:
+        one = j // SLOTS
+        against = [cosine(one, other) for other in range(len(product)) if is_negative(one, other)]
+        scores = torch.stack([cosine(one, j), *against]) / config.temperature
+        total = total - (1 - config.symmetric_share) * F.log_softmax(scores, 0)[0]
+        askers = [cosine(other, j) for other in range(QUERIES) if is_negative(other, j)]
+        scores = torch.stack([cosine(one, j), *askers]) / config.temperature
+        total = total - config.symmetric_share * F.log_softmax(scores, 0)[0]
+    return total / len(positives)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"symmetric_share": 0.4}, {"false_negative_margin": 0.1}, {"positive_gain": 0.5}, {"temperature": 0.05}],
+)
+def test_contrastive_loss_by_hand(change: dict[str, float]) -> None:
+    config = CONFIG.model_copy(update=change)
+    query, product = (side.double().requires_grad_() for side in outputs()[1:])
+    mine = contrastive_loss(query, product, targets(), config)
+    theirs = contrastive_by_hand(query, product, targets(), config)
+    torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-6)
+    pairs = zip(torch.autograd.grad(mine, (query, product)), torch.autograd.grad(theirs, (query, product)), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_positives_is_zero() -> None:
+    _, query, product = outputs()
+    nothing = targets()._replace(gain=torch.zeros(QUERIES * SLOTS))
+    product.requires_grad_()
+    loss = contrastive_loss(query, product, nothing, CONFIG)
+    assert float(loss) == 0.0
+    assert not torch.autograd.grad(loss, product)[0].any()
+
+
+def test_one_query_alone_has_its_own_low_grades_as_negatives() -> None:
+    _, query, product = (side[:SLOTS] for side in outputs())
+    alone = Targets(*(side[: (1 if name == "query_key" else SLOTS)] for name, side in targets()._asdict().items()))
+    loss = contrastive_loss(query[:1], product, alone, CONFIG)
+    cosines = F.cosine_similarity(query[:1], product, dim=1) / CONFIG.temperature
+    torch.testing.assert_close(loss, -F.log_softmax(cosines, 0)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_graded_loss_is_cross_entropy_and_unlabelled_rows_count_as_zero() -> None:
     logits, label = outputs().logits, targets().label
-    expected = F.cross_entropy(logits, label.long(), ignore_index=-1, reduction="sum") / BATCH
+    expected = F.cross_entropy(logits, label.long(), ignore_index=-1, reduction="sum") / len(label)
     torch.testing.assert_close(graded_loss(logits, label), expected)
     assert float(graded_loss(logits, torch.full_like(label, -1))) == 0.0
 
@@ -43,79 +112,44 @@ def test_unlabelled_rows_get_no_gradient() -> None:
     assert (gradient[unlabelled] == 0).all() and (gradient[~unlabelled] != 0).all()
 
 
-def by_hand(seen: RelevanceOutputs, wanted: Targets, config: LossConfig) -> torch.Tensor:
-    """InfoNCE with Python loops."""
-    total = torch.zeros(())
-    for start in range(0, BATCH, GROUP):
-        for row in range(start, start + GROUP):
-            if wanted.gain[row] < config.positive_gain:
-                continue
-            scores = []
-            for column in range(start, start + GROUP):
-                same = wanted.query_key[row] == wanted.query_key[column]
-                if column != row and same and wanted.gain[column] >= config.positive_gain:
-                    continue  # another right answer to the same query
-                cosine = F.cosine_similarity(seen.query[row], seen.product[column], dim=0)
-                scores.append(cosine / config.temperature)
-                if column == row:
-                    own = scores[-1]
-            total = total - (own - torch.logsumexp(torch.stack(scores), 0))
-    return total / BATCH
-
-
-def test_contrastive_loss_by_hand() -> None:
-    torch.testing.assert_close(
-        contrastive_loss(outputs(), targets(), CONFIG), by_hand(outputs(), targets(), CONFIG), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_another_positive_of_the_query_is_no_negative() -> None:
-    """Rows 4 and 5 are both right for query 2: moving product 5 must not change the loss of row 4."""
+def test_listwise_loss_by_hand() -> None:
     seen, wanted = outputs(), targets()
-    only_row_4 = wanted._replace(gain=torch.where(torch.arange(BATCH) == 4, wanted.gain, 0.0))
-    product = seen.product.clone().requires_grad_()
-    both = wanted._replace(gain=torch.where((torch.arange(BATCH) == 4) | (torch.arange(BATCH) == 5), wanted.gain, 0.0))
-    (masked,) = torch.autograd.grad(contrastive_loss(seen._replace(product=product), both, CONFIG), product)
-    (unmasked,) = torch.autograd.grad(contrastive_loss(seen._replace(product=product), only_row_4, CONFIG), product)
-    own_only = torch.autograd.grad(by_hand(seen._replace(product=product), both, CONFIG), product)[0]
-    torch.testing.assert_close(masked, own_only, rtol=1e-4, atol=1e-7)
-    assert float(unmasked[5].norm()) > 1e-3  # a negative while it is no positive
+    total = torch.zeros(())
+    for one in range(QUERIES):
+        slots = [j for j in range(one * SLOTS, (one + 1) * SLOTS) if wanted.gain[j] >= 0]
+        gains = wanted.gain[slots]
+        scores = F.cosine_similarity(seen.query[one], seen.product[slots], dim=1) / CONFIG.temperature
+        total = total - (gains / (gains.sum() + 1e-6) * F.log_softmax(scores, 0)).sum()
+    torch.testing.assert_close(listwise_loss(seen, wanted, CONFIG.temperature), total / QUERIES)
 
 
-def test_groups_do_not_see_each_other() -> None:
-    seen = outputs()
-    product = seen.product.clone().requires_grad_()
-    first_group = targets()._replace(gain=torch.where(torch.arange(BATCH) < GROUP, targets().gain, 0.0))
-    (gradient,) = torch.autograd.grad(contrastive_loss(seen._replace(product=product), first_group, CONFIG), product)
-    assert (gradient[:GROUP] != 0).any() and (gradient[GROUP:] == 0).all()
-
-
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_cutting_into_micro_batches_of_whole_groups_keeps_the_gradient(pieces: int) -> None:
+def test_cutting_the_pair_losses_keeps_the_gradient() -> None:
+    config = CONFIG.model_copy(update={"listwise_weight": 0.5})
     seen = RelevanceOutputs(*(tensor.requires_grad_() for tensor in outputs()))
-    whole = torch.autograd.grad(relevance_loss(seen, targets(), CONFIG), seen)
-    size = BATCH // pieces
+    whole = torch.autograd.grad(pair_loss(seen, targets(), config), seen)
     total = [torch.zeros_like(tensor) for tensor in seen]
-    for start in range(0, BATCH, size):
-        part = slice(start, start + size)
-        loss = relevance_loss(
-            RelevanceOutputs(*(t[part] for t in seen)), Targets(*(t[part] for t in targets())), CONFIG
+    for one in range(QUERIES):
+        slots = slice(one * SLOTS, (one + 1) * SLOTS)
+        part = RelevanceOutputs(seen.logits[slots], seen.query[one : one + 1], seen.product[slots])
+        wanted = targets()
+        mine = Targets(
+            wanted.label[slots], wanted.gain[slots], wanted.query_key[one : one + 1], wanted.product_key[slots]
         )
-        for collected, gradient in zip(total, torch.autograd.grad(loss / pieces, seen), strict=True):
+        loss = pair_loss(part, mine, config) / QUERIES
+        for collected, gradient in zip(total, torch.autograd.grad(loss, seen), strict=True):
             collected += gradient
     for collected, expected in zip(total, whole, strict=True):
         torch.testing.assert_close(collected, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_without_weight_the_contrastive_part_is_not_computed() -> None:
-    config = CONFIG.model_copy(update={"contrastive_weight": 0.0, "negatives_group": 5})  # 5 does not divide 12
-    torch.testing.assert_close(
-        relevance_loss(outputs(), targets(), config), 1.3 * graded_loss(outputs().logits, targets().label)
-    )
-
-
 def test_bf16_outputs_give_an_fp32_loss() -> None:
     low = RelevanceOutputs(*(tensor.bfloat16() for tensor in outputs()))
-    loss = relevance_loss(low, targets(), CONFIG)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, relevance_loss(outputs(), targets(), CONFIG), rtol=0.03, atol=0.03)
+    for mine, full in (
+        (pair_loss(low, targets(), CONFIG), pair_loss(outputs(), targets(), CONFIG)),
+        (
+            contrastive_loss(low.query, low.product, targets(), CONFIG),
+            contrastive_loss(outputs().query, outputs().product, targets(), CONFIG),
+        ),
+    ):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, full, rtol=0.03, atol=0.03)

@@ -98,10 +98,10 @@ def half_a_gradient(patch: pytest.MonkeyPatch) -> None:
     """A bias that gets no gradient: only the backward pass is wrong."""
     real = TrainProgram._reduce_and_step
 
-    def step(self: TrainProgram, control: Tensor, world_size: int) -> None:
+    def step(self: TrainProgram, control: Tensor) -> None:
         assert self._sums is not None
         self._sums[1] = self._sums[1] * (torch.arange(len(self._sums[1])) % 2)
-        real(self, control, world_size)
+        real(self, control)
 
     patch.setattr(TrainProgram, "_reduce_and_step", step)
 

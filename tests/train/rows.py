@@ -8,13 +8,17 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
+from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
+from pipeline.data.loader import RowSource
+from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
-from pipeline.model.config import InputSpec, LossConfig, ModelConfig
+from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
+from pipeline.train.share import groups_of_batch
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))
@@ -43,7 +47,7 @@ TRAIN = TrainConfig(
     global_batch_size=8,
     micro_batch_size=8,
     max_steps=6,
-    loss=LossConfig(negatives_group=4),
+    candidates_per_query=2,
 )
 
 
@@ -124,6 +128,18 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
         files.append(write_shard(folder / f"train-{first_id}-{number:05d}.safetensors", rows, first_id))
         first_id += sum(rows)
     return TokenRows(files, BUCKETS, PAD)
+
+
+def grouped(source: RowSource, config: TrainConfig = TRAIN) -> GroupedRows:
+    """Rows in groups of one query, as a run of this config has them."""
+    return GroupedRows.of(
+        source, slots=config.candidates_per_query, positive_gain=config.loss.positive_gain, seed=config.seed
+    )
+
+
+def plan_of(groups: GroupedRows, config: TrainConfig = TRAIN) -> BatchPlan:
+    """The order of the global batches of `config` over groups."""
+    return BatchPlan(groups.sizes, groups_of_batch(config), 1)
 
 
 def make_program(

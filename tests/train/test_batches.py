@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.train.batches import BatchStream, schedule_of
-from tests.train.rows import TRAIN, make_rows
+from tests.train.rows import TRAIN, grouped, make_rows, plan_of
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def rows(tmp_path: Path) -> TokenRows:
 
 
 def stream_of(rows: TokenRows, start: int = 0, stop: int = 3, accumulation: int = 1) -> BatchStream:
-    plan = BatchPlan(rows.sizes, 8, 1)
-    return BatchStream(rows, plan, RankShare(accumulation=accumulation), TRAIN, start, stop)
+    groups = grouped(rows)
+    return BatchStream(groups, plan_of(groups), RankShare(accumulation=accumulation), TRAIN, start, stop)
 
 
 def test_every_batch_carries_its_step_and_rate(rows: TokenRows) -> None:
@@ -33,7 +33,8 @@ def test_notes_count_tokens_and_name_samples(rows: TokenRows) -> None:
     list(again)
     for position, batch in enumerate(batches):
         tokens, digest, ready_at = stream.took(position)
-        assert tokens == int((batch["query"] != 0).sum() + (batch["product"] != 0).sum()) == 8 * 8
+        products = batch["product"][batch["gain"] >= 0]
+        assert tokens == int((batch["query"] != 0).sum() + (products != 0).sum()) == 4 * 4 + 4 * len(products)
         assert again.took(position)[1] == digest
         assert ready_at > 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
@@ -27,7 +27,7 @@ from pipeline.train.batches import BatchStream
 from pipeline.train.config import GuardConfig, TrainConfig
 from pipeline.train.loop import Cadence, Hooks, TrainLoop
 from pipeline.train.program import TrainProgram
-from tests.train.rows import MODEL, TRAIN, make_program, make_rows
+from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,11 @@ class Bench:
 
     def loop(self) -> TrainLoop:
         share = RankShare(accumulation=self.accumulation)
-        plan = BatchPlan(self.rows.sizes, self.config.global_batch_size, 1)
+        groups = grouped(self.rows, self.config)
         return TrainLoop(
             program=self.program,
             backend=self.backend,
-            stream=BatchStream(self.rows, plan, share, self.config, self.start, self.max_steps),
+            stream=BatchStream(groups, plan_of(groups, self.config), share, self.config, self.start, self.max_steps),
             gang=Gang(World(), timeout_s=1),
             stop=self.stop,
             console=Console(stream=self.console),

@@ -1,32 +1,34 @@
 """The training program on CPU: gradients, guard, figures, state."""
 
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
+from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import FIGURES, TrainProgram
-from tests.train.rows import MODEL, SPEC, TRAIN, make_program, make_rows
+from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 Batches = list[dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
-    return make_rows(tmp_path_factory.mktemp("program"), [(40, 40)])
+    return make_rows(tmp_path_factory.mktemp("program"), [(80, 80)])
 
 
 def batches_of(rows: TokenRows, steps: int, accumulation: int = 1, rank: int = 0, world_size: int = 1) -> list[Batches]:
-    stream = training_batches(rows, BatchPlan(rows.sizes, 8, 1), RankShare(rank, world_size, accumulation), 0, steps)
+    groups = grouped(rows)
+    stream = training_batches(groups, plan_of(groups), RankShare(rank, world_size, accumulation), 0, steps)
     micro = [batch.tensors for batch in stream]
     return [micro[step * accumulation : (step + 1) * accumulation] for step in range(steps)]
 
@@ -35,17 +37,98 @@ def control(step: int, rate: float = 0.01, config: TrainConfig = TRAIN) -> Tenso
     return control_values(step, rate, config.optimizer)
 
 
+def step(program: TrainProgram, micros: Batches, control: Tensor) -> None:
+    program.step([{**batch, "control": control} for batch in micros])
+
+
 def train(program: TrainProgram, steps: list[Batches], rate: float = 0.01) -> list[dict[str, float]]:
     for number, micros in enumerate(steps, start=1):
-        for batch in micros:
-            program.micro_step(batch)
-        program.update(control(number, rate), world_size=1)
+        step(program, micros, control(number, rate))
     return program.read_figures(len(steps))
 
 
 def state_of(program: TrainProgram) -> dict[str, Tensor]:
     weights, optimizer = program.snapshot()
     return {**weights, **optimizer}
+
+
+class Ranks:
+    """The other ranks of a world in threads of this process, which meet for every exchange."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size)
+        self._slots: list[list[Tensor]] = [[] for _ in range(world_size)]
+
+    def meet(self, rank: int, tensors: list[Tensor]) -> list[list[Tensor]]:
+        self._slots[rank] = [tensor.clone() for tensor in tensors]
+        self._barrier.wait(30)
+        everybody = [list(slot) for slot in self._slots]
+        self._barrier.wait(30)
+        return everybody
+
+    def mean(self, rank: int, tensors: list[Tensor]) -> list[Tensor]:
+        for tensor, *parts in zip(tensors, *self.meet(rank, tensors), strict=True):
+            tensor.copy_(sum(parts) / self.world_size)
+        return tensors
+
+    def gather(self, rank: int, tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(parts) for parts in zip(*self.meet(rank, tensors), strict=True)]
+
+
+def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool) -> Tensor:
+    """(losses, then the first moments after one step with beta1 0: the gradient itself) of every rank, [R, ...]."""
+    groups, ranks, found = grouped(rows, config), Ranks(world_size), {}
+
+    class Backend(CpuBackend):
+        gathers_in_graph = not two_passes
+
+    def run(rank: int) -> None:
+        program = TrainProgram(
+            build_model(MODEL, SPEC, config.seed),
+            Backend(),
+            config,
+            accumulation=accumulation,
+            world_size=world_size,
+            host_mean=lambda tensors: ranks.mean(rank, tensors),
+            host_gather=lambda tensors: ranks.gather(rank, tensors),
+            figure_rows=1,
+            buckets=rows.buckets,
+        )
+        share = RankShare(rank, world_size, accumulation)
+        micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
+        step(program, micros, control_values(1, 0.0, config.optimizer))
+        (figures,) = program.read_figures(1)
+        moments = [moment.reshape(-1) for moment in program.optimizer.exp_avg]
+        found[rank] = torch.cat([torch.tensor([figures["loss"]]), *moments])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return torch.stack([found[rank] for rank in range(world_size)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
+    rows: TokenRows, world_size: int, accumulation: int, two_passes: bool
+) -> None:
+    config = TRAIN.model_copy(
+        update={
+            "global_batch_size": 64,
+            "micro_batch_size": 64,
+            "loss": LossConfig(symmetric_share=0.3, listwise_weight=0.2, head_gradient=0.5),
+            "optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9),
+        }
+    )
+    whole = gradients(rows, config, 1, 1, two_passes=False)[0]
+    cut = gradients(rows, config, world_size, accumulation, two_passes)
+    assert float(whole[1:].abs().max()) > 1e-2
+    for rank in cut:
+        torch.testing.assert_close(rank, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_accumulation_does_not_change_the_result(rows: TokenRows) -> None:
@@ -58,41 +141,24 @@ def test_accumulation_does_not_change_the_result(rows: TokenRows) -> None:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-def test_two_ranks_equal_one(rows: TokenRows) -> None:
-    """Both ranks in one process: the second waits in host_mean for the gradient of the first."""
-    alone = make_program(CpuBackend())
-    train(alone, batches_of(rows, 3))
-    shares = [batches_of(rows, 3, rank=rank, world_size=2) for rank in range(2)]
-    others: list[list[Tensor]] = []
+def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
+    """The gradient by finite differences: the loss of the figures is that of the masks the gradient was made with."""
+    dropped = MODEL.model_copy(update={"dropout": 0.5})
+    config = TRAIN.model_copy(update={"optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9)})
+    (micros,) = batches_of(rows, 1, accumulation=2)
 
-    def mean(tensors: list[Tensor]) -> list[Tensor]:
-        for tensor, other in zip(tensors, others.pop(), strict=True):
-            tensor.copy_((tensor + other) / 2)
-        return tensors
+    def loss_and_gradient(shift: float) -> tuple[float, Tensor]:
+        program = make_program(CpuBackend(), config, dropped, accumulation=2)
+        with torch.no_grad():
+            program.masters[0] += shift * direction if shift else 0.0
+        program.step([{**batch, "control": control_values(1, 0.0, config.optimizer)} for batch in micros], seeds=[3, 4])
+        return program.read_figures(1)[0]["loss"], program.optimizer.exp_avg[0].clone()
 
-    ranks = [
-        TrainProgram(
-            build_model(MODEL, SPEC, TRAIN.seed),
-            CpuBackend(),
-            TRAIN,
-            accumulation=1,
-            host_mean=mean,
-            figure_rows=8,
-            buckets=rows.buckets,
-        )
-        for _ in range(2)
-    ]
-    for step in range(3):
-        for rank, program in enumerate(ranks):
-            program.micro_step(shares[rank][step][0])
-        sent = [[tensor.reshape(-1).clone() for tensor in program._sums or []] for program in ranks]
-        for rank, program in enumerate(ranks):
-            others.append(sent[1 - rank])
-            program.update(control(step + 1), world_size=2)
-    expected = state_of(alone)
-    for program in ranks:
-        for name, tensor in state_of(program).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+    direction = torch.zeros(1)
+    _, gradient = loss_and_gradient(0.0)
+    direction = gradient / gradient.norm()
+    slope = (loss_and_gradient(1e-3)[0] - loss_and_gradient(-1e-3)[0]) / 2e-3
+    assert slope == pytest.approx(float(gradient.norm()), rel=0.02)
 
 
 def test_it_learns(rows: TokenRows) -> None:
@@ -100,8 +166,7 @@ def test_it_learns(rows: TokenRows) -> None:
     program = make_program(CpuBackend(), config)
     steps = batches_of(rows, 10) * 3
     for number, (batch,) in enumerate(steps, start=1):
-        program.micro_step(batch)
-        program.update(control(number, rate=0.01), world_size=1)
+        step(program, [batch], control(number, rate=0.01))
         if number == 8:
             first = [row["loss"] for row in program.read_figures(8)]
     last = [row["loss"] for row in program.read_figures(8)]
@@ -113,8 +178,7 @@ def test_the_gradient_is_clipped_to_the_norm(rows: TokenRows) -> None:
     tight = OptimizerConfig(max_grad_norm=1e-3, beta1=0.0)
     program = make_program(CpuBackend(), TRAIN.model_copy(update={"optimizer": tight}))
     ((batch,),) = batches_of(rows, 1)
-    program.micro_step(batch)
-    program.update(control_values(1, 0.0, tight), world_size=1)
+    step(program, [batch], control_values(1, 0.0, tight))
     (figures,) = program.read_figures(1)
     norm = sum(float(moment.square().sum()) for moment in program.optimizer.exp_avg) ** 0.5
     assert figures["grad_norm"] > 1e-2
@@ -127,16 +191,14 @@ def test_a_nan_step_changes_nothing_but_the_counters(rows: TokenRows) -> None:
     train(program, steps[:2])
     before = state_of(program)
     poisoned = {**steps[2][0], "numeric": torch.full_like(steps[2][0]["numeric"], float("nan"))}
-    program.micro_step(poisoned)
-    program.update(control(3), world_size=1)
+    step(program, [poisoned], control(3))
     after = state_of(program)
     assert before["guard"].tolist() != after["guard"].tolist()
     assert torch.equal(before.pop("guard")[:3], after["guard"][:3])
     assert all(torch.equal(before[name], after[name]) for name in before)
     (figures,) = program.read_figures(1)
     assert figures["skipped"] == figures["skipped_in_a_row"] == 1
-    program.micro_step(steps[2][0])
-    program.update(control(4), world_size=1)
+    step(program, steps[2], control(4))
     assert program.read_figures(1)[0]["skipped_in_a_row"] == 0
     assert not torch.equal(before["head.weight"], state_of(program)["head.weight"])
 
@@ -159,8 +221,7 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     other.restore(weights, optimizer)
     for number, (batch,) in enumerate(steps[2:], start=3):
         for one in (program, other):
-            one.micro_step(batch)
-            one.update(control(number), world_size=1)
+            step(one, [batch], control(number))
     left, right = state_of(program), state_of(other)
     assert all(torch.equal(left[name], right[name]) for name in left)
 
@@ -208,9 +269,9 @@ def test_state_of_another_shape_is_refused_by_name(rows: TokenRows) -> None:
 
 def test_a_batch_outside_the_buckets_is_a_data_error(rows: TokenRows) -> None:
     ((batch,),) = batches_of(rows, 1)
-    wide = {**batch, "query": torch.zeros(8, 7, dtype=torch.int32)}
+    wide = {**batch, "query": torch.zeros(4, 7, dtype=torch.int32)}
     with pytest.raises(DataError, match=r"a batch of 7x\d tokens") as caught:
-        make_program(CpuBackend()).micro_step(wide)
+        step(make_program(CpuBackend()), [wide], control(1))
     assert "4x6, 6x8" in str(caught.value)
 
 
@@ -230,12 +291,8 @@ def test_low_precision_trains_close_to_fp32(rows: TokenRows, precision: str) -> 
 def test_scores_are_without_gradient_and_dropout(rows: TokenRows) -> None:
     program = make_program(CpuBackend(), model=MODEL.model_copy(update={"dropout": 0.5}))
     ((batch,),) = batches_of(rows, 1)
-    program.micro_step(batch)
-    first, second = program.scores(batch), program.scores(batch)
+    step(program, [batch], control(1))
+    pairs = {**batch, "query": batch["query"].repeat_interleave(TRAIN.candidates_per_query, dim=0)}
+    first, second = program.scores(pairs), program.scores(pairs)
     assert torch.equal(first, second) and not first.requires_grad
     assert program.has_dropout and not make_program(CpuBackend()).has_dropout
-
-
-def test_update_without_a_gradient_is_a_bug(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"before micro_step"):
-        make_program(CpuBackend()).update(control(1), world_size=1)

@@ -224,7 +224,7 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
     outcome = cycle.run(parent)
     (started,) = [fields for name, fields in cycle.events if name == EventName.TRAIN_STARTED]
     assert started["new_partitions"] == ["dt=2026-01-02"] and started["old_partitions"] == ["dt=2026-01-01"]
-    assert "80 new and 20 replayed samples" in cycle.said.getvalue()
+    assert "41 new and 10 replayed groups of up to 2 samples" in cycle.said.getvalue()
     state = cycle.open(outcome.step).state
     assert state.watermark == "2026-01-02" and set(state.partitions) == {"dt=2026-01-01", "dt=2026-01-02"}
     assert state.parent is not None and state.parent.digest == parent.digest

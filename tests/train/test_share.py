@@ -5,15 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError
-from pipeline.model.config import LossConfig
 from pipeline.parallel.world import World
 from pipeline.train.config import TrainConfig
-from pipeline.train.share import batch_share
+from pipeline.train.share import batch_share, groups_of_batch
 
 
-def config(batch: int, micro: int, group: int = 4, weight: float = 0.2) -> TrainConfig:
-    loss = LossConfig(negatives_group=group, contrastive_weight=weight)
-    return TrainConfig(global_batch_size=batch, micro_batch_size=micro, loss=loss)
+def config(batch: int, micro: int, slots: int = 4) -> TrainConfig:
+    return TrainConfig(global_batch_size=batch, micro_batch_size=micro, candidates_per_query=slots)
 
 
 @pytest.mark.parametrize(
@@ -25,27 +23,24 @@ def test_fewest_micro_steps(batch: int, micro: int, world_size: int, expected: i
 
 
 @settings(deadline=None)
-@given(st.integers(2, 200), st.integers(2, 64), st.integers(1, 6), st.integers(2, 8))
-def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_size: int, group: int) -> None:
+@given(st.integers(2, 200), st.integers(2, 64), st.integers(1, 6), st.integers(1, 8))
+def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_size: int, slots: int) -> None:
     try:
-        share = batch_share(config(batch, micro, group), World(rank=world_size - 1, world_size=world_size))
+        share = batch_share(config(batch, micro, slots), World(rank=world_size - 1, world_size=world_size))
     except ConfigError as error:
         # Refused only when no count of micro-steps would do.
         sizes = [batch // (world_size * n) for n in range(1, batch + 1) if batch % (world_size * n) == 0]
-        assert not [size for size in sizes if size <= micro and size % group == 0]
-        assert f"over {world_size} ranks" in error.seen
+        assert not [size for size in sizes if size <= micro and size % slots == 0]
+        assert f"a global batch of {batch}" in error.seen
         return
     size, left = divmod(batch, world_size * share.accumulation)
-    assert left == 0 and size <= micro and size % group == 0
+    assert left == 0 and size <= micro and size % slots == 0
     assert (share.rank, share.world_size) == (world_size - 1, world_size)
-
-
-def test_without_a_contrastive_loss_groups_do_not_matter() -> None:
-    assert batch_share(config(10, 5, group=4, weight=0.0), World()).accumulation == 2
+    assert groups_of_batch(config(batch, micro, slots)) * slots == batch
 
 
 def test_the_suggested_batch_size_works() -> None:
-    with pytest.raises(ConfigError, match="a global batch of 50 over 3 ranks") as caught:
-        batch_share(config(50, 64), World(world_size=3))
+    with pytest.raises(ConfigError, match="a global batch of 52 over 3 ranks") as caught:
+        batch_share(config(52, 64), World(world_size=3))
     suggested = int(caught.value.next_command.split()[1].rstrip(","))
     assert batch_share(config(suggested, 64), World(world_size=3)).accumulation >= 1
