@@ -117,6 +117,11 @@ class TrainProgram:
 
     def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
         """One optimizer step over the micro-batches of this rank. `seeds`: of the dropout of each, in both passes."""
+        self.accumulate(micros, seeds)
+        self._update(micros[-1]["control"])
+
+    def accumulate(self, micros: Sequence[Mapping[str, Tensor]], seeds: Sequence[int] = ()) -> None:
+        """Forward and backward of all of them; `reduced` has what comes of it."""
         contrast = None
         if self._needs_two_passes:
             contrast = self._contrast(micros, seeds)
@@ -130,7 +135,6 @@ class TrainProgram:
                     self._cut_micro_step()
             elif self._config.step_boundary == "split":
                 self._cut_micro_step()
-        self._update(micros[-1]["control"])
 
     @property
     def _needs_two_passes(self) -> bool:

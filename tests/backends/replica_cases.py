@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline import backends
 from pipeline.backends import xla as xla_module
 from pipeline.backends.xla_tracer import XlaTracer
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import training_batches
@@ -33,7 +33,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import TrainProgram
 from pipeline.train.trial import Trial
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_rows
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 RANKS = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
 pytestmark = pytest.mark.stage
@@ -98,19 +98,21 @@ def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tup
         backend,
         config,
         accumulation=accumulation,
+        world_size=2,
         host_mean=lambda tensors: pytest.fail("the device reduces"),
         figure_rows=4,
         buckets=BUCKETS,
         watch=recorder,
     )
     share = RankShare(0, 2, accumulation)
-    stream = training_batches(rows, BatchPlan(rows.sizes, config.global_batch_size, 1), share, 0, 2)
-    for number, micro in enumerate(stream):
-        batch = {name: tensor.to(backend.device) for name, tensor in micro.tensors.items()}
-        program.micro_step(batch)
-        if (number + 1) % accumulation == 0:
-            program.update(control_values(1, 0.1, config.optimizer).to(backend.device), 2)
-    program.scores(batch)
+    groups = grouped(rows, config)
+    rates = {"control": control_values(1, 0.1, config.optimizer)}
+    stream = [{**micro.tensors, **rates} for micro in training_batches(groups, plan_of(groups, config), share, 0, 2)]
+    moved = [{name: tensor.to(backend.device) for name, tensor in micro.items()} for micro in stream]
+    for number in range(2):
+        program.step(moved[number * accumulation : (number + 1) * accumulation])
+    pairs = {**moved[0], "query": moved[0]["query"].repeat_interleave(config.candidates_per_query, dim=0)}
+    program.scores(pairs)
     assert len({graph.phase for graph in recorder.graphs.values()}) == len(recorder.graphs), "two steps, one graph"
     return program, {graph.phase: recorder.texts[key] for key, graph in recorder.graphs.items()}
 
@@ -180,6 +182,7 @@ def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
         model = build_model(MODEL, SPEC, 1)
     program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder, chunk_mib=TRAIN.chunk_mib)
     program.load(build_model(MODEL, SPEC, 1).state_dict())
-    (micro,) = training_batches(rows, BatchPlan(rows.sizes, 8, 1), RankShare(), 0, 1)
+    groups = grouped(rows)
+    (micro,) = training_batches(groups, plan_of(groups), RankShare(), 0, 1)
     program.scores({name: tensor.to(backend.device) for name, tensor in micro.tensors.items()})
     assert "all-reduce" not in "".join(recorder.texts.values())

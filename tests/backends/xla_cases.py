@@ -112,7 +112,7 @@ def test_chunks_change_no_bit(xla: Backend, rows: TokenRows, boundary: str) -> N
 
 
 def test_fused_steps_with_dropout_are_reproducible_without_new_graphs(xla: Backend, rows: TokenRows) -> None:
-    model, config = SMALL.model_copy(update={"dropout": 0.3}), TRAIN.model_copy(update={"step_boundary": "fused"})
+    model, config = SMALL.model_copy(update={"dropout": 0.1}), TRAIN.model_copy(update={"step_boundary": "fused"})
     first = losses(xla, rows, config, model)
     compiled = xla.compile_count()
     assert losses(xla, rows, config, model) == first  # with a seed for each step

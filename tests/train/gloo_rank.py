@@ -6,14 +6,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.relevance import build_model
 from pipeline.parallel.device import open_ranks
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_rows
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 
 def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> dict[str, torch.Tensor]:
@@ -25,14 +25,16 @@ def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> d
             backend,
             config,
             accumulation=accumulation,
+            world_size=world.world_size,
             host_mean=gang.mean,
+            host_gather=gang.gather_rows,
             figure_rows=1,
             buckets=BUCKETS,
         )
         share = RankShare(world.rank, world.world_size, accumulation)
-        for micro in training_batches(rows, BatchPlan(rows.sizes, config.global_batch_size, 1), share, 0, 1):
-            program.micro_step(micro.tensors)
-        sums = program.reduced(world.world_size)
+        groups = grouped(rows, config)
+        program.accumulate([one.tensors for one in training_batches(groups, plan_of(groups, config), share, 0, 1)])
+        sums = program.reduced()
         return {**program.layout.unpack(sums[:-1]), "loss": sums[-1]}
 
 

@@ -239,9 +239,7 @@ def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(ro
     other = make_program(CpuBackend(), CHUNKED, accumulation=2)
     other.restore(*middle.snapshot())
     for number, micros in enumerate(steps[2:], start=3):
-        for batch in micros:
-            other.micro_step(batch)
-        other.update(control(number), world_size=1)
+        step(other, micros, control(number))
     expected = state_of(whole)
     for program in (chunked, other):
         found = state_of(program)
