@@ -27,7 +27,8 @@ class GroupedRows:
     @staticmethod
     def of(source: RowSource, *, slots: int, positive_gain: float, seed: int) -> "GroupedRows":
         """Deal the rows of a source, see core/groups. Reads the query and gain of every row once."""
-        columns = [_columns(source, bucket, size) for bucket, size in enumerate(source.sizes)]
+        every = [np.arange(size, dtype=np.int64) for size in source.sizes]
+        columns = [_fields(source, bucket, rows, ("query_id", "gain")) for bucket, rows in enumerate(every)]
         positive = [column["gain"] >= np.float32(positive_gain) for column in columns]
         groups = deal_groups([column["query_id"] for column in columns], positive, slots=slots, seed=seed)
         return GroupedRows(source, groups, slots, int(sum(part.sum() for part in positive)))
@@ -36,6 +37,18 @@ class GroupedRows:
     def sizes(self) -> tuple[int, ...]:
         """Groups of each bucket."""
         return self.groups.sizes
+
+    def numeric_sample(self, most: int) -> npt.NDArray[np.float32]:
+        """Numeric features [N, F] of at most `most` rows, spread evenly over the source."""
+        total = sum(self.source.sizes)
+        chosen = np.arange(0, total, max(1, -(-total // most)), dtype=np.int64)
+        pools = np.searchsorted(self.groups.starts, chosen, side="right") - 1
+        found = [
+            _fields(self.source, int(pool), chosen[here] - self.groups.starts[pool], ("numeric",))
+            for pool in np.unique(pools)
+            for here in (pools == pool,)
+        ]
+        return np.concatenate([arrays["numeric"] for arrays in found])
 
     def read(self, pools: Int64s, numbers: Int64s, bucket: int) -> Arrays:
         """Groups `numbers[i]` of bucket `pools[i]` in the shape of `bucket`, in the order asked for.
@@ -111,13 +124,13 @@ class TrainingPools:
         return _interleave(parts, len(numbers))
 
 
-def _columns(source: RowSource, bucket: int, size: int) -> Arrays:
-    """Query and gain of every row of one bucket."""
-    if not size:
+def _fields(source: RowSource, bucket: int, rows: Int64s, fields: Sequence[str]) -> Arrays:
+    """Some fields of some rows of one bucket."""
+    if not len(rows):
         return {"query_id": np.zeros(0, dtype=np.int64), "gain": np.zeros(0, dtype=np.float32)}
-    pools, rows = np.full(size, bucket, dtype=np.int64), np.arange(size, dtype=np.int64)
+    pools = np.full(len(rows), bucket, dtype=np.int64)
     if isinstance(source, TokenRows):
-        return source.read(pools, rows, bucket, ("query_id", "gain"))
+        return source.read(pools, rows, bucket, fields)
     return source.read(pools, rows, bucket)
 
 

@@ -26,6 +26,8 @@ class Chunk:
 
     decayed: bool
     """Matrices are; biases and layer norms are not."""
+    encoder: bool
+    """Parameters of the text encoder, or of what stands behind it: no chunk has both."""
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     """As the module has them; a matrix with more rows than columns lies transposed (see `_is_transposed`)."""
@@ -40,7 +42,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies: chunks of decayed parameters, then those of the others."""
+    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first."""
 
     chunks: tuple[Chunk, ...]
 
@@ -54,12 +56,12 @@ class FlatLayout:
         limit = int(chunk_mib * 2**20 / 4)
         total = sum(shape.numel() for _, shape in named)
         chunks: list[Chunk] = []
-        for decayed in (True, False):
-            group = [p for p in named if (len(p[1]) > 1) == decayed]
+        for decayed, encoder in ((True, True), (True, False), (False, True), (False, False)):
+            group = [p for p in named if (len(p[1]) > 1, p[0].startswith("encoder.")) == (decayed, encoder)]
             for run in _runs(_segments(group, min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
                 parameters = [parameter for segment in run for parameter in segment]
                 names, shapes = zip(*parameters, strict=True)
-                chunks.append(Chunk(decayed, names, shapes, tuple(map(_size, run))))
+                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
         return FlatLayout(tuple(chunks))
 
     @property

@@ -63,6 +63,7 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
     """
     result: dict[str, Tensor] = {}
+    weights = _without_scaling(template) | dict(weights)
     for name, tensor in _expected(template).items():
         found = weights.get(name)
         if found is None or found.shape != tensor.shape:
@@ -84,6 +85,12 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
             hf_name = _hf_name(name.removeprefix("encoder.")) if name.startswith("encoder.") else name
             result[name] = weights[hf_name]
     return result
+
+
+def _without_scaling(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scale and shift of features as models had them before they were kept: none."""
+    fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
+    return {name: fill(template[name].shape) for name, fill in fills.items() if name in template}
 
 
 def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.ops import unit
 
+_CONSTANT = 1e-4  # deviation below which a number says nothing
+
 
 class CrossNetwork(nn.Module):
     """DCN-v2: x_{l+1} = x_0 * (W x_l + b) + x_l (Wang et al., "DCN V2", WWW 2021, equation 1)."""
@@ -26,11 +28,18 @@ class CrossNetwork(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Numeric and categorical features to one vector. Numbers are squashed (log(1 + x)), so no statistics are kept."""
+    """Numeric and categorical features to one vector.
+
+    Numbers are squashed (log(1 + x)), then `scale` and `shift` bring each to mean 0 and deviation 1 over the training
+    split (`fit`); they are weights like any other, so they travel with every checkpoint and export.
+    """
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
         self.num_numeric = len(spec.numeric)
+        if self.num_numeric:
+            self.scale = nn.Parameter(torch.ones(self.num_numeric))
+            self.shift = nn.Parameter(torch.zeros(self.num_numeric))
         self.embeddings = nn.ModuleList(nn.Embedding(ids, config.categorical_size) for ids in spec.categorical_ids)
         inputs = self.num_numeric + config.categorical_size * len(spec.categorical_ids)
         widths = (inputs, *config.feature_sizes) if inputs else (0,)
@@ -39,12 +48,28 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
         """numeric [B, F], categorical int [B, C] -> [B, width]."""
-        parts = [torch.sign(numeric) * torch.log(1.0 + torch.abs(numeric))] if self.num_numeric else []
+        parts = [_squashed(numeric) * self.scale + self.shift] if self.num_numeric else []
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
         hidden = torch.cat(parts, dim=1) if parts else numeric
         for layer in self.layers:
             hidden = F.gelu(layer(hidden))
         return hidden
+
+    @torch.no_grad()
+    def fit(self, numeric: Tensor) -> None:
+        """Set scale and shift from rows of the training split, fp32 [N, F]; a number that never changes is left out."""
+        if not self.num_numeric:
+            return
+        squashed = _squashed(numeric.double())
+        mean, deviation = squashed.mean(0), squashed.std(0, unbiased=False)
+        changes = (deviation > _CONSTANT).double()
+        scale = changes / deviation.clamp(min=_CONSTANT)
+        self.scale.copy_(scale)
+        self.shift.copy_(-mean * scale)
+
+
+def _squashed(numeric: Tensor) -> Tensor:
+    return torch.sign(numeric) * torch.log(1.0 + torch.abs(numeric))
 
 
 class Interactions(nn.Module):

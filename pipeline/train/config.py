@@ -14,6 +14,12 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
+    head_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="Multiple of learning_rate for what stands behind the encoder",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
     final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")

@@ -28,12 +28,22 @@ class AdamW:
     """Two moments for each flat vector."""
 
     def __init__(
-        self, masters: Sequence[Tensor], decayed: Sequence[bool], config: OptimizerConfig, *, traced: bool
+        self,
+        masters: Sequence[Tensor],
+        decayed: Sequence[bool],
+        config: OptimizerConfig,
+        *,
+        traced: bool,
+        rates: Sequence[float] | None = None,
     ) -> None:
-        """`decayed`: which are. `traced`: write the update out for a tracing device; else PyTorch's fused kernel."""
+        """`decayed`: which are. `traced`: write the update out for a tracing device; else PyTorch's fused kernel.
+
+        `rates`: multiples of the learning rate, one a vector (none: 1).
+        """
         self.config = config
         self.masters = list(masters)
         self._decays = [config.weight_decay if one else 0.0 for one in decayed]
+        self._rates = list(rates or [1.0] * len(self.masters))
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self._update = self._traced if traced else self._fused
@@ -53,7 +63,7 @@ class AdamW:
         master, first, second = self.masters[index], self.exp_avg[index], self.exp_avg_sq[index]
         taken = ok.float()
         gain1, gain2 = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2)
-        rate = taken * control[0]
+        rate = taken * self._rate(index, control)
         clipped = torch.where(ok, grad * clip, torch.zeros_like(grad))
         new_first = first * (1.0 - gain1) + clipped * gain1
         new_second = second * (1.0 - gain2) + clipped * clipped * gain2
@@ -61,6 +71,10 @@ class AdamW:
         master.copy_(master * (1.0 - rate * decay) - direction * (rate / control[1]))
         first.copy_(new_first)
         second.copy_(new_second)
+
+    def _rate(self, index: int, control: Tensor) -> Tensor:
+        factor = self._rates[index]
+        return control[0] if factor == 1.0 else control[0] * factor
 
     def _fused(self, index: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
         config = self.config
@@ -71,7 +85,7 @@ class AdamW:
             [self.exp_avg_sq[index]],
             [],
             [control[3]],
-            lr=control[0],
+            lr=self._rate(index, control),
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=decay,

@@ -68,7 +68,8 @@ class TrainProgram:
         self.has_dropout = model.encoder.dropout > 0
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
         decayed = [chunk.decayed for chunk in self.layout.chunks]
-        self.optimizer = AdamW(self.masters, decayed, config.optimizer, traced=backend.is_lazy)
+        rates = [1.0 if chunk.encoder else config.optimizer.head_rate for chunk in self.layout.chunks]
+        self.optimizer = AdamW(self.masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
         self.guard = SpikeGuard(config.guard, backend.device)
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self._model = model.to("meta")  # structure only: its tensors are the masters

@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -46,6 +48,8 @@ from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
 from pipeline.train.share import batch_share, groups_of_batch
 
+_FITTED_ROWS = 200_000
+"""Training rows whose features are read to scale them."""
 _POOR_FILL = 0.6
 """Of slots: below this share a warning says so."""
 
@@ -126,7 +130,7 @@ class TrainRun:
         pools = self._pools()
         plan = BatchPlan(pools.sizes, groups_of_batch(self.config.train), self.config.train.seed)
         self.max_steps = self.config.train.max_steps or max(1, round(self.config.train.epochs * plan.batches_per_epoch))
-        self._assemble()
+        self._assemble(pools)
         start, skipped = self._resume()
         self._announce(pools, plan, start)
         with closing(self._sink()) as sink:
@@ -182,7 +186,7 @@ class TrainRun:
             positive_gain=train.loss.positive_gain,
         )
 
-    def _assemble(self) -> None:
+    def _assemble(self, pools: TrainingPools) -> None:
         """Model, program, and the two ends of checkpointing."""
         config, around, inputs = self.config, self.around, self.inputs
         self.valid = self._rows("valid")
@@ -193,6 +197,8 @@ class TrainRun:
                 next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
             )
         model = initial_model(config.model, inputs.spec, config.train.seed, around.scratch)
+        if inputs.parent is None:
+            model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
         template = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self.program = TrainProgram(
             model,

@@ -79,16 +79,24 @@ def test_an_unused_parameter_gets_a_zero_gradient() -> None:
 def test_a_chunk_holds_whole_parameters_up_to_its_limit_or_one_segment() -> None:
     module = build_model(CONFIG, SPEC, 1)
     whole, small = FlatLayout.of(module, WHOLE_MIB), FlatLayout.of(module, SMALL_MIB)
-    assert [chunk.decayed for chunk in whole.chunks] == [True, False] and len(small.chunks) > 6
+    kinds = [(True, True), (True, False), (False, True), (False, False)]
+    assert [(chunk.decayed, chunk.encoder) for chunk in whole.chunks] == kinds and len(small.chunks) > 6
+    for chunk in small.chunks:
+        assert {name.startswith("encoder.") for name in chunk.names} == {chunk.encoder}
     names = [name for chunk in small.chunks for name in chunk.names]
     assert names == [name for chunk in whole.chunks for name in chunk.names]
     assert sorted(names) == sorted(name for name, _ in module.named_parameters())
     limit = int(SMALL_MIB * 2**20 / 4)
     assert all(chunk.size <= limit or len(chunk.segments) == 1 for chunk in small.chunks)
-    joined = [chunk.size + following.segments[0] for chunk, following in pairwise(small.chunks) if following.decayed]
+    joined = [
+        chunk.size + following.segments[0]
+        for chunk, following in pairwise(small.chunks)
+        if (chunk.decayed, chunk.encoder) == (following.decayed, following.encoder)
+    ]
     assert all(size > limit for size in joined), "no chunk could have held the next segment, too"
-    decayed = [chunk.size for chunk in small.chunks if chunk.decayed]
-    assert all(size % 16 == 0 for size in decayed[:-1])
+    for kind in kinds:
+        sizes = [chunk.size for chunk in small.chunks if (chunk.decayed, chunk.encoder) == kind]
+        assert all(size % 16 == 0 for size in sizes[:-1])
 
 
 def test_odd_parameters_are_not_parted() -> None:
@@ -108,4 +116,4 @@ def test_the_sum_of_squares_has_the_same_bits_in_any_chunks() -> None:
         found[len(layout.chunks)] = layout.sum_of_squares(layout.pack(values))
     assert len(found) == 4 and len({float(total) for total in found.values()}) == 1, found
     expected: Tensor = sum(value.double().square().sum() for value in values.values())  # type: ignore[assignment]
-    torch.testing.assert_close(found[2], expected.float(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(found[4], expected.float(), rtol=1e-6, atol=0.0)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 
@@ -91,3 +92,51 @@ def test_the_cross_network_is_the_formula_of_its_paper() -> None:
 def test_huge_numbers_in_features_stay_finite() -> None:
     inputs = inputs_of(6, 6)
     assert torch.isfinite(model_of()(inputs._replace(numeric=torch.full((5, 2), -3e38))).logits).all()
+
+
+def test_a_query_with_several_products_scores_as_each_pair_alone() -> None:
+    model, inputs = model_of(), inputs_of(6, 9, batch=6)
+    grouped = inputs._replace(query=inputs.query[::3])
+    pairs = inputs._replace(query=grouped.query.repeat_interleave(3, dim=0))
+    together, alone = model(grouped), model(pairs)
+    torch.testing.assert_close(together.logits, alone.logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together.product, alone.product, rtol=1e-5, atol=1e-6)
+    assert together.query.shape == (2, 16)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(share: float) -> None:
+    model, inputs = model_of(), inputs_of(6, 9)
+    whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
+    assert torch.equal(whole, less)
+    head, encoder = model.head.weight, model.encoder.word_embeddings.weight
+    expected = torch.autograd.grad(whole.square().sum(), (head, encoder))
+    if share == 0.0:
+        found = torch.autograd.grad(less.square().sum(), (head, encoder), allow_unused=True)
+        assert found[1] is None
+    else:
+        found = torch.autograd.grad(less.square().sum(), (head, encoder))
+        torch.testing.assert_close(found[1], expected[1] * share, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_features_are_scaled_by_the_rows_they_were_fitted_on() -> None:
+    features = model_of().interactions.features
+    rows = torch.stack([torch.linspace(-3, 900, 50), torch.full((50,), 7.0)], dim=1)
+    features.fit(rows)
+    squashed = torch.sign(rows) * torch.log(1.0 + rows.abs())
+    scaled = squashed * features.scale + features.shift
+    torch.testing.assert_close(scaled[:, 0].mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scaled[:, 0].std(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
+    assert (scaled[:, 1] == 0).all()  # says nothing, and is divided by nothing
+
+
+def test_weights_from_before_features_were_scaled_give_the_same_scores() -> None:
+    model, inputs = model_of(), inputs_of(6, 9)
+    old = {
+        name: tensor for name, tensor in to_hf(model.state_dict()).items() if not name.endswith((".scale", ".shift"))
+    }
+    other = build_model(CONFIG, SPEC, seed=9).eval()
+    other.interactions.features.fit(torch.randn(20, 2))
+    other.load_state_dict(from_hf(old, other.state_dict(), source="old"))
+    assert torch.equal(other(inputs).logits, model(inputs).logits)

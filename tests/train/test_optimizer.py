@@ -72,3 +72,14 @@ def test_control_values() -> None:
     assert values.shape == (CONTROL_SIZE,) and values.dtype == torch.float32
     assert values.tolist() == pytest.approx([0.25, 1 - 0.8**3, 1 - 0.95**3, 3.0])
     assert control_values(10**7, 1e-4, CONFIG)[3] == 10**7  # exact in fp32 far beyond any run
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_vector_may_have_a_rate_of_its_own(traced: bool) -> None:
+    """At ten times the rate, and one update: ten times the step."""
+    plain = AdamW(start(), (False, False), CONFIG, traced=traced)
+    faster = AdamW(start(), (False, False), CONFIG, traced=traced, rates=(1.0, 10.0))
+    for optimizer in (plain, faster):
+        optimizer.step(gradients(1), control_values(1, 0.01, CONFIG), torch.tensor(1.0), torch.tensor(True))
+    assert torch.equal(plain.masters[0], faster.masters[0])
+    torch.testing.assert_close(faster.masters[1] - start()[1], 10 * (plain.masters[1] - start()[1]))
