@@ -53,7 +53,7 @@ TRAIN = (
     "--train.micro-batch-size=48",
     f"--train.evaluate-every={EVALUATE_EVERY}",
     "--train.optimizer.learning-rate=0.003",
-    "--train.loss.negatives-group=8",
+    "--train.candidates-per-query=4",
     f"--checkpoint.every-steps={SAVE_EVERY}",
     f"--log.every-steps={LOG_EVERY}",
 )

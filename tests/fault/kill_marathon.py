@@ -42,7 +42,7 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
     started = time.monotonic()
     flags: tuple[str, ...] = ON_XLA if arguments.backend == "xla" else TINY
     if arguments.processes > 1:
-        flags += (f"--launch.processes={arguments.processes}", "--train.loss.negatives-group=2")
+        flags += (f"--launch.processes={arguments.processes}", "--train.candidates-per-query=2")
     whole = reference(arguments.backend, flags)
     start_s = time.monotonic() - started
     print(f"reference: candidate {whole.candidate}, {len(whole.trace)} steps", flush=True)

@@ -13,13 +13,14 @@ pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 
-# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are.
+# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are. In two
+# passes: also the embeddings of each shape, and the contrastive loss over them.
 MODES = [
     pytest.param("fused", 1, 1, 1, 2, id="fused"),
-    pytest.param("split", 4, 1, 1, 5, id="split-accumulating", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 3, 1, 4, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 1, 2, 5, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
-    pytest.param("split", 1, 1, 2, 3, id="split-two-processes", marks=pytest.mark.thorough),
+    pytest.param("split", 4, 1, 1, 8, id="split-accumulating", marks=pytest.mark.thorough),
+    pytest.param("fused", 4, 3, 1, 9, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
+    pytest.param("fused", 4, 1, 2, 8, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
+    pytest.param("split", 1, 1, 2, 6, id="split-two-processes", marks=pytest.mark.thorough),
 ]
 
 
@@ -34,7 +35,7 @@ def test_training_meets_only_compiled_graphs(
 ) -> None:
     flags = (
         *TWO_SHAPES,
-        "--train.loss.negatives-group=2",
+        "--train.candidates-per-query=2",
         f"--train.step-boundary={boundary}",
         f"--train.micro-batch-size={24 // accumulation // processes}",
         f"--train.batches-per-execution={at_once}",
@@ -121,7 +122,7 @@ def test_keys_are_the_same_in_another_place_and_in_another_run(place: Callable[.
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_keys_change_with_what_decides_a_graph(place: Callable[..., Place]) -> None:
-    here = place("xla", (*ONE_SHAPE, "--train.loss.negatives-group=2"))
+    here = place("xla", (*ONE_SHAPE, "--train.candidates-per-query=2"))
     seen = set[str]()
     for change in ((), ("--train.micro-batch-size=12",), ("--train.precision=bf16",), ("--launch.processes=2",)):
         known = {manifest.plan_id for manifest in load_manifests(here.storage)}

@@ -26,7 +26,7 @@ NUM_GRAPHS = 3
 SUFFIX = flags_hash(CompilerFlags().tokens(), compiler=VERSION, target="trn1")
 PREPARED = f"cycles/{CYCLE}/prepare/result.json"
 DRIVEN = ("--compile.tool=neuron", "--compile.parallel=2", "--compile.time-limit-s=200")
-ON_TWO = (*DRIVEN, "--train.micro-batch-size=12", "--train.loss.negatives-group=2")
+ON_TWO = (*DRIVEN, "--train.micro-batch-size=12", "--train.candidates-per-query=2")
 
 
 @dataclass

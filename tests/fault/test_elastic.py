@@ -51,7 +51,7 @@ def test_two_processes_stopped_then_one_then_three(place: Callable[..., Place]) 
 
 @pytest.mark.thorough
 def test_two_processes_on_xla(place: Callable[..., Place]) -> None:
-    few = (*ON_XLA, "--train.max-steps=10", "--train.evaluate-every=0", "--train.loss.negatives-group=4")
+    few = (*ON_XLA, "--train.max-steps=10", "--train.evaluate-every=0", "--train.candidates-per-query=4")
     alone = place("cpu", few)
     alone.run("train")
     here = place("xla", few)

@@ -54,7 +54,7 @@ def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "flags"), [("cpu", TINY), ("xla", ON_XLA)])
 def test_two_processes_killed_together(place: Callable[..., Place], backend: str, flags: tuple[str, ...]) -> None:
-    two = (*flags, "--launch.processes=2", "--train.loss.negatives-group=2")
+    two = (*flags, "--launch.processes=2", "--train.candidates-per-query=2")
     here = place(backend, two)
     kill(here, Moment("saving", 15))
     kill(here, Moment("step", 40, 0.02))

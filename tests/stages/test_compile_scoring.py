@@ -50,7 +50,7 @@ def make_settings(workspace: Path) -> Settings:
             "cycle": "c1",
             "backend": "xla",
             "launch": {"processes": RANKS},
-            "train": {"global_batch_size": 2 * RANKS, "loss": {"negatives_group": 2}},
+            "train": {"global_batch_size": 2 * RANKS, "candidates_per_query": 2},
             "compile": {"scoring_ranks": [SCORING_RANKS, RANKS]},
         }
     )
