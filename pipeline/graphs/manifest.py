@@ -24,7 +24,10 @@ class GraphRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str = Field(description="The same on every machine: digest of operations, flags, world and versions")
-    phase: str = Field(description="What it does: start, step, first_micro_step, micro_step, update, evaluate, embed")
+    phase: str = Field(
+        description="What it does: start, step, first_micro_step, micro_step, update,"
+        " embed_batch, embeddings, contrast, evaluate, embed"
+    )
     bucket: str = Field(description="QUERYxPRODUCT tokens, tokens of a text to embed, or empty without a batch")
     batch_size: int = Field(description="Samples on one device; 0 for a graph without a batch")
     num_instructions: int

@@ -84,12 +84,21 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
     scores = (similarity + excluded * _LEFT_OUT) / config.temperature
     at = at / config.temperature
     count = positive.sum() + (1.0 - (positive.sum() > 0).float())  # at least one: a batch without positives is 0
-    asked = (F.softplus(torch.logsumexp(scores, dim=1)[:, None] - at) * positive).sum() / count
+    asked = (_log_loss(torch.logsumexp(scores, dim=1)[:, None], at) * positive).sum() / count
     if not config.symmetric_share:
         return asked
     backward = torch.logsumexp(scores, dim=0).view(queries, slots)
-    answered = (F.softplus(backward - at) * positive).sum() / count
+    answered = (_log_loss(backward, at) * positive).sum() / count
     return (1.0 - config.symmetric_share) * asked + config.symmetric_share * answered
+
+
+def _log_loss(against: Tensor, own: Tensor) -> Tensor:
+    """-log(exp(own) / (exp(own) + exp(against))).
+
+    Written out: XLA makes log-plus-one of softplus, which is not among the operators that AWS lists for neuronx-cc.
+    """
+    largest = torch.maximum(against, own).detach()
+    return torch.log(torch.exp(against - largest) + torch.exp(own - largest)) + largest - own
 
 
 def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> Tensor:

@@ -15,6 +15,7 @@ THREE_EPOCHS = (
     "--train.epochs=3",
     "--train.evaluate-every=11",
     "--train.micro-batch-size=8",
+    "--train.candidates-per-query=1",
     "--log.every-steps=1",
 )
 
