@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 
-# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are. With
-# two passes: also the embeddings of each shape, all of them for the host where ranks meet there, and the contrastive loss.
+# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are. Two
+# passes have more: the embeddings of each shape, all of them where they go through the host, the contrastive loss.
 MODES = [
     pytest.param("fused", 1, 1, 1, 2, id="fused"),
     pytest.param("split", 4, 1, 1, 8, id="split-accumulating", marks=pytest.mark.thorough),
