@@ -55,7 +55,7 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
     assert "lint: 0 errors, 0 warnings" in done.stdout
     # In proportion to the layers. With views of the weights replayed for every view it was 5,001, 14,209, 35,698.
     (largest,) = re.findall(r"with ([\d,]+) operations", done.stdout)
-    assert int(largest.replace(",", "")) < {"tiny": 3_500, "small": 6_700, "base": 12_000, "large": 23_000}[preset]
+    assert int(largest.replace(",", "")) < {"tiny": 3_700, "small": 6_900, "base": 12_200, "large": 23_200}[preset]
     # The largest child so far of this process; each test process has few.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 10 * 2**30
 
@@ -68,6 +68,7 @@ def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) ->
         tmp_path, "--hlo", *small, "--model.dropout=0.1", "--train.micro-batch-size=16", "--train.step-boundary=split"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # The start, first and further micro-steps, the update, the evaluation, rows of texts to embed of two lengths.
-    assert "traced 7 graphs" in done.stdout
+    # The start, embeddings of a micro-batch, the contrastive loss over all, first and further micro-steps, the update, the
+    # evaluation, rows of texts to embed of two lengths.
+    assert "traced 9 graphs" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout
