@@ -172,7 +172,7 @@ class TrainProgram:
         mine = [torch.cat(queries), torch.cat(products), *_targets(micros)]
         if self._world_size > 1 and not self.backend.gathers_in_graph:
             self._cut("embeddings", mine)  # they go through the host
-        query, product, targets = self._everybody(*mine[:2], Targets(*mine[2:]))
+        query, product, targets = self._everybody(mine[0], mine[1], Targets(*mine[2:]))
         with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
             query, product = query.requires_grad_(), product.requires_grad_()
             loss = contrastive_loss(query, product, targets, self._loss_config)
