@@ -55,7 +55,7 @@ def test_the_preset_fits_what_infra_makes(tmp_path: Path, capsys: pytest.Capture
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
         ({"health": {"queue": "cpu"}}, "", "4 nodes; they need a managed on-demand EC2 compute environment"),
         ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
-        ({}, "--train.global-batch-size=1024", "a global batch of 1024 over 128 ranks"),
+        ({}, "--train.global-batch-size=1000", "a global batch of 1000 over 128 ranks"),
         ({"files": ["none.toml"]}, "", "none.toml: No such file"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_limit_of_a_job_below_that_of_its_stage_is_refused(
 
 
 def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--train.global-batch-size=1024"]) == 78
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--train.global-batch-size=2000"]) == 78
     assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
 
 
