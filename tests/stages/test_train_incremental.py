@@ -57,7 +57,7 @@ def test_a_second_cycle_and_one_without_news(place: Place, tmp_path: Path) -> No
     run = place.run("train", start, cycle="c2")
     (started,) = place.events("train_started", cycle="c2")
     assert (started["new_partitions"], started["old_partitions"]) == ([DAYS[2]], list(DAYS[:2]))
-    found = re.search(r"([\d,]+) new and ([\d,]+) replayed samples", run.out)
+    found = re.search(r"([\d,]+) new and ([\d,]+) replayed groups", run.out)
     assert found is not None
     new, replayed = (int(text.replace(",", "")) for text in found.groups())
     assert replayed / (new + replayed) == pytest.approx(0.1, abs=0.01), "train.replay_share"
