@@ -327,8 +327,8 @@ class TrainProgram:
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:
-    rows, query_tokens = batch["query"].shape
-    return Place("", Bucket(query_tokens, batch["product"].shape[1]).name, rows)
+    samples, product_tokens = batch["product"].shape
+    return Place("", Bucket(batch["query"].shape[1], product_tokens).name, samples)
 
 
 def _targets(micros: Sequence[Mapping[str, Tensor]]) -> Targets:

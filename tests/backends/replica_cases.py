@@ -111,8 +111,8 @@ def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tup
     moved = [{name: tensor.to(backend.device) for name, tensor in micro.items()} for micro in stream]
     for number in range(2):
         program.step(moved[number * accumulation : (number + 1) * accumulation])
-    pairs = {**moved[0], "query": moved[0]["query"].repeat_interleave(config.candidates_per_query, dim=0)}
-    program.scores(pairs)
+    repeated = stream[0]["query"].repeat_interleave(config.candidates_per_query, dim=0)
+    program.scores({**moved[0], "query": repeated.to(backend.device)})
     assert len({graph.phase for graph in recorder.graphs.values()}) == len(recorder.graphs), "two steps, one graph"
     return program, {graph.phase: recorder.texts[key] for key, graph in recorder.graphs.items()}
 
