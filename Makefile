@@ -176,12 +176,12 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	grep -oE '^[^ #]+==[^ ]+' requirements.lock > build/constraints.txt
 	grep -v '^pyarrow==' build/constraints.txt > build/constraints-neuron.txt
 	echo setuptools | $(UV_COMPILE) - --python-version 3.11 -c build/constraints.txt -o docker/build.lock
-	$(UV_COMPILE) pyproject.toml --extra xla --extra ann --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
+	$(UV_COMPILE) pyproject.toml --extra xla --extra ann --extra baselines --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
 	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o docker/cpu.lock
-	echo '$(TORCH)' | $(UV_COMPILE) pyproject.toml - --extra ann --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	echo '$(TORCH)' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints.txt -o docker/cuda.lock
 	# pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
-	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
 	# Its pins disagree with ours: an environment of its own, see scan.
 	echo checkov | $(UV_COMPILE) - --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o infra/scan.lock

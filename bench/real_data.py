@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from bench.bm25 import BM25
 from bench.results import Target, figure, finish
 from pipeline.core.metrics import Judgements, MetricsConfig, retrieval_report
+from pipeline.evaluation.bm25 import Bm25
 from pipeline.evaluation.report import EvaluationReport, load_report
 from pipeline.io.storage import open_storage
 from pipeline.stages.result import load_result
@@ -178,8 +178,7 @@ def bm25_figures(catalogue: Path, search: Search) -> dict[str, float]:
         if value == search.value
     }
     query_id = np.array(sorted(asked), dtype=np.int64)
-    index = BM25(rows["title"])
-    ranked = np.stack([index.best(asked[query], 100) for query in query_id.tolist()])
+    _, ranked = Bm25(rows["title"]).search([asked[query] for query in query_id.tolist()], 100)
     relevant = np.flatnonzero(np.isin(owner, query_id)).astype(np.int64)
     judged = Judgements(owner[relevant], relevant, np.ones(len(relevant)))
     return retrieval_report(query_id, ranked, judged, MetricsConfig())[1].values

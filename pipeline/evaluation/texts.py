@@ -1,9 +1,11 @@
-"""Texts by their token ids: equal texts are found by hash, whatever shape they are padded to."""
+"""Texts by their token ids: equal ones are found by hash, whatever shape they are padded to; and as words again."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from pipeline.core.order import mix64
 from pipeline.data.tokenizer import Tokens, take
@@ -34,3 +36,14 @@ def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)])
     joined = Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     return joined if order is None else take(joined, order)
+
+
+def decoded(tokens: Tokens, tokenizer: bytes) -> list[str]:
+    """Texts [N] of token ids, by a tokenizer.json: pieces of words are joined again.
+
+    Lost: what was cut off to fit the largest bucket, characters that are no token, and what the tokenizer's normaliser
+    takes away (case and accents of the one trained here). Punctuation stands between spaces.
+    """
+    ids = tokens.ids.tolist()
+    lists = [ids[start:end] for start, end in pairwise(tokens.offsets.tolist())]
+    return tokenizers.Tokenizer.from_str(tokenizer.decode()).decode_batch(lists, skip_special_tokens=True)

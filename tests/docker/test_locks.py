@@ -12,7 +12,8 @@ from tests.docker.dockerfile import ROOT, instructions, of
 pytestmark = pytest.mark.unit
 
 DOCKER = ROOT / "docker"
-NEURON_HAS = {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "protobuf", "setuptools"}
+NEURON_HAS = {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "protobuf", "setuptools"}
+NEURON_HAS |= {"numpy", "scipy"}
 NEURON_OLDER = {"pyarrow": "26 refuses numpy 1.26, which AWS's image may hold"}
 
 
