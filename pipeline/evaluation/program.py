@@ -12,13 +12,13 @@ from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.flat import FlatLayout
 from pipeline.model.forward import Precision, flat_forward
 from pipeline.model.ops import choose_forms
-from pipeline.model.relevance import RelevanceModel
+from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 
 PHASE = "evaluate"
 
 
 class ScoreProgram:
-    """Logits of batches. No optimizer, no gradient; another model of the same shape takes the same graphs."""
+    """Scores and embeddings of batches. No gradient; a model of the same shape takes the same graphs."""
 
     def __init__(
         self,
@@ -48,20 +48,25 @@ class ScoreProgram:
                     raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
-    @torch.no_grad()
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits over relevance classes, fp32 [B, K], on the device."""
+        """Of `outputs` the logits."""
+        return self.outputs(batch).logits
+
+    @torch.no_grad()
+    def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        """Logits over relevance classes [B, K] and embeddings [B, D], fp32, on the device."""
         rows, query_tokens = batch["query"].shape
         shape = (query_tokens, batch["product"].shape[1])
         if shape not in self._shapes:
             known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
             raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
-        outputs = flat_forward(
+        found = flat_forward(
             self._model, self._layout, self._flats, batch, backend=self.backend, precision=self._precision
         )
-        logits = outputs.logits.float()
+        outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
+        del found  # what is alive at the end of a graph is an output of it
         place = Place(PHASE, Bucket(*shape).name, rows)
-        self._watch.before(place, lambda: self.backend.hlo_text([logits]))
-        self.backend.step_boundary([logits])
+        self._watch.before(place, lambda: self.backend.hlo_text(outputs))
+        self.backend.step_boundary(outputs)
         self._watch.after(place)
-        return logits
+        return outputs

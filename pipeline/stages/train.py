@@ -93,7 +93,9 @@ def _surroundings(ctx: StageContext) -> Surroundings:
 def _figures(outcome: Outcome) -> dict[str, Figure]:
     figures: dict[str, Figure] = {"step": outcome.step, "steps_done": outcome.steps_done, "late": outcome.late}
     for split, values in outcome.holdouts.items():
-        figures |= {f"{split}_{name}": value for name, value in asdict(values).items() if value == value}
+        figures |= {
+            f"{split}_{name}": value for name, value in asdict(values).items() if value is not None and value == value
+        }
     return figures
 
 

@@ -87,8 +87,13 @@ class TrainConfig(BaseModel):
     evaluate_rows: int = Field(
         5000, ge=1, description="Most holdout rows used during training (the final one uses all)"
     )
-    metric: Literal["accuracy", "macro_f1", "positive_f1", "ndcg"] = Field(
-        "accuracy", description="Holdout metric that names the best checkpoint"
+    metric: Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg", "combined"] = Field(
+        "accuracy",
+        description="Holdout metric that names the best checkpoint; retrieval_ndcg: every query searched among the"
+        " holdout's products; combined: the mean of macro_f1 and retrieval_ndcg",
+    )
+    patience: int = Field(
+        0, ge=0, description="Holdout evaluations without a new best after which training ends; 0: never"
     )
     deadline: datetime | None = Field(None, description="Time (ISO 8601) by which the cycle needs the model")
     on_deadline: Literal["warn", "finish"] = Field(

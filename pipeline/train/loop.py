@@ -7,7 +7,7 @@ of all its steps are on disk; every batch is counted; the stop signal is agreed 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.backends import Backend, Batch
 from pipeline.core.deadline import forecast
@@ -24,18 +24,26 @@ from pipeline.train.program import TrainProgram
 
 Emit = Callable[..., None]
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
-Ended = Literal["complete", "stopped", "late"]
+Ended = Literal["complete", "stopped", "late", "converged"]
+
+
+class Standing(NamedTuple):
+    """What an evaluation says of the run."""
+
+    is_best: bool
+    is_enough: bool = False
+    """Going on is not expected to help: training ends here."""
 
 
 @dataclass(frozen=True)
 class Hooks:
     """What the loop calls out to.
 
-    `evaluate(step)` scores the holdout and returns True for a new best; `save(step)` hands a checkpoint to the
+    `evaluate(step)` scores the holdout; `save(step)` hands a checkpoint to the
     background; `scalars(step, values)` is an optional sink.
     """
 
-    evaluate: Callable[[int], bool]
+    evaluate: Callable[[int], Standing]
     save: Callable[[int], None]
     scalars: Callable[[int, dict[str, float]], None]
     emit: Emit
@@ -82,14 +90,15 @@ class TrainLoop:
     _started: float = field(init=False, default_factory=time.monotonic)
 
     def run(self) -> Ended:
-        """Train until `max_steps`, the stop signal (a checkpoint is then handed over) or the deadline.
+        """Train until `max_steps`, the stop signal (a checkpoint is then handed over), the deadline, or convergence.
 
         Evaluating and saving the last step is left to the caller.
         """
         self.step = self.start_step
         self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
-        if self.step > 0 and self._midway(self.cadence.evaluate):
-            self.hooks.evaluate(self.step)  # the attempt before was stopped before or within this evaluation
+        # The attempt before may have been stopped before or within this evaluation.
+        if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
+            return "converged"
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
@@ -99,9 +108,10 @@ class TrainLoop:
                 late = False
                 if evaluating or saving or self._due(self.cadence.log) or self.step == self.max_steps:
                     late = self._report()
+                enough = False
                 if evaluating and not stopping:
-                    is_best, stopping = self._evaluate()
-                    saving = saving or is_best or stopping
+                    (is_best, enough), stopping = self._evaluate()
+                    saving = saving or is_best or enough or stopping
                 if saving:
                     self.hooks.save(self.step)
                 if evaluating or saving:
@@ -110,6 +120,8 @@ class TrainLoop:
                     return "stopped"
                 if late:
                     return "late"
+                if enough:
+                    return "converged"
         return "complete"
 
     def _one_step(self, batches: Iterator[Batch]) -> None:
@@ -142,14 +154,14 @@ class TrainLoop:
     def _midway(self, every: int) -> bool:
         return self._due(every) and self.step < self.max_steps
 
-    def _evaluate(self) -> tuple[bool, bool]:
-        """(new best, told to stop meanwhile). Being told to stop must not cost the steps since the last checkpoint."""
+    def _evaluate(self) -> tuple[Standing, bool]:
+        """(what it says, told to stop meanwhile). A stop must not cost the steps since the last checkpoint."""
         try:
             return self.hooks.evaluate(self.step), False
         except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
             if not self.stop.is_set():
                 raise
-            return False, True
+            return Standing(is_best=False), True
 
     def _report(self) -> bool:
         """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""

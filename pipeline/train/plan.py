@@ -24,6 +24,7 @@ _NOT_IN_GRAPHS = {
     "evaluate_every",
     "evaluate_rows",
     "metric",
+    "patience",
     "deadline",
     "on_deadline",
     "collective_timeout_s",

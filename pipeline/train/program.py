@@ -107,14 +107,18 @@ class TrainProgram:
             head_gradient=self._loss_config.head_gradient,
         )
 
-    @torch.no_grad()
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits over relevance classes, fp32 [B, K], without a gradient."""
+        """Of `outputs` the logits."""
+        return self.outputs(batch).logits
+
+    @torch.no_grad()
+    def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        """Logits over relevance classes [B, K] and embeddings [B, D], fp32, without a gradient."""
         self._model.eval()
-        logits = self.forward(batch).logits.float()
+        outputs = RelevanceOutputs(*(tensor.float() for tensor in self.forward(batch)))
         self._place = _place_of(batch)
-        self._cut("evaluate", [logits])
-        return logits
+        self._cut("evaluate", outputs)
+        return outputs
 
     def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
         """One optimizer step over the micro-batches of this rank. `seeds`: of the dropout of each, in both passes."""

@@ -42,7 +42,7 @@ from pipeline.train.guard import SKIPPED
 from pipeline.train.guarding import open_guard
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs
-from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
@@ -305,9 +305,9 @@ class TrainRun:
         local = self.around.workspace.local_path(f"cycles/{self.around.cycle}/tensorboard")
         return TensorBoardSink(local or self.around.scratch / "tensorboard")
 
-    def _score(self, rows: TokenRows, limit: int) -> HoldoutFigures:
+    def _score(self, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
         return evaluate_holdout(
-            self.program.scores,
+            self.program.outputs,
             self.backend,
             rows,
             label_gains=self.inputs.spec.label_gains,
@@ -315,15 +315,17 @@ class TrainRun:
             limit=limit,
             gang=self.gang,
             stop=self.around.stop,
+            search_pad_id=rows.pad_id if searching else None,
         )
 
-    def _evaluate(self, step: int) -> bool:
-        """Score the holdout; True when it is the best so far."""
+    def _evaluate(self, step: int) -> Standing:
+        """Score the holdout: is it the best so far, and is there hope for a better one?"""
         started = time.monotonic()
-        figures = self._score(self.valid, self.config.train.evaluate_rows)
         metric = self.config.train.metric
-        value = float(getattr(figures, metric))
-        if value != value:  # NaN would be the best for ever, and state.json cannot hold it
+        searching = metric in ("retrieval_ndcg", "combined")
+        figures = self._score(self.valid, self.config.train.evaluate_rows, searching=searching)
+        value: float | None = getattr(figures, metric)
+        if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
             raise DataError(
                 f"the holdout has no {metric}: no query in it has a gain above 0",
                 expected="graded rows in the valid split",
@@ -346,7 +348,13 @@ class TrainRun:
         self.around.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        return is_best
+        return Standing(is_best, self._is_enough(step))
+
+    def _is_enough(self, step: int) -> bool:
+        """No new best for `train.patience` evaluations: a function of what checkpoints hold, so a resume agrees."""
+        train, best = self.config.train, self.saver.best
+        waited = train.patience * train.evaluate_every
+        return bool(waited) and best is not None and step - best.step >= waited
 
     def _finish(self, step: int, *, late: bool) -> Outcome:
         """Evaluate and save the last step, take the best, score it on everything."""

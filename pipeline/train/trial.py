@@ -16,9 +16,8 @@ from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import Arrays
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.program import EmbedProgram
-from pipeline.evaluation.holdout import evaluate_holdout
+from pipeline.evaluation.holdout import Score, evaluate_holdout
 from pipeline.evaluation.program import ScoreProgram
-from pipeline.evaluation.scorer import Score
 from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
@@ -26,7 +25,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
-from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.program import TrainProgram
 from pipeline.train.share import batch_share, groups_of_batch
 
@@ -130,7 +129,7 @@ class Trial:
         if loop.run() == "stopped":
             self.stop.set("another rank")
             self.stop.raise_if_set("the trial run; nothing of it is kept")
-        self._score(self.program.scores)
+        self._score(self.program.outputs)
         self._save(steps)
         del loop, self.program  # one model at a time on the device
         self.embed_blank()
@@ -142,13 +141,13 @@ class Trial:
         precision, chunk_mib = self.train.precision, self.train.chunk_mib
         program = ScoreProgram(model, self.backend, precision, self.buckets, self.watch, chunk_mib=chunk_mib)
         program.load(weights)
-        self._score(program.scores)
+        self._score(program.outputs)
         del program
         self.embed_blank()
 
-    def _evaluate(self, step: int) -> bool:
-        self._score(self.program.scores)
-        return False
+    def _evaluate(self, step: int) -> Standing:
+        self._score(self.program.outputs)
+        return Standing(is_best=False)
 
     def _score(self, score: Score) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""

@@ -19,6 +19,7 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout, figures
+from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from tests.train.rows import make_rows
@@ -31,10 +32,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     return make_rows(tmp_path_factory.mktemp("holdout"), [(13, 6), (0, 9)])
 
 
-def score(batch: Mapping[str, Tensor]) -> Tensor:
-    """A pure function of the row: some right, some wrong."""
+def score(batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+    """A pure function of the row: some right, some wrong. Embeddings are of the first two words."""
     guess = torch.sin(batch["query"][:, 1].float() * 3 + batch["product"][:, 2].float())
-    return torch.stack([-guess, guess], dim=1)
+    query, product = (torch.cos(batch[side][:, 1:3].float()) + 0.01 for side in ("query", "product"))
+    return RelevanceOutputs(torch.stack([-guess, guess], dim=1), query, product)
 
 
 class Part(Gang):
@@ -57,6 +59,7 @@ def evaluate(
     batch_size: int = 4,
     limit: int = 1000,
     backend: CpuBackend | None = None,
+    searching: bool = True,
 ) -> HoldoutFigures:
     return evaluate_holdout(
         score,
@@ -67,13 +70,42 @@ def evaluate(
         limit=limit,
         gang=gang or Gang(World(), timeout_s=1),
         stop=StopSignal(),
+        search_pad_id=rows.pad_id if searching else None,
     )
+
+
+def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
+    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
+    joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    found = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")})
+    texts = [tuple(row) for row in joined["product"].tolist()]
+    vectors = dict(zip(texts, torch.nn.functional.normalize(found.product).tolist(), strict=True))
+    values = []
+    for query_id in sorted(set(joined["query_id"].tolist())):
+        own = np.flatnonzero(joined["query_id"] == query_id)
+        gains: dict[tuple[int, ...], float] = {}
+        for row in own:
+            gains[texts[row]] = max(gains.get(texts[row], 0.0), float(joined["gain"][row]))
+        if not any(gains.values()):
+            continue
+        asks = found.query[own[0]]
+        ranked = sorted(vectors, key=lambda text: -float(torch.dot(asks, torch.tensor(vectors[text]))))[:10]
+        ideal = sorted(gains.values(), reverse=True)[:10]
+        dcg, best = (
+            sum(gain / math.log2(rank + 2) for rank, gain in enumerate(part))
+            for part in ([gains.get(text, 0.0) for text in ranked], ideal)
+        )
+        values.append(dcg / best)
+    seen = evaluate(rows)
+    assert seen.retrieval_ndcg == pytest.approx(np.mean(values))
+    assert seen.combined == pytest.approx((seen.macro_f1 + np.mean(values)) / 2)
+    assert evaluate(rows, searching=False).retrieval_ndcg is None
 
 
 def test_figures_by_hand(rows: TokenRows) -> None:
     every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
     joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
-    logits = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")}).numpy()
+    logits = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")}).logits.numpy()
     guess = logits.argmax(1)
     probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     seen = evaluate(rows)

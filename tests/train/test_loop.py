@@ -25,7 +25,7 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import Cadence, Hooks, TrainLoop
+from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.program import TrainProgram
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
@@ -47,6 +47,7 @@ class Bench:
     accumulation: int = 1
     cadence: Cadence = Cadence(log=2, evaluate=0, save=0)  # noqa: RUF009 - frozen
     best: bool = False
+    enough_at: int = -1
     deadline_s: float | None = None
     backend: CpuBackend = field(default_factory=CpuBackend)
     stop: StopSignal = field(default_factory=StopSignal)
@@ -81,10 +82,10 @@ class Bench:
     def run(self) -> str:
         return self.loop().run()
 
-    def _evaluate(self, step: int) -> bool:
+    def _evaluate(self, step: int) -> Standing:
         self.calls.append(("evaluate", step))
         self.on_evaluate()
-        return self.best
+        return Standing(self.best, is_enough=step == self.enough_at)
 
     def _save(self, step: int) -> None:
         self.calls.append(("save", step))
@@ -133,6 +134,15 @@ def test_evaluations_and_saves_come_in_order_and_the_last_step_is_the_callers(ro
     best = Bench(rows, cadence=Cadence(log=10, evaluate=2, save=0), best=True)
     best.run()
     assert best.calls == [("evaluate", 2), ("save", 2), ("evaluate", 4), ("save", 4)]
+
+
+def test_an_evaluation_that_says_enough_ends_the_run_saved(rows: TokenRows) -> None:
+    bench = Bench(rows, cadence=Cadence(log=10, evaluate=2, save=3), enough_at=4)
+    assert bench.run() == "converged"
+    assert bench.calls == [("evaluate", 2), ("save", 3), ("evaluate", 4), ("save", 4)]
+    assert len(bench.steps("losses")) == 4
+    again = Bench(rows, cadence=Cadence(log=10, evaluate=2, save=3), start=4, enough_at=4)
+    assert again.run() == "converged" and again.calls == [("evaluate", 4)]
 
 
 def test_the_stop_signal_saves_at_the_step_boundary(rows: TokenRows) -> None:

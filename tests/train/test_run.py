@@ -271,6 +271,28 @@ def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept
     assert 6 in cycle.steps()
 
 
+@pytest.mark.parametrize("metric", ["retrieval_ndcg", "combined"])
+def test_the_best_checkpoint_may_be_named_by_retrieval(cycle: Cycle, metric: str) -> None:
+    cycle.train = CONFIG.model_copy(update={"metric": metric})
+    outcome = cycle.run()
+    best = cycle.open(6).state.best
+    assert best is not None and (best.metric, best.step) == (metric, outcome.step)
+    assert 0 < best.value <= 1
+
+
+def test_training_ends_when_it_no_longer_gets_better_and_a_resume_agrees(cycle: Cycle) -> None:
+    cycle.train = CONFIG.model_copy(update={"patience": 1, "evaluate_every": 1, "max_steps": 30})
+    cycle.train = cycle.train.model_copy(
+        update={"optimizer": cycle.train.optimizer.model_copy(update={"learning_rate": 1e-12})}
+    )
+    outcome = cycle.run()  # nothing is learnt, so nothing gets better than the first evaluation
+    assert (outcome.step, outcome.steps_done) == (1, 2)
+    events = len(cycle.losses())
+    again = cycle.run()
+    assert (again.step, again.steps_done) == (1, 2)
+    assert len(cycle.losses()) == events  # no step more
+
+
 def test_a_deadline_already_past_finishes_with_what_there_is(cycle: Cycle) -> None:
     from datetime import UTC, datetime
 
