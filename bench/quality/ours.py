@@ -1,0 +1,63 @@
+"""Ours by the real commands, as a user would run them: prepare, train, evaluate."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from bench.quality.tasks import SEARCH_FLAGS, Task
+from bench.results import ROOT
+from pipeline.evaluation.report import EvaluationReport, load_report
+from pipeline.evaluation.saved_retrieval import load_retrieval
+from pipeline.io.storage import open_storage
+
+CONFIG = ROOT / "configs" / "small.toml"
+BUCKETS = ("16x24", "24x32", "32x48", "64x64")
+CYCLE = "bench"
+OPEN_GATE = ("--gate.first-model", "warn")
+"""A model worse than a baseline is a result here, not a refusal."""
+
+
+def flags_of(
+    task: Task, data: Path, model: Path, workspace: Path, *, split: str, seed: int, steps: int, batch: int, precision: str
+) -> list[str]:
+    """Everything that is not the recipe of configs/small.toml."""
+    flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", "cpu"]
+    flags += ["--data.path", str(data / task.pairs), *task.data_flags, "--data.buckets", ",".join(BUCKETS)]
+    flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
+    flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
+    flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]
+    flags += ["--train.evaluate-every", "0", "--checkpoint.every-steps", "0"]
+    flags += ["--evaluate.split", split, "--evaluate.promote", "false"]
+    if task.catalogue:
+        flags += ["--evaluate.retrieval.catalogue", str(data / task.catalogue), *SEARCH_FLAGS]
+        flags += ["--evaluate.retrieval.queries", f"split={split}"]
+    return flags
+
+
+def run(flags: list[str], more: list[str]) -> None:
+    """All three stages. Raises CalledProcessError; a refusal of the gate (80) is none."""
+    for stage in ("prepare", "train", "evaluate"):
+        command = [sys.executable, "-m", "pipeline", stage, *flags, *more]
+        code = subprocess.run(command, check=False, cwd=ROOT).returncode
+        if code and not (stage == "evaluate" and code == 80):
+            raise subprocess.CalledProcessError(code, command)
+
+
+def report_of(workspace: Path) -> EvaluationReport:
+    """What evaluate found. Raises SystemExit without it."""
+    report = load_report(open_storage(str(workspace)), CYCLE)
+    if report is None:
+        raise SystemExit(f"{workspace} holds no evaluation")
+    return report
+
+
+def ndcg_by_query(workspace: Path, scratch: Path) -> list[float]:
+    """nDCG@10 of each query of the catalogue, ascending by id."""
+    storage = open_storage(str(workspace))
+    prefix = f"cycles/{CYCLE}/evaluate/retrieval"
+    (name,) = storage.list_dirs(prefix)
+    found, _ = load_retrieval(storage, f"{prefix}/{name}", scratch)
+    values: list[float] = np.asarray(found.values["retrieval_ndcg@10"]).tolist()
+    return values

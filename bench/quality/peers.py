@@ -1,0 +1,98 @@
+"""sentence-transformers on the same data, trained by its own trainer. Needs `datasets` beside the extra `dev`."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+    OnlineContrastiveLoss,
+)
+from sentence_transformers.util import mine_hard_negatives
+
+from bench.quality.score import Encode, Float32s
+from bench.quality.tasks import Pairs
+
+MAX_TOKENS = 64
+"""Of a text: as many as our buckets hold."""
+
+
+def open_model(folder: Path) -> SentenceTransformer:
+    """The published weights."""
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    model.max_seq_length = MAX_TOKENS
+    return model
+
+
+def encoder(model: SentenceTransformer, precision: str) -> Encode:
+    """Texts to unit vectors, in the precision of training."""
+
+    def encode(texts: Sequence[str]) -> Float32s:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+            found = model.encode(list(texts), batch_size=256, normalize_embeddings=True, show_progress_bar=False)
+        return np.asarray(found, dtype=np.float32)
+
+    return encode
+
+
+def dataset_of(name: str, pairs: Pairs, model: SentenceTransformer) -> Any:
+    """What the loss called `name` trains on."""
+    from datasets import Dataset
+
+    if name == "contrastive":
+        columns = {"query": pairs.query, "title": pairs.title, "label": pairs.positive.astype(int).tolist()}
+        return Dataset.from_dict(columns)
+    right = pairs.only_positive()
+    positives = Dataset.from_dict({"query": right.query, "title": right.title})
+    if name != "hard_negatives":
+        return positives
+    return mine_hard_negatives(
+        positives,
+        model,
+        corpus=sorted(set(pairs.title)),
+        range_max=100,
+        relative_margin=0.05,
+        num_negatives=1,
+        batch_size=256,
+        output_format="triplet",
+        verbose=False,
+    )
+
+
+LOSSES: dict[str, Callable[[SentenceTransformer], Any]] = {
+    "mnrl": MultipleNegativesRankingLoss,
+    "cached_mnrl": CachedMultipleNegativesRankingLoss,
+    "hard_negatives": CachedMultipleNegativesRankingLoss,
+    "contrastive": OnlineContrastiveLoss,
+}
+
+
+def train(name: str, folder: Path, pairs: Pairs, *, steps: int, batch: int, rate: float, seed: int, bf16: bool) -> Any:
+    """The model after `steps` of `batch` pairs; MNRL learns from positive pairs alone, as its users do."""
+    model = open_model(folder)
+    data = dataset_of(name, pairs, model)
+    with tempfile.TemporaryDirectory() as out:
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=out,
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            learning_rate=rate,
+            warmup_steps=max(1, steps // 10),
+            lr_scheduler_type="cosine",
+            bf16=bf16,
+            use_cpu=True,
+            seed=seed,
+            batch_sampler="batch_sampler" if name == "contrastive" else "no_duplicates",
+            save_strategy="no",
+            logging_steps=50,
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_drop_last=True,
+        )
+        SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=LOSSES[name](model)).train()
+    return model.eval()

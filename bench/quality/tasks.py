@@ -1,0 +1,95 @@
+"""The public data sets of this bench: texts to search, pairs to tell apart. None of it is part of the project."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pairs of a Parquet file, the rows of it that count, and the catalogue to search, where there is one."""
+
+    name: str
+    pairs: str
+    filter: Mapping[str, tuple[str, ...]]
+    positive: str
+    """Label of a pair that belongs together."""
+    catalogue: str = ""
+
+    @property
+    def data_flags(self) -> list[str]:
+        """What `trnpipe prepare` is told of it."""
+        flags = ["--data.name", self.name]
+        if self.filter:
+            flags += ["--data.filter", ",".join(f"{key}={'|'.join(values)}" for key, values in self.filter.items())]
+        return flags
+
+
+def _wdc(category: str, tier: str) -> Task:
+    return Task(f"wdc-{category}", "wdc_lspc_pairs.parquet", {"category": (category,), "tier": (tier, "test")}, "match")
+
+
+TASKS = {
+    "pricerunner": Task(
+        "pricerunner", "pricerunner_relevance_derived.parquet", {}, "same_product", "pricerunner_offers.parquet"
+    ),
+    "cameras": _wdc("cameras", "large"),
+    "shoes": _wdc("shoes", "large"),
+    # The large tier of these two has no training rows in the file.
+    "computers": _wdc("computers", "medium"),
+    "watches": _wdc("watches", "medium"),
+}
+SEARCH_FLAGS = ["--evaluate.retrieval.query", "cluster_label", "--evaluate.retrieval.query-id", "cluster_id"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of one split: texts, and whether they belong together, [N]."""
+
+    query: list[str]
+    title: list[str]
+    positive: npt.NDArray[np.bool_]
+
+    def only_positive(self) -> "Pairs":
+        """Those that belong together."""
+        kept = np.flatnonzero(self.positive).tolist()
+        return Pairs([self.query[i] for i in kept], [self.title[i] for i in kept], self.positive[kept])
+
+
+def read_pairs(folder: Path, task: Task, split: str) -> Pairs:
+    """One split. Raises OSError, pyarrow.ArrowInvalid."""
+    table = pq.read_table(folder / task.pairs)
+    for column, values in {**task.filter, "split": (split,)}.items():
+        table = table.filter(pc.is_in(table[column], value_set=pc.cast(list(values), table.schema.field(column).type)))
+    positive = np.array([label == task.positive for label in table["label"].to_pylist()])
+    return Pairs(table["query"].to_pylist(), table["title"].to_pylist(), positive)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Titles [N] with the number of the query each belongs to [N], and the queries that are asked, ascending [Q]."""
+
+    titles: list[str]
+    owner: Int64s
+    asked: Int64s
+    queries: list[str]
+
+
+def read_catalogue(folder: Path, task: Task, split: str) -> Catalogue:
+    """All offers; the names of the products of one split are the queries. Raises OSError, pyarrow.ArrowInvalid."""
+    rows = pq.read_table(folder / task.catalogue).to_pydict()
+    number = {key: place for place, key in enumerate(dict.fromkeys(rows["cluster_id"]))}
+    owner = np.array([number[key] for key in rows["cluster_id"]], dtype=np.int64)
+    names: dict[int, str] = {}
+    for place, name, of in zip(owner.tolist(), rows["cluster_label"], rows["split"], strict=True):
+        if of == split:
+            names.setdefault(place, name)
+    asked = np.array(sorted(names), dtype=np.int64)
+    return Catalogue(rows["title"], owner, asked, [names[one] for one in asked.tolist()])
