@@ -16,7 +16,7 @@ from bench.quality import ours, peers
 from bench.quality.score import best_f1_threshold, f1, nearest, retrieval
 from bench.quality.tasks import TASKS, read_catalogue, read_pairs
 from bench.results import ROOT
-from pipeline.evaluation.bm25 import BM25
+from pipeline.evaluation.bm25 import Bm25
 
 KEPT = ROOT / "build" / "quality"
 PARTS = ("ours", "bm25", *peers.LOSSES)
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> PartResult:
     elif part == "bm25":
         if catalogue is None:
             raise SystemExit(f"{task.name} has no catalogue to search")
-        ranked = BM25(catalogue.titles).search(catalogue.queries, 100)[1]
+        ranked = Bm25(catalogue.titles).search(catalogue.queries, 100)[1]
         per_query, figures = retrieval(ranked, catalogue)
         by_query = per_query.values["retrieval_ndcg@10"].tolist()
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import (
+from sentence_transformers.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
     OnlineContrastiveLoss,

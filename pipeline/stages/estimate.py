@@ -38,6 +38,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
                 slots=settings.train.candidates_per_query,
                 accumulation=share.accumulation,
                 precision=settings.train.precision,
+                moments=3 if settings.train.average_decay else 2,
                 dropout=settings.model.dropout > 0,
             ),
             instance=settings.estimate.instance,

@@ -92,6 +92,13 @@ class TrainConfig(BaseModel):
         description="Holdout metric that names the best checkpoint; retrieval_ndcg: every query searched among the"
         " holdout's products; combined: the mean of macro_f1 and retrieval_ndcg",
     )
+    average_decay: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Decay a step of a moving average of the weights, which then is the model that is evaluated, saved"
+        " and promoted; 0: off",
+    )
     patience: int = Field(
         0, ge=0, description="Holdout evaluations without a new best after which training ends; 0: never"
     )

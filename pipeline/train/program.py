@@ -32,7 +32,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
 
-_GUARD, _MASTERS = "guard", "masters"
+_GUARD, _SERVED, _MASTERS = "guard", "served", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 
 
@@ -45,7 +45,11 @@ class Contrast(NamedTuple):
 
 
 class TrainProgram:
-    """Master weights (fp32), moments, guard and figures on one device."""
+    """Master weights (fp32), moments, guard and figures on one device.
+
+    With `train.average_decay` also a moving average of the weights: what is evaluated and saved as the model is the
+    average then, and the masters are part of the optimizer's state.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class TrainProgram:
         decayed = [chunk.decayed for chunk in self.layout.chunks]
         rates = [1.0 if chunk.encoder else config.optimizer.head_rate for chunk in self.layout.chunks]
         self.optimizer = AdamW(self.masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
+        self.averages = [master.detach().clone() for master in self.masters] if config.average_decay else []
         self.guard = SpikeGuard(config.guard, backend.device)
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self._model = model.to("meta")  # structure only: its tensors are the masters
@@ -87,12 +92,12 @@ class TrainProgram:
     @torch.no_grad()
     def _settle(self) -> None:
         """Bring the state into the form it has after a step; else the first step would be a graph of its own."""
-        for master in self.masters if self.backend.is_lazy else ():
-            master.copy_(master.clone())
+        for tensor in [*self.masters, *self.averages] if self.backend.is_lazy else ():
+            tensor.copy_(tensor.clone())
         self._cut("start", self._state())
 
-    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device."""
+    def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
+        """Scores and embeddings of one batch on the device. `weights`: not those in training, but these."""
         shape = (batch["query"].shape[1], batch["product"].shape[1])
         if shape not in self._shapes:
             known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
@@ -100,7 +105,7 @@ class TrainProgram:
         return flat_forward(
             self._model,
             self.layout,
-            self.masters,
+            self.masters if weights is None else weights,
             batch,
             backend=self.backend,
             precision=self._config.precision,
@@ -115,7 +120,7 @@ class TrainProgram:
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Logits over relevance classes [B, K] and embeddings [B, D], fp32, without a gradient."""
         self._model.eval()
-        outputs = RelevanceOutputs(*(tensor.float() for tensor in self.forward(batch)))
+        outputs = RelevanceOutputs(*(tensor.float() for tensor in self.forward(batch, self._served)))
         self._place = _place_of(batch)
         self._cut("evaluate", outputs)
         return outputs
@@ -252,9 +257,26 @@ class TrainProgram:
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
+        self._average(control[3])
         row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]])
         # A shift, not an indexed write: static on every device.
         self._figures = torch.cat([self._figures[1:], row[None]])
+
+    def _average(self, step: Tensor) -> None:
+        """Move the averages towards the masters. Early ones forget faster: they began with weights of no training.
+
+        The decay is min(average_decay, (1 + t) / (10 + t)) at step t (TensorFlow's ExponentialMovingAverage).
+        """
+        if not self.averages:
+            return
+        share = torch.clamp(9.0 / (10.0 + step), min=1.0 - self._config.average_decay)
+        for average, master in zip(self.averages, self.masters, strict=True):
+            average.copy_(average + (master - average) * share)
+
+    @property
+    def _served(self) -> list[Tensor]:
+        """The weights of the model that is evaluated and saved."""
+        return self.averages or self.masters
 
     def reduced(self) -> list[Tensor]:
         """The mean over ranks of this step's gradient, by chunk, and of its loss; the next micro-step starts anew.
@@ -293,11 +315,14 @@ class TrainProgram:
 
     def _device_state(self) -> dict[str, list[Tensor]]:
         """By name; what is one vector in a checkpoint, whatever the chunks, lies in several here."""
-        state = {_GUARD: [self.guard.state], _MASTERS: self.masters}
-        for name, moments in (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq)):
+        state = {_GUARD: [self.guard.state], _SERVED: self._served}
+        vectors = {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
+        if self.averages:
+            vectors[_MASTERS] = self.masters
+        for name, tensors in vectors.items():
             for kind, decayed in (("decayed", True), ("plain", False)):
-                chosen = zip(moments, self.layout.chunks, strict=True)
-                state[f"{name}.{kind}"] = [moment for moment, chunk in chosen if chunk.decayed == decayed]
+                chosen = zip(tensors, self.layout.chunks, strict=True)
+                state[f"{name}.{kind}"] = [tensor for tensor, chunk in chosen if chunk.decayed == decayed]
         return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -305,14 +330,14 @@ class TrainProgram:
         state = self._device_state()
         host = iter(self.backend.to_host(list(chain.from_iterable(state.values()))))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
-        weights = self.layout.unpack(parts.pop(_MASTERS))
+        weights = self.layout.unpack(parts.pop(_SERVED))
         return weights, {name: torch.cat(chunks) if len(chunks) > 1 else chunks[0] for name, chunks in parts.items()}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
         """Put weights (our names, any dtype) and, when resuming, the optimizer state on the device."""
         state = self._device_state()
-        incoming = {_MASTERS: self.layout.pack(weights)}
+        incoming = {_SERVED: self.layout.pack(weights)}
         if optimizer is not None and optimizer.keys() != state.keys() - incoming.keys():
             raise CheckpointError(
                 f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state.keys() - incoming.keys()))
@@ -324,6 +349,8 @@ class TrainProgram:
                     f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model"
                 )
             incoming[name] = list(torch.split(whole, sizes))
+        if optimizer is None and self.averages:  # training begins with what was served
+            state[_MASTERS], incoming[_MASTERS] = self.masters, incoming[_SERVED]
         for name, chunks in incoming.items():
             for ours, chunk in zip(state[name], chunks, strict=True):
                 ours.copy_(chunk.to(self.backend.device))

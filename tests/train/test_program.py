@@ -226,6 +226,38 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+AVERAGED = TRAIN.model_copy(update={"average_decay": 0.9})
+
+
+def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: TokenRows) -> None:
+    steps = batches_of(rows, 4)
+    plain, averaged = make_program(CpuBackend()), make_program(CpuBackend(), AVERAGED)
+    expected = {name: tensor.double() for name, tensor in plain.snapshot()[0].items()}
+    for number, (batch,) in enumerate(steps, start=1):
+        for one in (plain, averaged):
+            step(one, [batch], control(number))
+        share = 1 - min(0.9, (1 + number) / (10 + number))
+        for name, tensor in plain.snapshot()[0].items():
+            expected[name] += (tensor.double() - expected[name]) * share
+    weights, optimizer = averaged.snapshot()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name].double(), tensor, rtol=1e-6, atol=1e-7)
+    masters = torch.cat([optimizer["masters.decayed"], optimizer["masters.plain"]])
+    assert torch.equal(masters, torch.cat([master.detach() for master in plain.masters]))
+    served = make_program(CpuBackend())
+    served.restore(weights, None)
+    assert torch.equal(served.scores(steps[0][0]), averaged.scores(steps[0][0]))
+    other = make_program(CpuBackend(), AVERAGED.model_copy(update={"seed": 99}))
+    other.restore(weights, optimizer)
+    for one in (averaged, other):
+        step(one, [steps[0][0]], control(5))
+    left, right = state_of(averaged), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    fresh = make_program(CpuBackend(), AVERAGED)
+    fresh.restore(weights, None)  # a run that starts from a promoted model
+    assert all(torch.equal(a, m) for a, m in zip(fresh.averages, fresh.masters, strict=True))
+
+
 CHUNKED = TRAIN.model_copy(update={"chunk_mib": 0.002})
 
 
