@@ -10,39 +10,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from bench.quality import ours, peers
+from bench.quality.part import PartResult
 from bench.quality.score import best_f1_threshold, f1, nearest, retrieval
+from bench.quality.table import write
 from bench.quality.tasks import TASKS, read_catalogue, read_pairs
 from bench.results import ROOT
 from pipeline.evaluation.bm25 import Bm25
 
 KEPT = ROOT / "build" / "quality"
 PARTS = ("ours", "bm25", *peers.LOSSES)
-
-
-class PartResult(BaseModel):
-    """What one part found."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    part: str
-    split: str
-    seed: int
-    steps: int
-    batch: int
-    precision: str
-    rate: float
-    figures: dict[str, float]
-    ndcg_by_query: list[float]
-    train_seconds: float
-
-    @property
-    def name(self) -> str:
-        """Of its file."""
-        return f"{self.task}-{self.part}-{self.split}-{self.steps}x{self.batch}-{self.rate:g}-{self.seed}"
 
 
 def main() -> None:
@@ -60,8 +37,6 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="after --: further settings of ours")
     arguments = parser.parse_args()
     if arguments.part == "table":
-        from bench.quality.table import write
-
         write(KEPT)
         return
     result = run(arguments)

@@ -20,7 +20,16 @@ OPEN_GATE = ("--gate.first-model", "warn")
 
 
 def flags_of(
-    task: Task, data: Path, model: Path, workspace: Path, *, split: str, seed: int, steps: int, batch: int, precision: str
+    task: Task,
+    data: Path,
+    model: Path,
+    workspace: Path,
+    *,
+    split: str,
+    seed: int,
+    steps: int,
+    batch: int,
+    precision: str,
 ) -> list[str]:
     """Everything that is not the recipe of configs/small.toml."""
     flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", "cpu"]
