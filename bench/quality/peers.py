@@ -1,5 +1,6 @@
 """sentence-transformers on the same data, trained by its own trainer. Needs `datasets` beside the extra `dev`."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+os.environ["USE_TORCH_XLA"] = "0"  # read on import: the peer trains on the CPU, where it is fastest
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import (
     CachedMultipleNegativesRankingLoss,
