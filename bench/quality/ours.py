@@ -15,7 +15,7 @@ from pipeline.io.storage import open_storage
 CONFIG = ROOT / "configs" / "small.toml"
 BUCKETS = ("16x24", "24x32", "32x48", "64x64")
 CYCLE = "bench"
-OPEN_GATE = ("--gate.first-model", "warn")
+OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
 
