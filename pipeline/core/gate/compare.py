@@ -1,4 +1,4 @@
-"""Comparisons with the incumbent: from two measurements and the bootstrap to one check with its reason."""
+"""Comparisons with the incumbent or a baseline: from two measurements and the bootstrap to a check with its reason."""
 
 import math
 from dataclasses import dataclass
@@ -12,25 +12,31 @@ from pipeline.core.metrics.statistic import Missing, Statistic
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of both models, over all rows or those of one slice (`column=value`)."""
+    """One metric of both models, over all rows or those of one slice (`column=value`).
+
+    `baseline`: the name of the tool that stands in the place of the incumbent.
+    """
 
     metric: MetricName
     allowed: float
     candidate: Measured | Missing
     incumbent: Measured | Missing
     slice: str = ""
+    baseline: str = ""
 
     @property
     def name(self) -> str:
         """Unique within a verdict."""
-        return f"{self.kind} {self.metric.text}" + (f" {self.slice}" if self.slice else "")
+        return " ".join(word for word in (self.kind, self.baseline, self.metric.text, self.slice) if word)
 
     @property
     def kind(self) -> CheckKind:
-        return "slice" if self.slice else "delta"
+        return "baseline" if self.baseline else "slice" if self.slice else "delta"
 
     @property
     def title(self) -> str:
+        if self.baseline:
+            return f"{self.metric.text} against {self.baseline}"
         return f"{self.metric.text} of {self.slice}" if self.slice else self.metric.text
 
     @property
@@ -46,18 +52,23 @@ class Comparison:
             raise ValueError(f"{self.title} was not measured for both models")
         return self.candidate.statistic, self.incumbent.statistic
 
-    def check(self, outcome: Outcome, reason: str, interval: tuple[float, float] | None = None) -> GateCheck:
+    def check(
+        self, outcome: Outcome, reason: str, interval: tuple[float, float] | None = None, title: str = ""
+    ) -> GateCheck:
         """The record of this comparison."""
         low, high = interval or (math.nan, math.nan)
+        other = _value(self.incumbent)
         return GateCheck(
             name=self.name,
             kind=self.kind,
             outcome=outcome,
-            reason=f"{self.title}: {reason}",
+            reason=f"{title or self.title}: {reason}",
             metric=self.metric.text,
             slice=self.slice,
             candidate=_value(self.candidate),
-            incumbent=_value(self.incumbent),
+            incumbent=None if self.baseline else other,
+            baseline=self.baseline,
+            baseline_value=other if self.baseline else None,
             bound=self.allowed,
             low=None if math.isnan(low) else low,
             high=None if math.isnan(high) else high,
@@ -67,9 +78,10 @@ class Comparison:
 
 def not_comparable(comparison: Comparison, min_queries: int) -> str:
     """Why there is nothing to compare; empty when there is."""
-    for role, side in (("candidate", comparison.candidate), ("incumbent", comparison.incumbent)):
+    other = comparison.baseline or "the incumbent"
+    for role, side in (("the candidate", comparison.candidate), (other, comparison.incumbent)):
         if isinstance(side, Missing):
-            return f"cannot be computed for the {role}: {side.reason}"
+            return f"cannot be computed for {role}: {side.reason}"
     if comparison.num_queries < min_queries:
         return f"{comparison.num_queries:,} queries bear on it, {min_queries:,} are needed to tell it from chance"
     return ""
@@ -107,6 +119,27 @@ def judge_slice(comparison: Comparison, difference: PairedDifference, confidence
         reason = f"{seen}, {allowed:g} is allowed; {comparison.num_queries:,} queries do not tell it from chance"
         return comparison.check("warn", reason, interval)
     return comparison.check("pass", f"{seen}, {allowed:g} worse is allowed", interval)
+
+
+def judge_baseline(
+    comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome
+) -> GateCheck:
+    """The burden is on the refusal: the baseline must be shown to be better by more than allowed. `worse`: if it is."""
+    interval = difference.interval(confidence)
+    change, _, best = _losses(comparison.metric, difference, interval)
+    seen, allowed = f"{comparison.metric.text} {_seen(comparison, change)}", comparison.allowed
+    name = comparison.baseline
+    if math.isnan(best):
+        reason = f"{seen}; not defined in enough bootstrap draws to say how sure that is"
+        return comparison.check("skipped", reason, title=name)
+    limit = f", {allowed:g} is allowed" if allowed else ""
+    if best > allowed:
+        reason = f"{seen}; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
+        return comparison.check(worse, reason, interval, title=f"{name} is better")
+    if change > allowed:
+        reason = f"{seen}{limit}; {comparison.num_queries:,} queries do not tell it from chance"
+        return comparison.check("warn", reason, interval, title=f"{name} may be better")
+    return comparison.check("pass", f"{seen}{limit}", interval, title=f"{name} is not better")
 
 
 def _losses(

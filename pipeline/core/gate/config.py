@@ -20,6 +20,7 @@ def _of_rows(text: str) -> str:
 Metric = Annotated[str, AfterValidator(_known)]
 RowMetric = Annotated[Metric, AfterValidator(_of_rows)]
 Allowed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OnBetter = Literal["refuse", "warn", "off"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -43,8 +44,24 @@ class GateConfig(BaseModel):
         dict[RowMetric, Allowed],
         Field(description="The same in each slice; refused when a slice is shown to be worse by more"),
     ] = {"ndcg@10": 0.02, "macro_f1": 0.02}
+    baseline_drops: Annotated[
+        dict[Metric, Allowed],
+        Field(
+            description="Metrics compared with the baselines that have them; one is better when it is shown to be so by"
+            " more. f1 is of two labels only"
+        ),
+    ] = {"retrieval_ndcg@10": 0.0, "ndcg@10": 0.0, "macro_f1": 0.0, "f1": 0.0}
+    baselines: OnBetter = Field(
+        "warn", description="A baseline is better than a candidate that would replace a model: refuse, warn, or off"
+    )
+    first_baselines: OnBetter = Field(
+        "refuse", description="A baseline is better than a candidate that has no incumbent: refuse, warn, or off"
+    )
     confidence: float = Field(
-        0.95, ge=0.5, lt=1, description="One-sided confidence of 'shown'; over all slices together for slices"
+        0.95,
+        ge=0.5,
+        lt=1,
+        description="One-sided confidence of 'shown'; over all slices together for slices, and so for baselines",
     )
     resamples: int = Field(2000, ge=200, le=100_000, description="Bootstrap draws of the queries")
     min_queries: int = Field(50, ge=2, description="Queries that must bear on a metric, or nothing is promoted")

@@ -1,6 +1,6 @@
 """The gate: may this candidate replace the model in production?
 
-Three rules, each with its burden of proof; how often each errs is measured by bench/gate_rates.py.
+Four rules, each with its burden of proof; how often each errs is measured by bench/gate_rates.py.
 
 1. Floors are met by the measured value.
 2. Over all rows the candidate must be shown, with the confidence, not to be worse than the incumbent by more than is
@@ -9,12 +9,18 @@ Three rules, each with its burden of proof; how often each errs is measured by b
 3. A slice refuses when it is shown to be worse by more than is allowed. Bonferroni shares 1 - confidence among all
    comparisons of slices: a candidate that is worse nowhere is refused with at most that chance, however many slices
    there are. Slices with few queries are named, not judged.
+4. A simple tool (BM25, boosting) that is shown to be better refuses a first model, and by default only warns of a later
+   one. Bonferroni shares 1 - confidence among all these comparisons: a candidate that is worse than no baseline is
+   refused with at most that chance.
 
 A drop that is allowed each time adds up over many promotions; floors stop that.
 """
 
+from collections.abc import Sequence
+
 from pipeline.core.bootstrap import paired_bootstrap
 from pipeline.core.errors import DataError
+from pipeline.core.gate.baselines import Baseline, baseline_checks
 from pipeline.core.gate.compare import Comparison, judge_overall, not_comparable
 from pipeline.core.gate.config import GateConfig
 from pipeline.core.gate.floors import floor_checks
@@ -36,6 +42,7 @@ def judge(
     incumbent_threshold: float | None = None,
     candidate_retrieval: PerQuery | None = None,
     incumbent_retrieval: PerQuery | None = None,
+    baselines: Sequence[Baseline] = (),
     seed: int = 0,
 ) -> Verdict:
     """Judge a candidate against the incumbent on the same rows. The same input gives the same verdict.
@@ -49,6 +56,7 @@ def judge(
         incumbent_threshold: the same of the incumbent.
         candidate_retrieval: figures of each query, for metrics called retrieval_...
         incumbent_retrieval: the same of the incumbent.
+        baselines: simple tools, on the same rows and queries.
         seed: of the bootstrap.
 
     Raises:
@@ -61,7 +69,12 @@ def judge(
     if incumbent is not None:
         theirs = Side(incumbent, metrics, incumbent_threshold, incumbent_retrieval)
         check_same_holdout(ours, theirs)
-    checks, slice_confidence = _checks(ours, theirs, config, seed)
+    if unusable := _unusable_scores(ours, theirs):
+        checks, slice_confidence, baseline_confidence = unusable, config.confidence, None
+    else:
+        checks, slice_confidence = _checks(ours, theirs, config, seed)
+        against, baseline_confidence = baseline_checks(ours, baselines, config, first=theirs is None, seed=seed)
+        checks += against
     return Verdict(
         promote=all(check.outcome != "fail" for check in checks),
         checks=tuple(checks),
@@ -69,15 +82,14 @@ def judge(
         num_queries=candidate.num_queries,
         confidence=config.confidence,
         slice_confidence=slice_confidence,
+        baseline_confidence=baseline_confidence,
         resamples=config.resamples,
         seed=seed,
     )
 
 
 def _checks(ours: Side, theirs: Side | None, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
-    """All checks, and the confidence of one comparison of a slice."""
-    if unusable := _unusable_scores(ours, theirs):
-        return unusable, config.confidence
+    """Rules 1 to 3: all checks, and the confidence of one comparison of a slice."""
     checks = floor_checks(ours, config)
     if theirs is None:
         return [*checks, _without_incumbent(config)], config.confidence

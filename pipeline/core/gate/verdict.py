@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Outcome = Literal["fail", "warn", "skipped", "pass"]
-CheckKind = Literal["scores", "incumbent", "floor", "delta", "slice"]
+CheckKind = Literal["scores", "incumbent", "floor", "delta", "slice", "baseline"]
 
 _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "pass": 0}
 """In lines for people, in this order; the others are counted."""
@@ -24,8 +24,10 @@ class GateCheck(BaseModel):
     slice: str = Field("", description="column=value, or the column when all its slices are meant; empty: all rows")
     candidate: float | None = None
     incumbent: float | None = None
+    baseline: str = Field("", description="The tool it was compared with")
+    baseline_value: float | None = None
     bound: float | None = Field(None, description="The floor, or the allowed drop")
-    low: float | None = Field(None, description="Lower end of candidate minus incumbent")
+    low: float | None = Field(None, description="Lower end of candidate minus incumbent or baseline")
     high: float | None = Field(None, description="Upper end; each end holds alone with the one-sided confidence")
     num_queries: int | None = Field(None, description="Queries that bear on the metric")
 
@@ -41,6 +43,7 @@ class Verdict(BaseModel):
     num_queries: int = Field(ge=0)
     confidence: float = Field(description="One-sided confidence of each comparison over all rows")
     slice_confidence: float = Field(description="The same of each slice, so that all of them together have the former")
+    baseline_confidence: float | None = Field(None, description="The same of each comparison with a baseline")
     resamples: int
     seed: int
 
