@@ -47,15 +47,19 @@ class CatalogueFile:
     def queries(self, stop: StopSignal) -> "CatalogueQueries":
         """Which queries there are and what is relevant to them. Raises DataError for missing columns or no query."""
         texts: dict[int, str] = {}
+        valid_texts: dict[int, str] = {}
+        asking = [(texts, self.config.queries)]
+        asking += [(valid_texts, self.config.valid_queries)] if self.config.valid_queries else []
         item_hashes: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         for batch in self._batches(("id", "query", "query_id"), stop):
-            chosen = filter_mask(batch.columns, self.config.queries).tolist()
             ids, queries, names = (_texts(batch, field) for field in ("id", "query", "query_id"))
             asked_for = [hash63(name or query) if query else NO_QUERY for query, name in _pairs(queries, names)]
-            for number, query, may_ask in zip(asked_for, queries, chosen, strict=True):
-                if may_ask and number != NO_QUERY:
-                    texts.setdefault(number, query)
+            for known, wanted in asking:
+                may = filter_mask(batch.columns, wanted).tolist()
+                for number, query, may_ask in zip(asked_for, queries, may, strict=True):
+                    if may_ask and number != NO_QUERY:
+                        known.setdefault(number, query)
             item_hashes.append(np.array([hash63(item) for item in ids], dtype=np.int64))
             numbers.append(np.array(asked_for, dtype=np.int64))
         every = np.concatenate(item_hashes)
@@ -64,6 +68,7 @@ class CatalogueFile:
         query_of = np.concatenate(numbers)[is_item]
         there = set(np.unique(query_of).tolist())
         texts = {number: text for number, text in texts.items() if number in there}
+        valid_texts = {number: text for number, text in valid_texts.items() if number in there and number not in texts}
         if not texts:
             raise DataError(
                 f"the catalogue {self.config.catalogue} asks no query ({len(every):,} items read)",
@@ -71,7 +76,7 @@ class CatalogueFile:
                 + (f" among {dict(self.config.queries)}" if self.config.queries else ""),
                 next_command="check --evaluate.retrieval.query and --evaluate.retrieval.queries",
             )
-        return CatalogueQueries(texts, query_of, is_item)
+        return CatalogueQueries(texts, valid_texts, query_of, is_item)
 
     def windows(
         self, is_item: Bools, rows: int, mine: Callable[[int], bool], stop: StopSignal, limit: int
@@ -117,10 +122,12 @@ class CatalogueFile:
             pairs.append(("query_id", config.query_id))
         if config.text in names or config.text != _OPTIONAL_TEXT:
             pairs.append(("text", config.text))
-        pairs += [(FILTER + column, column) for column in config.queries]
+        pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
         for field, column in pairs:
             if column not in names:
-                setting = "queries" if field.startswith(FILTER) else field.replace("_", "-")
+                setting = field.replace("_", "-")
+                if field.startswith(FILTER):
+                    setting = "queries" if column in config.queries else "valid-queries"
                 raise DataError(
                     f"{uri} has no column {column!r}",
                     expected="one of its columns: " + ", ".join(names),
@@ -133,10 +140,12 @@ class CatalogueFile:
 class CatalogueQueries:
     """The queries asked, number to text, and the number of the query each of N items is relevant to, or NO_QUERY.
 
-    `is_item`: of every row, whether it is an item; the second row of an id is none.
+    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `is_item`: of
+    every row, whether it is an item; the second row of an id is none.
     """
 
     texts: dict[int, str]
+    valid_texts: dict[int, str]
     query_of: Int64s
     is_item: Bools
 

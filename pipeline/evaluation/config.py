@@ -28,11 +28,36 @@ class RetrievalConfig(BaseModel):
         dict[str, str],
         Field(description="Ask only queries of items whose column equals the value, as column=value or a|b"),
     ] = {}
+    valid_queries: Annotated[
+        dict[str, str],
+        Field(
+            description="Of a catalogue file, the queries from which the weight of hybrid search is chosen, written"
+            " as queries are, such as split=valid; none: no such weight"
+        ),
+    ] = {}
     max_queries: int = Field(5000, ge=1, description="Most queries asked, chosen by a hash of their id")
     max_items: int = Field(
         1_000_000, ge=1, description="Without a catalogue file: most products, all relevant ones and an even sample"
     )
     window_rows: int = Field(16_384, ge=1, le=1_000_000, description="Items read and embedded at a time")
+
+
+class BaselinesConfig(BaseModel):
+    """Simple tools on the same holdout, scored once for the same data; the gate knows them (gate.baselines)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bm25: bool = Field(True, description="BM25 for the queries of retrieval in the same items")
+    boosting: bool = Field(
+        True, description="Gradient boosting on the numeric features, for the same rows (extra: baselines)"
+    )
+    boosting_rows: int = Field(
+        200_000, ge=100, le=5_000_000, description="Most rows of the train split it is fitted on, chosen evenly"
+    )
+    hybrid: bool = Field(True, description="Search of each model fused with that of BM25")
+    valid_queries: int = Field(
+        1000, ge=0, description="Most queries of the valid split from which the weight of the fusion is chosen; 0: none"
+    )
 
 
 class EvaluateConfig(BaseModel):
@@ -67,6 +92,7 @@ class EvaluateConfig(BaseModel):
     seed: int = Field(1, ge=0, description="Seed of the bootstrap")
     metrics: MetricsConfig = MetricsConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
+    baselines: BaselinesConfig = BaselinesConfig()
 
     @field_validator("query_tokens")
     @classmethod

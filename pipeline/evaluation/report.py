@@ -16,6 +16,32 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class HybridReport(_Record):
+    """Search of a model fused with that of BM25."""
+
+    name: Literal["rrf", "weighted"] = Field(description="By reciprocal ranks, or by a weighted mean of scores")
+    weight: float | None = Field(None, description="Of the vectors, the rest of BM25; of the weighted fusion only")
+    valid_queries: int = Field(0, description="Queries of the valid split from which the weight was chosen")
+    retrieval: MetricReport | None = None
+    missing: str = Field("", description="Why there is none")
+
+
+class BaselineReport(_Record):
+    """A simple tool on the holdout."""
+
+    name: Literal["bm25", "boosting"]
+    scores: str = Field("", description="Key of its scores in the workspace; it is shared by cycles")
+    metrics: MetricReport | None = Field(None, description="Of rows")
+    retrieval: MetricReport | None = None
+    threshold: float | None = Field(None, description="As of a model")
+    missing: str = Field("", description="Why it was not scored")
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Metrics of rows or of retrieval by name."""
+        return {name: value for part in (self.metrics, self.retrieval) if part for name, value in part.values.items()}
+
+
 class ModelReport(_Record):
     """One model on the holdout."""
 
@@ -26,6 +52,7 @@ class ModelReport(_Record):
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")
+    hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
     threshold: float | None = Field(description="Probability from which a row is called a match; of two classes only")
 
@@ -63,6 +90,7 @@ class EvaluationReport(_Record):
     precision: str
     candidate: ModelReport
     incumbent: ModelReport | None
+    baselines: tuple[BaselineReport, ...] = ()
     holdout: HoldoutReport
     verdict: Verdict
     warnings: tuple[str, ...]
@@ -72,9 +100,12 @@ class EvaluationReport(_Record):
     at: datetime = Field(description="UTC")
 
     def figures(self) -> dict[str, float]:
-        """Metrics of both by name, those of the incumbent with a prefix."""
-        theirs = self.incumbent.figures if self.incumbent else {}
-        return self.candidate.figures | {f"incumbent_{name}": value for name, value in theirs.items()}
+        """Metrics of the candidate by name; those of the others with a prefix."""
+        others = {"incumbent": self.incumbent.figures} if self.incumbent else {}
+        others |= {f"hybrid_{one.name}": one.retrieval.values for one in self.candidate.hybrids if one.retrieval}
+        others |= {one.name: one.figures for one in self.baselines}
+        theirs = {f"{who}_{name}": value for who, found in others.items() for name, value in found.items()}
+        return self.candidate.figures | theirs
 
 
 def report_key(cycle: str) -> str:

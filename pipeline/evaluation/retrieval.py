@@ -1,4 +1,4 @@
-"""Search with a model's embeddings: every query against every item, exactly."""
+"""Search with a model's embeddings, and with words: every query against every item, exactly."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import NumericError
-from pipeline.core.metrics import Judgements
+from pipeline.core.metrics import Judgements, MetricReport, MetricsConfig, retrieval_report
+from pipeline.core.progress import progress
+from pipeline.core.scored import PerQuery
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embedding.embedder import counted
+from pipeline.evaluation.bm25 import Bm25
 from pipeline.evaluation.exact import ExactTopK
+from pipeline.evaluation.fusion import Ranked
+from pipeline.evaluation.texts import join_tokens
 from pipeline.parallel.gang import Gang
 
 _WINDOW = 512
@@ -31,16 +36,52 @@ class Windows(Protocol):
     def __call__(self, mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]: ...
 
 
+class Texts(Protocol):
+    """The texts of all items in order, some at a time."""
+
+    def __call__(self) -> Iterator[list[str]]: ...
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Q queries: ids [Q] ascending, tokens and texts [Q], and what is relevant to them."""
+
+    ids: Int64s
+    tokens: Tokens
+    texts: list[str]
+    judged: Judgements
+
+
 @dataclass(frozen=True)
 class RetrievalTask:
     """What is searched for, and where."""
 
-    query_id: Int64s
-    """[Q]"""
-    queries: Tokens
+    queries: Queries
+    tuning: Queries | str
+    """Queries of the valid split, from which the weight of hybrid search is chosen; or why there are none."""
     num_items: int
     items: Windows
-    judged: Judgements
+    texts: Texts
+
+    @property
+    def num_queries(self) -> int:
+        """Those that are judged."""
+        return len(self.queries.ids)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Of all queries, those for tuning last."""
+        more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
+        return join_tokens([self.queries.tokens, *more])
+
+    @property
+    def query_texts(self) -> list[str]:
+        """In the order of `tokens`."""
+        return self.queries.texts if isinstance(self.tuning, str) else [*self.queries.texts, *self.tuning.texts]
+
+    def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
+        """Figures of items [Q or more, k] found for the judged queries, which come first."""
+        return retrieval_report(self.queries.ids, items[: self.num_queries], self.queries.judged, metrics)
 
 
 def search(
@@ -50,13 +91,13 @@ def search(
     gang: Gang,
     stop: StopSignal,
     advance: Callable[[int], None] = lambda count: None,
-) -> Int64s | str:
-    """The `k` best items [Q, k] of each query, best first, -1 where there are fewer; or why there is no answer.
+) -> Ranked | str:
+    """The `k` best items of every query of the task, with their cosines times 2^52; or why there is no answer.
 
     Ranks share queries and items; all get the answer. Memory: the queries' vectors and one window of items.
     Raises Preempted.
     """
-    queries = _query_vectors(task.queries, embed, gang)
+    queries = _query_vectors(task.tokens, embed, gang)
     world = gang.world
     failure, best = "", None
     try:
@@ -74,7 +115,30 @@ def search(
     merged = ExactTopK(queries, k)
     for _, pair in found:
         merged.merge(*pair)
-    return merged.found()[1]
+    scores, items = merged.found()
+    return Ranked(items, scores)
+
+
+def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
+    """The same with BM25, in this process alone: scores are those of BM25. Raises Preempted."""
+
+    def texts() -> Iterator[str]:
+        for part in task.texts():
+            stop.raise_if_set("indexing words of the catalogue")
+            advance(len(part))
+            yield from part
+
+    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
+        index = Bm25(texts())
+    queries = task.query_texts
+    parts = [Ranked(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)))]
+    with progress("searching words of the catalogue", len(queries), "queries") as advance:
+        for start in range(0, len(queries), _WINDOW):
+            stop.raise_if_set("searching words of the catalogue")
+            scores, items = index.search(queries[start : start + _WINDOW], k)
+            parts.append(Ranked(items, scores))
+            advance(len(items))
+    return Ranked(np.concatenate([part.items for part in parts]), np.concatenate([part.scores for part in parts]))
 
 
 def _query_vectors(queries: Tokens, embed: Embed, gang: Gang) -> Float32s:

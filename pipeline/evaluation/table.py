@@ -1,32 +1,35 @@
-"""What a terminal shows of an evaluation: both models side by side, the slices that matter, the verdict. Pure."""
+"""What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure."""
 
 from collections.abc import Iterable, Sequence
 
 from pipeline.core.gate.verdict import GateCheck
 from pipeline.core.metrics import MetricReport
 from pipeline.core.metrics.names import MetricName
-from pipeline.evaluation.report import EvaluationReport, ModelReport
+from pipeline.evaluation.report import BaselineReport, EvaluationReport, HybridReport, ModelReport
 
 _SLICES_SHOWN = 5
 _NOTHING = "-"
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
-    """The table, the slices, the verdict."""
-    shown = (_metric_row(report, name) for name in _names(report))
-    head = ("metric", "candidate", "incumbent", "difference", _interval_title(report), "gate")
-    return [*_aligned([head, *shown]), *_missing(report), *_slice_lines(report), *report.verdict.lines()]
+    """The table, hybrid search, the slices, the verdict."""
+    baselines = [one for one in report.baselines if not one.missing]
+    shown = (_metric_row(report, name, baselines) for name in _names(report))
+    tools = (one.name for one in baselines)
+    head = ("metric", "candidate", "incumbent", "difference", _interval_title(report), *tools, "gate")
+    table = _aligned([head, *shown])
+    return [*table, *_missing(report), *_hybrid_lines(report), *_slice_lines(report), *report.verdict.lines()]
 
 
 def _names(report: EvaluationReport) -> list[str]:
     """Every metric of either model, in the order of reports."""
-    reports = [part for model in _models(report) for part in (model.metrics, model.retrieval) if part is not None]
+    reports = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part is not None]
     rows = [name for part in reports[:1] for name in (*part.values, *part.missing)]
     return list(dict.fromkeys([*rows, *(name for part in reports for name in part.values)]))
 
 
-def _models(report: EvaluationReport) -> list[ModelReport]:
-    return [report.candidate, *([report.incumbent] if report.incumbent else [])]
+def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
+    return [("candidate", report.candidate), *([("incumbent", report.incumbent)] if report.incumbent else [])]
 
 
 def _value(model: ModelReport | None, name: str) -> float | None:
@@ -36,16 +39,17 @@ def _value(model: ModelReport | None, name: str) -> float | None:
     return part.values.get(name) if part else None
 
 
-def _metric_row(report: EvaluationReport, name: str) -> tuple[str, ...]:
+def _metric_row(report: EvaluationReport, name: str, baselines: Sequence[BaselineReport]) -> tuple[str, ...]:
     ours, theirs = _value(report.candidate, name), _value(report.incumbent, name)
     checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
-    delta = next((check for check in checks if check.low is not None), None)
+    delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
     return (
         name,
         _number(ours),
         _number(theirs),
         _signed(None if ours is None or theirs is None else ours - theirs),
         _interval(delta),
+        *(_number(one.figures.get(name)) for one in baselines),
         _outcome(checks),
     )
 
@@ -58,13 +62,33 @@ def _interval_title(report: EvaluationReport) -> str:
 def _missing(report: EvaluationReport) -> list[str]:
     """Why a metric is not there; those with one reason on one line."""
     lines = []
-    for role, model in (("candidate", report.candidate), ("incumbent", report.incumbent)):
+    for role, model in _roles(report):
         reasons: dict[str, list[str]] = {}
-        for part in (model.metrics, model.retrieval) if model else ():
+        for part in (model.metrics, model.retrieval):
             for name, reason in part.missing.items() if part else ():
                 reasons.setdefault(reason, []).append(name)
         lines += [f"not computed for the {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return lines
+    return [*lines, *(f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing)]
+
+
+def _hybrid_lines(report: EvaluationReport) -> list[str]:
+    """Search of each model fused with BM25, beside both alone."""
+    fused = [(role, one) for role, model in _roles(report) for one in model.hybrids]
+    shown = [(role, one, one.retrieval.values) for role, one in fused if one.retrieval]
+    if not fused:
+        return []
+    alone = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
+    alone += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
+    names = dict.fromkeys(name for _, _, values in shown for name in values)
+    head = ("metric", *(name for name, _ in alone), *(_hybrid_title(role, one) for role, one, _ in shown))
+    columns = [*(values for _, values in alone), *(values for _, _, values in shown)]
+    rows = ((name, *(_number(values.get(name)) for values in columns)) for name in names)
+    missing = dict.fromkeys(one.missing for _, one in fused if one.missing)
+    return ["hybrid search: each model fused with BM25", *_aligned([head, *rows]), *missing]
+
+
+def _hybrid_title(role: str, hybrid: HybridReport) -> str:
+    return f"{role} {hybrid.name}" + ("" if hybrid.weight is None else f" {hybrid.weight:g}")
 
 
 def _slice_lines(report: EvaluationReport) -> list[str]:

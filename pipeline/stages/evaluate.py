@@ -186,7 +186,7 @@ def _refused(ctx: StageContext, models: Models, report: EvaluationReport) -> Gat
     more = f"; and {len(reasons) - _REASONS_TOLD} more" if len(reasons) > _REASONS_TOLD else ""
     return GateRefused(
         f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_TOLD])}{more}",
-        expected="a candidate that reaches the floors and is not worse than allowed (gate.*)",
+        expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline (gate.*)",
         next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
     )
 

@@ -6,33 +6,35 @@ from functools import cached_property
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.fingerprint import fingerprint
-from pipeline.core.metrics import MetricReport, retrieval_report
+from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.core.metrics import MetricReport
 from pipeline.core.metrics.names import RETRIEVAL
 from pipeline.core.scored import PerQuery
 from pipeline.data.token_set import SPLITS
 from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.evaluation.catalogue import CatalogueFile, open_catalogue
+from pipeline.evaluation.fusion import Ranked
 from pipeline.evaluation.holdout_rows import Holdout
 from pipeline.evaluation.retrieval import RetrievalTask, search
 from pipeline.evaluation.retrieval_sources import from_catalogue, from_products
-from pipeline.evaluation.saved_retrieval import load_retrieval, save_retrieval
+from pipeline.evaluation.saved_arrays import load_arrays, save_arrays
 from pipeline.evaluation.vectors import Vectors
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 
+KIND = "retrieval"
+
 
 @dataclass(frozen=True)
 class Found:
-    """Retrieval with one model; `per_query` is None when there is no answer, and `report` says why."""
+    """Retrieval with one model; `per_query` and `ranked` are None when there is no answer, and `report` says why."""
 
     per_query: PerQuery | None
     report: MetricReport
-    num_queries: int
-    num_items: int
+    ranked: Ranked | None
 
 
 @dataclass
@@ -45,6 +47,8 @@ class ModelSearch:
     gang: Gang
     sets: list[TokenSet]
     holdout: Holdout
+    valid: Holdout | str
+    """Whose queries may be asked to choose the weight of hybrid search; or why there are none."""
     tokenizer: bytes
     warn: Callable[[str], None]
 
@@ -53,54 +57,80 @@ class ModelSearch:
         config, ctx = self.settings.evaluate, self.ctx
         if not config.retrieval.enabled:
             return None
-        task = self._task
+        task = self.task
         if isinstance(task, str):
-            return Found(None, self._without(task), 0, 0)
-        key, metrics = self._key(checkpoint), config.metrics
+            return self._without(task)
+        key = self._key(checkpoint)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
-            per_query, report = load_retrieval(ctx.workspace, key, ctx.scratch / "retrieval")
-            return Found(per_query, report, len(task.query_id), task.num_items)
+            return self.judged(task, load_ranked(ctx, key))
         with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-            ranked = search(task, vectors, max(metrics.retrieval_at), self.gang, ctx.stop, advance)
+            ranked = search(task, vectors, self.depth, self.gang, ctx.stop, advance)
         if isinstance(ranked, str):
-            return Found(None, self._without(ranked), len(task.query_id), task.num_items)
-        per_query, report = retrieval_report(task.query_id, ranked, task.judged, metrics)
+            return self._without(ranked)
         if ctx.world.is_main:
-            save_retrieval(ctx.workspace, key, per_query, report, ctx.scratch)
-        return Found(per_query, report, len(task.query_id), task.num_items)
+            save_ranked(ctx, key, ranked)
+        return self.judged(task, ranked)
+
+    def judged(self, task: RetrievalTask, ranked: Ranked) -> Found:
+        """What the lists are worth."""
+        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
+        return Found(per_query, report, ranked)
+
+    @property
+    def depth(self) -> int:
+        """Items of each list."""
+        return max(self.settings.evaluate.metrics.retrieval_at)
+
+    @cached_property
+    def task(self) -> RetrievalTask | str:
+        """Queries, items and judgements, or why there are none."""
+        stop, config = self.ctx.stop, self.settings.evaluate
+        max_valid = config.baselines.valid_queries
+        if self._catalogue is not None:
+            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid, stop)
+        cache = self.ctx.scratch / "tokens"
+        sources = [open_rows(self.ctx.workspace, self.sets, split, cache) for split in SPLITS]
+        return from_products(
+            self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, stop, self.warn
+        )
+
+    @cached_property
+    def decides(self) -> dict[str, Json]:
+        """All that decides queries, items, and the length of the lists."""
+        config = self.settings.evaluate
+        return {
+            "data": [token_set.info.fingerprint for token_set in self.sets],
+            "holdout": self.holdout.name,
+            "valid": self.valid if isinstance(self.valid, str) else self.valid.name,
+            "valid_queries": config.baselines.valid_queries,
+            "catalogue": self._catalogue.content if self._catalogue else "",
+            "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue"}),
+            "depth": self.depth,
+        }
 
     @cached_property
     def _catalogue(self) -> CatalogueFile | None:
         config = self.settings.evaluate.retrieval
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
-    @cached_property
-    def _task(self) -> RetrievalTask | str:
-        """Queries, items and judgements, or why there are none."""
-        stop = self.ctx.stop
-        if self._catalogue is not None:
-            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), stop)
-        cache = self.ctx.scratch / "tokens"
-        sources = [open_rows(self.ctx.workspace, self.sets, split, cache) for split in SPLITS]
-        return from_products(self.holdout, sources, self.settings.evaluate.retrieval, stop, self.warn)
-
-    def _without(self, reason: str) -> MetricReport:
+    def _without(self, reason: str) -> Found:
         ranks = self.settings.evaluate.metrics.retrieval_at
         names = [f"{RETRIEVAL}{word}@{k}" for k in ranks for word in ("recall", "ndcg", "success")]
         missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
-        return MetricReport(values={}, missing=missing, num_rows=0, num_queries=0)
+        return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
-        config = self.settings.evaluate
-        decides = fingerprint(
-            {
-                "data": [token_set.info.fingerprint for token_set in self.sets],
-                "holdout": self.holdout.name,
-                "catalogue": self._catalogue.content if self._catalogue else "",
-                "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue"}),
-                "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
-                "embed": self.settings.embed.model_dump(mode="json", include={"precision"}),
-                "device": self.backend.device_name(),
-            }
-        )
+        embed = self.settings.embed.model_dump(mode="json", include={"precision"})
+        decides = fingerprint({**self.decides, "embed": embed, "device": self.backend.device_name()})
         return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
+
+
+def save_ranked(ctx: StageContext, key: str, ranked: Ranked) -> None:
+    """Commit lists."""
+    save_arrays(ctx.workspace, key, KIND, {"items": ranked.items, "scores": ranked.scores}, ctx.scratch)
+
+
+def load_ranked(ctx: StageContext, key: str) -> Ranked:
+    """Committed lists. Raises DataError."""
+    arrays, _ = load_arrays(ctx.workspace, key, KIND, ctx.scratch / KIND)
+    return Ranked(arrays["items"], arrays["scores"])

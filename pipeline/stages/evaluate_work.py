@@ -25,6 +25,7 @@ from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import open_ranks
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
+from pipeline.stages.evaluate_baselines import Baselines, Scored
 from pipeline.stages.evaluate_models import Models
 from pipeline.stages.evaluate_scores import ModelScorer
 from pipeline.stages.evaluate_search import Found, ModelSearch
@@ -84,6 +85,7 @@ class Evaluation:
             self.gang,
             self.sets,
             holdout,
+            self._valid(),
             self.models.candidate.tokenizer(),
             self._warn,
         )
@@ -91,8 +93,10 @@ class Evaluation:
         theirs = None if self.models.compared is None else self._side(INCUMBENT, self.models.compared, holdout)
         if not self.gang.world.is_main:
             return None
+        self.baselines = Baselines(self.settings, self.ctx, self.sets, self.search, self._timed)
+        scored = self.baselines.score()
         with self._timed("judging"):
-            return self._report(ours, theirs, holdout, leak)
+            return self._report(ours, theirs, scored, holdout, leak)
 
     def _agree_on_models(self) -> None:
         """Every rank read production for itself; it may have moved between two of them."""
@@ -112,6 +116,15 @@ class Evaluation:
                 self._warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
             sets = new or sets
         return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
+
+    def _valid(self) -> Holdout | str:
+        """Rows of the valid split that are not judged, or why there are none."""
+        if self.settings.evaluate.split == VALID:
+            return "the valid split is the one that is judged"
+        try:
+            return self._open(VALID)
+        except DataError as error:
+            return error.seen
 
     @property
     def _new(self) -> frozenset[str]:
@@ -181,12 +194,14 @@ class Evaluation:
             self._warn(f"no threshold for the {role}: {error.seen}")
             return None
 
-    def _report(self, ours: Side, theirs: Side | None, holdout: Holdout, leak: Leak | None) -> EvaluationReport:
+    def _report(
+        self, ours: Side, theirs: Side | None, scored: list[Scored], holdout: Holdout, leak: Leak | None
+    ) -> EvaluationReport:
         """Measure and judge; rank 0 only."""
         config, ctx = self.settings.evaluate, self.ctx
-        candidate, incumbent = self._measured(ours), None if theirs is None else self._measured(theirs)
-        verdict = self._judged(ours, theirs)
-        found = ours.found
+        candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
+        verdict = self._judged(ours, theirs, scored)
+        task = self.search.task if config.retrieval.enabled else ""
         return EvaluationReport(
             cycle=ctx.cycle,
             inputs=self.inputs,
@@ -195,6 +210,7 @@ class Evaluation:
             precision=self.settings.train.precision,
             candidate=candidate,
             incumbent=incumbent,
+            baselines=tuple(one.report for one in scored),
             holdout=HoldoutReport(
                 split=holdout.split,
                 partitions=tuple(one.info.partition for one in holdout.sets),
@@ -206,8 +222,8 @@ class Evaluation:
                 leaked_by_text=leak.by_text if leak else 0,
                 leak_checked=config.leak != "off",
                 unchecked_partitions=leak.unchecked if leak else (),
-                retrieval_queries=found.num_queries if found else 0,
-                retrieval_items=found.num_items if found else 0,
+                retrieval_queries=0 if isinstance(task, str) else task.num_queries,
+                retrieval_items=0 if isinstance(task, str) else task.num_items,
             ),
             verdict=verdict,
             warnings=tuple(self.warnings),
@@ -217,7 +233,7 @@ class Evaluation:
             at=datetime.now(UTC),
         )
 
-    def _measured(self, side: Side) -> ModelReport:
+    def _measured(self, side: Side, scored: list[Scored]) -> ModelReport:
         state, metrics = side.checkpoint.state, self.settings.evaluate.metrics
         rows = _there(side.rows)
         report = ModelReport(
@@ -228,6 +244,7 @@ class Evaluation:
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=side.found.report if side.found else None,
+            hybrids=self.baselines.hybrids(scored, side.found.ranked) if side.found else (),
             slices=slice_reports(rows, metrics, side.threshold),
             threshold=side.threshold,
         )
@@ -241,7 +258,7 @@ class Evaluation:
         )
         return report
 
-    def _judged(self, ours: Side, theirs: Side | None) -> Verdict:
+    def _judged(self, ours: Side, theirs: Side | None, scored: list[Scored]) -> Verdict:
         return judge(
             _there(ours.rows),
             _there(theirs.rows) if theirs else None,
@@ -251,6 +268,7 @@ class Evaluation:
             incumbent_threshold=theirs.threshold if theirs else None,
             candidate_retrieval=ours.found.per_query if ours.found else None,
             incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
+            baselines=[one.baseline for one in scored],
             seed=self.settings.evaluate.seed,
         )
 

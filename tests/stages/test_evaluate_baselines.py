@@ -1,0 +1,178 @@
+"""Baselines in the evaluate stage: scored once for the same data, reported beside the models, known to the gate."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.cli import main
+from pipeline.evaluation import boosting, saved_arrays
+from pipeline.evaluation.report import BaselineReport
+from pipeline.evaluation.saved_arrays import FILE
+from pipeline.io.commit import commit_dir
+from pipeline.stages import evaluate_baselines
+from tests.stages.evaluate_case import FLAGS, Case, noisy
+
+pytestmark = pytest.mark.stage
+
+ON = (*FLAGS, "--evaluate.baselines.boosting", "--gate.first-baselines=refuse", "--data.valid-fraction=0.2")
+WARN = "--gate.first-baselines=warn"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Path]:
+    """A workspace in which cycle c1 is prepared and trained."""
+    folder = Path(mkdtemp(prefix="trnpipe-baselines-"))
+    for stage in ("prepare", "train"):
+        given = {flag.partition("=")[0]: flag for flag in (*ON, f"--workspace={folder}/workspace", "--cycle=c1")}
+        assert main([stage, *(flag for name, flag in given.items() if name != "--no-evaluate.baselines.boosting")]) == 0
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def case(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Case:
+    shutil.copytree(trained / "workspace", tmp_path / "workspace")
+    capsys.readouterr()
+    return Case(tmp_path, capsys, tuple(flag for flag in ON if flag != "--no-evaluate.baselines.boosting"))
+
+
+def kept(case: Case) -> list[str]:
+    return sorted(name.partition("-")[0] for name in case.storage.list_dirs("baselines/tiny/"))
+
+
+def baselines(case: Case, cycle: str = "c1") -> dict[str, BaselineReport]:
+    return {one.name: one for one in case.report(cycle).baselines}
+
+
+def forbid_work(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(evaluate_baselines, "lexical_search", lambda *args: pytest.fail("searched again"))
+    patch.setattr(boosting, "fit", lambda *args: pytest.fail("fitted again"))
+
+
+def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case: Case) -> None:
+    bad = case.made("bad", noisy(1.0))
+    told = case.run(f"--evaluate.candidate={bad}", code=80)
+    assert "is not promoted: " in told and "and beaten by no baseline" in told
+    assert case.pointer is None and case.history == [("refused", bad)]
+    reasons = case.report().verdict.reasons
+    assert any(reason.startswith("BM25 is better: retrieval_ndcg@10 0.") for reason in reasons), reasons
+    assert any(reason.startswith("boosting is better: macro_f1 0.") for reason in reasons), reasons
+    assert "generation 1" in case.run(f"--evaluate.candidate={bad}", WARN)
+    later = case.run()
+    assert "warn" in later and "retrieval_ndcg@10" in later
+
+
+def test_figures_of_baselines_and_hybrids_stand_beside_the_models(case: Case) -> None:
+    told = case.run(WARN)
+    report, found = case.report(), baselines(case)
+    bm25, boosted = found["bm25"], found["boosting"]
+    assert report.candidate.retrieval is not None and bm25.retrieval is not None and boosted.metrics is not None
+    assert bm25.retrieval.values.keys() == report.candidate.retrieval.values.keys()
+    assert bm25.retrieval.num_queries == report.holdout.retrieval_queries
+    assert boosted.metrics.values.keys() == report.candidate.metrics.values.keys()
+    assert boosted.metrics.values["accuracy"] > 0.55, "it knows the words that both sides share"
+    assert boosted.metrics.num_rows == report.holdout.rows
+    ranked, weighted = report.candidate.hybrids
+    assert ranked.retrieval is not None and weighted.retrieval is not None and weighted.weight is not None
+    assert 0 <= weighted.weight <= 1 and weighted.valid_queries > 0
+    assert ranked.retrieval.values.keys() == bm25.retrieval.values.keys()
+    lines = told.splitlines()
+    assert any(line.split()[:1] == ["metric"] and "bm25" in line and "boosting" in line for line in lines)
+    assert "hybrid search: each model fused with BM25" in told
+    result = case.result()
+    assert result is not None
+    assert result.figures["bm25_retrieval_ndcg@10"] == bm25.retrieval.values["retrieval_ndcg@10"]
+    assert result.figures["boosting_macro_f1"] == boosted.metrics.values["macro_f1"]
+    assert result.figures["hybrid_rrf_retrieval_mrr"] == ranked.retrieval.values["retrieval_mrr"]
+    assert {"bm25", "boosting"} <= report.seconds.keys()
+
+
+def test_they_are_scored_once_for_the_same_data(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.run(WARN)
+    first = baselines(case)
+    assert kept(case) == ["bm25", "boosting"]
+    case.run(stage="prepare", cycle="c2")
+    with monkeypatch.context() as patch:
+        forbid_work(patch)
+        case.run(f"--evaluate.candidate={case.made('other', noisy(0.01))}", "--no-evaluate.promote", cycle="c2")
+    assert baselines(case, "c2") == first, "another candidate, in another cycle"
+    case.run(WARN, "--evaluate.max-rows=300", f"--evaluate.candidate={case.made('third')}")
+    assert kept(case) == ["bm25", "bm25", "boosting", "boosting"], "another holdout has its own"
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """The figures of models are saved before: 1 is BM25, 2 boosting."""
+    calls = 0
+
+    def killed(*args: Any, **kwargs: Any) -> object:
+        nonlocal calls
+        calls += args[2].startswith("baselines/")
+        if args[2].startswith("baselines/") and calls == nth:
+            shutil.copy(args[1] / FILE, Path(args[0].local_path("")) / "half")  # as a writer leaves it: no marker
+            raise KeyboardInterrupt
+        return commit_dir(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_arrays, "commit_dir", killed)
+        case.run(WARN, code=143)
+    assert case.pointer is None and calls == nth and len(kept(case)) == nth - 1
+    case.run(WARN)
+    assert kept(case) == ["bm25", "boosting"] and case.pointer is not None
+
+
+def test_damaged_scores_are_named(case: Case) -> None:
+    case.run(WARN, "--no-evaluate.promote")
+    key = baselines(case)["bm25"].scores
+    case.storage.write_bytes(f"{key}/{FILE}", b"")
+    told = case.run(WARN, f"--evaluate.candidate={case.made('other')}", code=65)
+    assert f"{key} holds no retrieval figures" in told and "delete that folder" in told
+
+
+def test_without_scikit_learn_boosting_is_missing_and_nothing_fails(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.ensemble", None)
+        told = case.run(WARN)
+    assert "boosting was not scored: scikit-learn cannot be imported" in told
+    assert baselines(case)["boosting"].missing and case.pointer is not None
+    assert kept(case) == ["bm25"]
+
+
+def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        forbid_work(patch)
+        told = case.run("--no-evaluate.baselines.bm25", "--no-evaluate.baselines.boosting")
+    assert case.report().baselines == () and case.report().candidate.hybrids == () and "hybrid" not in told
+    assert kept(case) == []
+
+
+def test_the_split_that_is_judged_chooses_no_weight(case: Case) -> None:
+    told = case.run(WARN, "--evaluate.split=valid", "--gate.min-queries=2", "--no-evaluate.baselines.boosting")
+    ranked, weighted = case.report().candidate.hybrids
+    assert ranked.retrieval is not None and weighted.retrieval is None
+    assert "no weight was chosen: the valid split is the one that is judged" in told
+
+
+@pytest.mark.slow
+def test_ranks_share_the_search_and_one_scores_the_baselines(case: Case) -> None:
+    case.run(WARN, "--no-evaluate.promote")
+    alone = case.report()
+    shutil.rmtree(case.folder / "workspace" / "baselines")
+    for folder in ("retrieval", "scores", "report.json"):
+        path = case.folder / "workspace" / "cycles" / "c1" / "evaluate" / folder
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (case.folder / "workspace" / "cycles" / "c1" / "evaluate" / "result.json").unlink()
+    case.run(WARN, "--no-evaluate.promote", "--launch.processes=2")
+    together = case.report()
+    assert together.baselines == alone.baselines
+    assert together.candidate.hybrids[0].retrieval is not None and alone.candidate.hybrids[0].retrieval is not None
+    ours, theirs = together.candidate.hybrids[0].retrieval.values, alone.candidate.hybrids[0].retrieval.values
+    np.testing.assert_allclose([ours[name] for name in theirs], list(theirs.values()), atol=0.02)
