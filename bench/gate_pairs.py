@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from pipeline.core.gate import GateConfig, Verdict, judge
+from pipeline.core.gate import Baseline, GateConfig, Verdict, judge
 from pipeline.core.metrics import MetricsConfig, metric_report
-from pipeline.core.scored import Bools, Float64s, Int64s, ScoredRows, SliceColumn
+from pipeline.core.metrics.ranking import Ranking, ndcg_by_query
+from pipeline.core.metrics.statistic import Queries
+from pipeline.core.scored import Bools, Float64s, Int64s, PerQuery, ScoredRows, SliceColumn
 
 LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
 ROWS = 10  # of each query
 METRICS = MetricsConfig()
+SEARCHED = "retrieval_ndcg@10"
 Change = Callable[[Float64s, np.random.Generator], Float64s]
 """Signal [N, K] of the incumbent to that of the candidate, both without their own noise."""
 
@@ -35,9 +39,18 @@ class Population:
         )
         return theirs - ours
 
-    def holdout(self, num_queries: int, stream: np.random.Generator) -> tuple[ScoredRows, ScoredRows]:
-        """Candidate and incumbent on queries drawn with replacement, each draw a query of its own."""
-        taken = stream.integers(0, self.num_queries, num_queries)
+    @cached_property
+    def ndcg(self) -> tuple[Float64s, Float64s]:
+        """nDCG@10 [Q] of each query, of candidate and incumbent."""
+        candidate, incumbent = (
+            ndcg_by_query(Ranking.of(Queries.of(side.query_id), side.relevance), side.gain, 10)
+            for side in (self.candidate, self.incumbent)
+        )
+        return candidate, incumbent
+
+    def holdout(self, taken: Int64s) -> tuple[ScoredRows, ScoredRows]:
+        """Candidate and incumbent on the queries `taken` [n], each draw a query of its own."""
+        num_queries = len(taken)
         rows = (taken[:, None] * ROWS + np.arange(ROWS)).ravel()
         query = np.repeat(np.arange(num_queries), ROWS)
         return _taken(self.candidate, rows, query), _taken(self.incumbent, rows, query)
@@ -47,8 +60,32 @@ class Population:
         stream = np.random.default_rng([seed, num_queries])
         found = []
         for number in range(num_holdouts):
-            candidate, incumbent = self.holdout(num_queries, stream)
+            candidate, incumbent = self.holdout(stream.integers(0, self.num_queries, num_queries))
             found.append(judge(candidate, incumbent, config, metrics=METRICS, seed=seed + number))
+        return found
+
+    def as_baseline(
+        self, search: "Population", config: GateConfig, num_queries: int, num_holdouts: int, seed: int
+    ) -> list[Verdict]:
+        """The same with the incumbent as a baseline of a first model; `search`: nDCG@10 of queries for retrieval."""
+        stream = np.random.default_rng([seed, num_queries])
+        found = []
+        for number in range(num_holdouts):
+            taken = stream.integers(0, self.num_queries, num_queries)
+            candidate, tool = self.holdout(taken)
+            ours, theirs = (PerQuery(np.arange(num_queries), {SEARCHED: one[taken]}) for one in search.ndcg)
+            tools = [Baseline("boosting", rows=tool), Baseline("BM25", retrieval=theirs)]
+            found.append(
+                judge(
+                    candidate,
+                    None,
+                    config,
+                    metrics=METRICS,
+                    candidate_retrieval=ours,
+                    baselines=tools,
+                    seed=seed + number,
+                )
+            )
         return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.gate_pairs import Population, broken_queries, equal, evenly_worse, population, worse_slice
+from bench.gate_pairs import SEARCHED, Population, broken_queries, equal, evenly_worse, population, worse_slice
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.core.gate import GateConfig, Verdict
 
@@ -18,10 +18,11 @@ them are the truth. Holdouts are drawn from them with replacement and judged as 
 draws). False acceptance: the share of holdouts on which a candidate is promoted whose true drop is exactly the one
 allowed, the hardest case; the figure that is judged is the worst of three kinds of drop at 500 queries. The bound is
 the 5 % that is stated, and 2 standard errors of 1,000 holdouts. False refusal: the share on which a candidate that is
-as good is refused, with the default settings.
+as good is refused, with the default settings. Baselines: the same pairs, the incumbent in the place of boosting and
+(the nDCG@10 of further such pairs) of BM25, in three comparisons; the share on which a first model is refused.
 """
 TARGET = Target(figure="false_acceptance", comparison="<=", value=0.065)
-ALSO = ("one_lost_slice", "equal_500", "equal_1500", "equal_5000", "slices_at_the_bound")
+ALSO = ("one_lost_slice", "equal_500", "equal_1500", "equal_5000", "slices_at_the_bound", "baselines_at_the_bound_500")
 NUM_SLICES = 10
 LOST = 0.03  # share of queries
 
@@ -106,14 +107,39 @@ def refusal(size: Size) -> list[Figure]:
     return [*figures, _share("slices_at_the_bound", refused, text)]
 
 
+def against_baselines(size: Size) -> list[Figure]:
+    """A first model held against baselines: worse than each by just what is allowed, as good, and worse."""
+    figures = []
+    for queries, change, name, text in (
+        (500, evenly_worse(0.5), "at_the_bound_500", "worse by just what is allowed, 500 queries"),
+        (100, evenly_worse(0.5), "at_the_bound_100", "the same, 100 queries"),
+        (500, broken_queries(LOST), "at_the_bound_lost_500", "the same, in 3 % of the queries, 500 queries"),
+        (500, equal, "equal_500", "as good, default gate, 500 queries"),
+    ):
+        models, search = (population(change, num_queries=size.queries, seed=seed) for seed in (1, 2))
+        drops = {metric: models.drop(metric) for metric in ("ndcg@10", "macro_f1")}
+        drops |= {SEARCHED: float(np.nanmean(search.ndcg[1]) - np.nanmean(search.ndcg[0]))}
+        config = GateConfig() if change is equal else GateConfig(baseline_drops=drops)
+        refused = 1 - promoted(models.as_baseline(search, config, queries, size.holdouts, seed=7))
+        figures.append(_share(f"baselines_{name}", refused, f"false refusal by a baseline: {text}"))
+    models, search = (population(evenly_worse(0.6), num_queries=size.queries, seed=seed) for seed in (1, 2))
+    drop = models.drop("ndcg@10")
+    figures.append(figure("baselines_drop", drop, "nDCG@10", "true drop against a baseline that is better"))
+    for queries in (75, 500):
+        refused = 1 - promoted(models.as_baseline(search, GateConfig(), queries, size.holdouts, seed=8))
+        text = f"refused: every baseline is better by about that, {queries} queries"
+        figures.append(_share(f"baselines_better_{queries}", refused, text))
+    return figures
+
+
 def _share(name: str, value: float, text: str) -> Figure:
     return figure(name, value, "share", text)
 
 
 def run(*, quick: bool) -> Result:
-    """All simulations, about 10 minutes of one core."""
+    """All simulations, about 15 minutes of one core."""
     size = QUICK if quick else FULL
-    figures = [*acceptance(size), *one_slice(size), *refusal(size)]
+    figures = [*acceptance(size), *one_slice(size), *refusal(size), *against_baselines(size)]
     settings: dict[str, str | int | float] = {"holdouts": size.holdouts, "holdouts_of_5000": size.large_holdouts}
     return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=ALSO, settings=settings)
 

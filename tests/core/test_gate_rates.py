@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.gate_pairs import Change, Population, broken_queries, equal, evenly_worse, population
+from bench.gate_pairs import SEARCHED, Change, Population, broken_queries, equal, evenly_worse, population
 from bench.gate_rates import promoted
 from pipeline.core.gate import GateConfig
 
@@ -40,3 +40,18 @@ def test_an_equal_candidate_is_hardly_ever_refused_for_a_slice() -> None:
     codes = models.candidate.slices["category"].codes
     allowed = max(models.drop("ndcg@10", codes == code) for code in range(3))
     assert share_promoted(models, GateConfig(drops={}, slice_drops={"ndcg@10": allowed})) >= 1 - AT_MOST
+
+
+def test_a_candidate_no_worse_than_its_baselines_is_hardly_ever_refused() -> None:
+    """Worse than each by just what is allowed, the hardest case; all comparisons together err in 5 %."""
+    models, search = (population(evenly_worse(0.5), num_queries=5_000, seed=seed) for seed in (1, 2))
+    drops = {metric: models.drop(metric) for metric in ("ndcg@10", "macro_f1")}
+    drops |= {SEARCHED: float(search.ndcg[1].mean() - search.ndcg[0].mean())}
+    config = GateConfig(baseline_drops=drops, resamples=500)
+    assert promoted(models.as_baseline(search, config, QUERIES, HOLDOUTS, seed=7)) >= 1 - AT_MOST
+
+
+def test_a_candidate_that_baselines_beat_is_refused() -> None:
+    models = population(evenly_worse(1.5), num_queries=5_000)
+    config = GateConfig(resamples=500)
+    assert promoted(models.as_baseline(models, config, QUERIES, 40, seed=8)) <= 0.05

@@ -24,6 +24,7 @@ UNUSED = {
     f"train s3:AbortMultipartUpload {W}/checkpoints/*": TOO_SMALL,
     f"train s3:AbortMultipartUpload {W}/cycles/*/parity/*": TOO_SMALL,
     f"promote s3:AbortMultipartUpload {W}/cycles/*/evaluate/*": TOO_SMALL,
+    f"promote s3:AbortMultipartUpload {W}/baselines/*": TOO_SMALL,
     f"* s3:PutObject {W}/compile-cache/neuronxcc-*": OF_COMPILER,
     f"* s3:AbortMultipartUpload {W}/compile-cache/neuronxcc-*": OF_COMPILER,
     f"* s3:DeleteObject {W}/compile-cache/neuronxcc-*": OF_COMPILER,
