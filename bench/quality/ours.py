@@ -9,7 +9,7 @@ import numpy as np
 from bench.quality.tasks import SEARCH_FLAGS, Task
 from bench.results import ROOT
 from pipeline.evaluation.report import EvaluationReport, load_report
-from pipeline.evaluation.saved_retrieval import load_retrieval
+from pipeline.evaluation.saved_arrays import load_arrays
 from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"
@@ -67,6 +67,6 @@ def ndcg_by_query(workspace: Path, scratch: Path) -> list[float]:
     storage = open_storage(str(workspace))
     prefix = f"cycles/{CYCLE}/evaluate/retrieval"
     (name,) = storage.list_dirs(prefix)
-    found, _ = load_retrieval(storage, f"{prefix}/{name}", scratch)
-    values: list[float] = np.asarray(found.values["retrieval_ndcg@10"]).tolist()
+    found, _ = load_arrays(storage, f"{prefix}/{name}", "retrieval", scratch)
+    values: list[float] = np.asarray(found["retrieval_ndcg@10"]).tolist()
     return values

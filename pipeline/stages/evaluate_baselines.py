@@ -24,7 +24,7 @@ from pipeline.evaluation.saved_arrays import load_arrays, save_arrays
 from pipeline.io.verify import read_manifest
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
-from pipeline.stages.evaluate_search import ModelSearch, load_ranked, save_ranked
+from pipeline.stages.evaluate_search import ModelSearch
 
 VERSION = 1
 """Of what the baselines do; a higher one scores them again."""
@@ -77,11 +77,11 @@ class Baselines:
             return Scored(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
         key = self._key("bm25", {**self.search.decides, "k1": bm25.K1, "b": bm25.B})
         if read_manifest(self.ctx.workspace, key) is None:
-            save_ranked(self.ctx, key, lexical_search(task, self.search.depth, self.ctx.stop))
-        ranked = load_ranked(self.ctx, key)
-        found = self.search.judged(task, ranked)
+            found = self.search.save(task, key, lexical_search(task, self.search.depth, self.ctx.stop))
+        else:
+            found = self.search.load(task, key)
         report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
-        return Scored(report, Baseline(BM25, retrieval=found.per_query), ranked)
+        return Scored(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
 
     def _boosting(self, holdout: Holdout, valid: Holdout | str) -> Scored:
         config, ctx = self.settings.evaluate, self.ctx

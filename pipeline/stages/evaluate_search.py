@@ -62,17 +62,26 @@ class ModelSearch:
             return self._without(task)
         key = self._key(checkpoint)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
-            return self.judged(task, load_ranked(ctx, key))
+            return self.load(task, key)
         with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
             ranked = search(task, vectors, self.depth, self.gang, ctx.stop, advance)
         if isinstance(ranked, str):
             return self._without(ranked)
-        if ctx.world.is_main:
-            save_ranked(ctx, key, ranked)
-        return self.judged(task, ranked)
+        return self.save(task, key, ranked)
 
-    def judged(self, task: RetrievalTask, ranked: Ranked) -> Found:
-        """What the lists are worth."""
+    def save(self, task: RetrievalTask, key: str, ranked: Ranked) -> Found:
+        """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
+        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
+        if self.ctx.world.is_main:
+            lists = {"items": ranked.items, "scores": ranked.scores}
+            figures = {"query_id": per_query.query_id, **per_query.values}
+            save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
+        return Found(per_query, report, ranked)
+
+    def load(self, task: RetrievalTask, key: str) -> Found:
+        """What was committed. Raises DataError."""
+        arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
+        ranked = Ranked(arrays["items"], arrays["scores"])
         per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
         return Found(per_query, report, ranked)
 
@@ -96,7 +105,7 @@ class ModelSearch:
 
     @cached_property
     def decides(self) -> dict[str, Json]:
-        """All that decides queries, items, and the length of the lists."""
+        """All that decides queries, items, lists and figures."""
         config = self.settings.evaluate
         return {
             "data": [token_set.info.fingerprint for token_set in self.sets],
@@ -105,7 +114,7 @@ class ModelSearch:
             "valid_queries": config.baselines.valid_queries,
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue"}),
-            "depth": self.depth,
+            "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
         }
 
     @cached_property
@@ -123,14 +132,3 @@ class ModelSearch:
         embed = self.settings.embed.model_dump(mode="json", include={"precision"})
         decides = fingerprint({**self.decides, "embed": embed, "device": self.backend.device_name()})
         return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
-
-
-def save_ranked(ctx: StageContext, key: str, ranked: Ranked) -> None:
-    """Commit lists."""
-    save_arrays(ctx.workspace, key, KIND, {"items": ranked.items, "scores": ranked.scores}, ctx.scratch)
-
-
-def load_ranked(ctx: StageContext, key: str) -> Ranked:
-    """Committed lists. Raises DataError."""
-    arrays, _ = load_arrays(ctx.workspace, key, KIND, ctx.scratch / KIND)
-    return Ranked(arrays["items"], arrays["scores"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.core.gate.verdict import GateCheck, Verdict
 from pipeline.core.metrics import MetricReport
-from pipeline.evaluation.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluation.report import BaselineReport, EvaluationReport, HoldoutReport, HybridReport, ModelReport
 from pipeline.evaluation.table import table_lines
 
 HOLDOUT = HoldoutReport(
@@ -43,34 +43,36 @@ def check(name: str, **fields: Any) -> GateCheck:
     return GateCheck(name=name, kind=kind, metric=metric, slice=where, reason=f"{rest}: so", **fields)  # type: ignore[arg-type]
 
 
-def lines_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool = True) -> list[str]:
-    return table_lines(
-        EvaluationReport(
-            cycle="c",
-            inputs={},
-            backend="cpu",
-            device="cpu",
-            precision="fp32",
-            candidate=model({"ndcg@10": 0.8, "loss": 0.5}, {"f1": "no threshold"}, {"retrieval_mrr": 0.25}),
-            incumbent=incumbent,
-            holdout=HOLDOUT,
-            verdict=Verdict(
-                promote=promote,
-                checks=checks,
-                num_rows=9,
-                num_queries=3,
-                confidence=0.95,
-                slice_confidence=0.99,
-                resamples=300,
-                seed=1,
-            ),
-            warnings=(),
-            seconds={},
-            settings_hash="s",
-            code_version="v",
-            at=datetime.now(UTC),
-        )
+def report_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool = True) -> EvaluationReport:
+    return EvaluationReport(
+        cycle="c",
+        inputs={},
+        backend="cpu",
+        device="cpu",
+        precision="fp32",
+        candidate=model({"ndcg@10": 0.8, "loss": 0.5}, {"f1": "no threshold"}, {"retrieval_mrr": 0.25}),
+        incumbent=incumbent,
+        holdout=HOLDOUT,
+        verdict=Verdict(
+            promote=promote,
+            checks=checks,
+            num_rows=9,
+            num_queries=3,
+            confidence=0.95,
+            slice_confidence=0.99,
+            resamples=300,
+            seed=1,
+        ),
+        warnings=(),
+        seconds={},
+        settings_hash="s",
+        code_version="v",
+        at=datetime.now(UTC),
     )
+
+
+def lines_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool = True) -> list[str]:
+    return table_lines(report_of(incumbent, *checks, promote=promote))
 
 
 def words(lines: list[str], name: str) -> list[str]:
@@ -121,3 +123,45 @@ def test_the_slices_that_refuse_come_first_then_those_that_lost_most() -> None:
     assert shown == ["kind=bad", "kind=7", "kind=6", "kind=5", "kind=4"]
     assert "+0.1000" in lines[start + 2] and "-0.0700" in lines[start + 3]
     assert "1,007" in lines[start + 3]
+
+
+def found(**values: float) -> MetricReport:
+    return MetricReport(
+        values={f"retrieval_{name}": value for name, value in values.items()}, missing={}, num_rows=1, num_queries=1
+    )
+
+
+def test_baselines_stand_beside_the_models_and_hybrids_below() -> None:
+    theirs = check("delta ndcg@10", outcome="pass", candidate=0.8, incumbent=0.75, low=0.01, high=0.09)
+    tool = check("baseline ndcg@10", outcome="warn", candidate=0.8, low=-0.2, high=-0.1)
+    report = report_of(model({"ndcg@10": 0.75}, {}, {"retrieval_mrr": 0.5}), tool, theirs)
+    rows = MetricReport(values={"ndcg@10": 0.7}, missing={}, num_rows=9, num_queries=3)
+    hybrids = (
+        HybridReport(name="rrf", retrieval=found(mrr=0.61)),
+        HybridReport(name="weighted", weight=0.35, valid_queries=20, retrieval=found(mrr=0.62)),
+    )
+    baselines = (
+        BaselineReport(name="bm25", retrieval=found(mrr=0.4)),
+        BaselineReport(name="boosting", metrics=rows),
+    )
+    candidate = report.candidate.model_copy(update={"hybrids": hybrids})
+    lines = table_lines(report.model_copy(update={"candidate": candidate, "baselines": baselines}))
+    assert lines[0].split()[-3:] == ["bm25", "boosting", "gate"]
+    assert words(lines, "ndcg@10")[4:] == ["[+0.0100,", "+0.0900]", "-", "0.7000", "warn"], (
+        "the interval is the incumbent's"
+    )
+    assert words(lines, "retrieval_mrr")[1:] == ["0.2500", "0.5000", "-0.2500", "0.4000", "-"]
+    start = lines.index("hybrid search: each model fused with BM25")
+    assert "candidate weighted 0.35" in lines[start + 1]
+    assert lines[start + 2].split() == ["retrieval_mrr", "0.2500", "0.5000", "0.4000", "0.6100", "0.6200"]
+
+
+def test_what_baselines_are_missing_is_told() -> None:
+    missing = BaselineReport(name="boosting", missing="scikit-learn is not installed")
+    hybrid = HybridReport(name="weighted", missing="no weight was chosen: why")
+    report = report_of(None)
+    candidate = report.candidate.model_copy(update={"hybrids": (hybrid,)})
+    lines = table_lines(report.model_copy(update={"candidate": candidate, "baselines": (missing,)}))
+    assert "boosting was not scored: scikit-learn is not installed" in lines
+    assert lines[0].split()[-1] == "gate" and "boosting" not in lines[0]
+    assert "no weight was chosen: why" in lines
