@@ -2,21 +2,26 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.backends import Backend, Batch, open_backend
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
+from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.losses import Targets
+from pipeline.model.relevance import build_model
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
+from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
@@ -94,10 +99,93 @@ def losses(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelC
 
 
 def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: TokenRows) -> None:
-    assert losses(xla, rows, TRAIN) == pytest.approx(losses(CpuBackend(), rows, TRAIN), rel=1e-4)
+    averaged = TRAIN.model_copy(update={"average_decay": 0.9})
+    found = [trained(backend, rows, averaged) for backend in (xla, CpuBackend())]
+    ours, theirs = ([row["loss"] for row in program.read_figures(6)] for program in found)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    served, expected = (program.snapshot()[0] for program in found)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(served[name], tensor, rtol=1e-3, atol=1e-5)
     compiled = xla.compile_count()
-    losses(xla, rows, TRAIN)
+    losses(xla, rows, averaged)
     assert xla.compile_count() == compiled  # another run of the same shapes
+
+
+def reduced(
+    backend: Backend, rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int
+) -> tuple[list[Tensor], int]:
+    """The mean over ranks of the gradient of one global batch, and of its loss; and the graphs of a second step.
+
+    Rank after rank in this process: what the others would give through the host is computed on the eager CPU.
+    """
+    groups, eager = grouped(rows, config), make_program(CpuBackend(), config, SMALL)
+    plan = plan_of(groups, config)
+    shares = [RankShare(rank, world_size, accumulation) for rank in range(world_size)]
+    micros = [[batch.tensors for batch in training_batches(groups, plan, share, 0, 1)] for share in shares]
+    given: list[list[Tensor]] = []
+    for batches in micros:
+        outputs = [eager.outputs(batch) for batch in batches]
+        targets = [torch.cat([batch[name] for batch in batches]) for name in Targets._fields]
+        given.append([torch.cat([o.query for o in outputs]), torch.cat([o.product for o in outputs]), *targets])
+
+    def gather(rank: int, mine: list[Tensor]) -> list[Tensor]:
+        parts = [mine if other == rank else given[other] for other in range(world_size)]
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+    found, new_graphs = [], 0
+    for rank in range(world_size):
+        program = TrainProgram(
+            build_model(SMALL, SPEC, config.seed),
+            backend,
+            config,
+            accumulation=accumulation,
+            world_size=world_size,
+            host_mean=lambda tensors: tensors,
+            host_gather=partial(gather, rank),
+            figure_rows=1,
+            buckets=rows.buckets,
+        )
+        for again in range(2):
+            compiled = backend.compile_count()
+            program.accumulate([{name: x.to(backend.device) for name, x in b.items()} for b in micros[rank]])
+            sums = program.reduced()
+            host = [tensor.clone() for tensor in backend.to_host(sums)]
+            new_graphs += (backend.compile_count() - compiled) * again
+        found.append(host)
+    return [torch.stack(tensors).mean(0) for tensors in zip(*found, strict=True)], new_graphs
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"),
+    [
+        (1, 4),
+        (2, 2),
+        *(
+            pytest.param(ranks, parts, marks=pytest.mark.thorough)
+            for ranks in (1, 2, 4)
+            for parts in (1, 2, 4, 8)
+            if (ranks, parts) not in ((1, 4), (2, 2))
+        ),
+    ],
+)
+def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
+    xla: Backend, rows: TokenRows, world_size: int, accumulation: int
+) -> None:
+    config = TRAIN.model_copy(
+        update={
+            "global_batch_size": 32,
+            "micro_batch_size": 32,
+            "candidates_per_query": 1,
+            "loss": LossConfig(symmetric_share=0.3, head_gradient=0.5),
+        }
+    )
+    whole, _ = reduced(CpuBackend(), rows, config, 1, 1)
+    cut, new_graphs = reduced(xla, rows, config, world_size, accumulation)
+    ours, expected = torch.cat([tensor.reshape(-1) for tensor in cut]), torch.cat([x.reshape(-1) for x in whole])
+    assert float(expected.norm()) > 1.0
+    assert float((ours - expected).norm()) < 1e-6 * float(expected.norm())
+    assert float(cut[-1]) == pytest.approx(float(whole[-1]), rel=1e-6)
+    assert new_graphs == 0  # a second step compiles nothing
 
 
 @pytest.mark.parametrize("boundary", ["fused", pytest.param("split", marks=pytest.mark.thorough)])
