@@ -37,11 +37,13 @@ def flags_of(
     flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
     flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]
-    flags += ["--train.evaluate-every", "0", "--checkpoint.every-steps", "0"]
-    flags += ["--evaluate.split", split, "--evaluate.promote", "false"]
+    flags += ["--train.evaluate-every", "0"]
+    flags += ["--evaluate.split", split, "--evaluate.promote", "false", *OPEN_GATE]
     if task.catalogue:
         flags += ["--evaluate.retrieval.catalogue", str(data / task.catalogue), *SEARCH_FLAGS]
         flags += ["--evaluate.retrieval.queries", f"split={split}"]
+        if split != "valid":  # where the weight of hybrid search is chosen
+            flags += ["--evaluate.retrieval.valid-queries", "split=valid"]
     return flags
 
 
