@@ -1,5 +1,7 @@
 """Rows made up in memory, for benches of which the text does not matter, only shapes and the share of padding."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pipeline.core.batching import Int64s
@@ -44,8 +46,8 @@ class RandomRows:
     def sizes(self) -> tuple[int, ...]:
         return (len(self.arrays["label"]),)
 
-    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays:
-        del pools, bucket  # there is one
+    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
+        del pools, bucket, fields  # there is one bucket
         return {name: values[rows] for name, values in self.arrays.items()}
 
 

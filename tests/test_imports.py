@@ -18,6 +18,7 @@ LAYERS = (
     ("data", "model", "parallel", "checkpoint", "graphs", "health"),
     ("registry", "embedding"),
     ("evaluation",),
+    ("mining",),
     ("train", "exchange"),
     ("settings",),
     ("config_sources", "settings_text", "command_table", "command_line"),
@@ -66,7 +67,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding", "health")
+TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding", "health", "mining")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

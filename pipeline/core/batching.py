@@ -21,6 +21,7 @@ _ORDER_OF_BATCHES, _ORDER_IN_POOL = 1, 2
 class GlobalBatch:
     """The samples of one optimizer step. `pools[i]`, `rows[i]` name sample i: row of the pool it comes from."""
 
+    epoch: int
     bucket: int
     pools: Int64s
     rows: Int64s
@@ -76,7 +77,7 @@ class BatchPlan:
         index -= int(ends[bucket]) - self.batches_by_bucket[bucket]
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size, dtype=np.int64)
         pools, rows = self._resolve(bucket, places, epoch)
-        return GlobalBatch(bucket, pools, rows)
+        return GlobalBatch(epoch, bucket, pools, rows)
 
     def _resolve(self, bucket: int, places: Int64s, epoch: int) -> tuple[Int64s, Int64s]:
         """Places in a bucket's sequence (own samples and those carried in, shuffled together) to (pool, row)."""

@@ -98,14 +98,20 @@ class Workload:
         product_tokens: int,
         *,
         slots: int = 1,
+        mined: int = 0,
         accumulation: int = 1,
         precision: Precision = "fp32",
         dropout: bool = False,
         moments: int = 2,
     ) -> "Workload":
-        """(query, product) pairs through the shared encoder: `samples` products, a query for every `slots` of them."""
-        passes = (EncoderPass(samples // slots, query_tokens), EncoderPass(samples, product_tokens))
-        return Workload(passes, samples, accumulation, precision, dropout, moments)
+        """(query, product) pairs through the shared encoder: `samples` products, a query for every `slots` of them.
+
+        `mined`: further products of each query, mined negatives.
+        """
+        queries = samples // slots
+        products = samples + queries * mined
+        passes = (EncoderPass(queries, query_tokens), EncoderPass(products, product_tokens))
+        return Workload(passes, products, accumulation, precision, dropout, moments)
 
 
 @dataclass(frozen=True)

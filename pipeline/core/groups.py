@@ -72,6 +72,15 @@ def deal_groups(
     return Groups(tuple(members[widest == index] for index in range(len(sizes))), starts[:-1])
 
 
+def place_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
+    """For each of N keys [N]: how many equal ones stand before it, and how many equal ones there are."""
+    place, count = np.empty_like(keys), np.empty_like(keys)
+    if len(keys):
+        order = np.argsort(keys, kind="stable")
+        place[order], count[order] = _rank_in_runs(keys[order])
+    return place, count
+
+
 def _rank_in_runs(*keys: npt.NDArray[np.generic]) -> tuple[Int64s, Int64s]:
     """For sorted keys: the place of each element in its run of equal keys, and the length of that run."""
     changes = np.zeros(len(keys[0]), dtype=np.bool_)

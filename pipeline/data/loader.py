@@ -1,6 +1,6 @@
 """Batches of one rank as torch tensors. The state of the loader is the number of the next optimizer step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,14 +20,17 @@ class RowSource(Protocol):
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
-    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays: ...
+    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
+        """`fields`: the arrays wanted at least; none: all."""
 
 
-class GroupSource(RowSource, Protocol):
-    """Groups of one query and `slots` products by (pool, number), with what data/sampler.GroupedRows.read says."""
+class GroupSource(Protocol):
+    """Groups of one query with products of it by (pool, number), with what data/sampler.GroupedRows.read says."""
 
     @property
-    def slots(self) -> int: ...
+    def sizes(self) -> tuple[int, ...]: ...
+
+    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int) -> Arrays: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class MicroBatch:
     bucket: int
     tensors: dict[str, Tensor]
     sample_ids: Int64s
-    """Of the slots that hold a row."""
+    """Of the slots that hold a judged row."""
 
 
 def training_batches(
@@ -52,7 +55,7 @@ def training_batches(
         batch = plan.batch(position)
         for micro_step in range(share.accumulation):
             part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
-            arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket)
+            arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket, batch.epoch)
             place = np.arange(part.start, part.stop, dtype=np.int32)
             yield MicroBatch(
                 position, batch.bucket, group_tensors(arrays, place), arrays["sample_id"][arrays["is_row"]]
@@ -89,13 +92,15 @@ def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Ten
     """What training needs of G groups of S slots.
 
     query [G, Tq], query_key and place (of the group in the global batch) int32 [G]; product [G S, Tp], product_key
-    int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1.
+    int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1, one with a
+    mined product label -1 and gain 0: it is a negative, and no grade of it is known.
     """
     is_row = arrays["is_row"]
+    without = np.where(arrays["is_mined"], 0.0, -1.0)
     return {
         **to_tensors(arrays),
         "label": torch.from_numpy(np.where(is_row, arrays["label"], -1).astype(np.int32)),
-        "gain": torch.from_numpy(np.where(is_row, arrays["gain"], -1).astype(np.float32)),
+        "gain": torch.from_numpy(np.where(is_row, arrays["gain"], without).astype(np.float32)),
         "query_key": _key32(arrays["query_id"]),
         "product_key": _key32(arrays["product_key"]),
         "place": torch.from_numpy(place),

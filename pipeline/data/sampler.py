@@ -1,4 +1,7 @@
-"""What a run trains on: groups of rows of one query, all of the new partitions' and a share of the old ones'."""
+"""What a run trains on: groups of rows of one query, all of the new partitions' and a share of the old ones'.
+
+Behind its judged rows a group has slots for mined negatives of its query, where they are asked for (data/mined).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,31 +10,81 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.batching import Int64s
-from pipeline.core.groups import EMPTY, Groups, deal_groups
+from pipeline.core.groups import EMPTY, Groups, deal_groups, place_among_equals
 from pipeline.core.order import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
+from pipeline.data.mined import NONE, MinedProducts
 from pipeline.data.shards import Arrays, TokenRows
 
 _REPLAY = 3
 
 
 @dataclass(frozen=True)
+class MinedGroups:
+    """Mined products of groups, all by bucket of the group and [G]."""
+
+    products: MinedProducts
+    place: tuple[Int64s, ...]
+    """Of the group's query in `products`."""
+    first: tuple[Int64s, ...]
+    """Which of its query's groups this is."""
+    every: tuple[Int64s, ...]
+    """How many groups its query has."""
+
+    @staticmethod
+    def of(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":
+        """`query_id`: of each group, an array a bucket."""
+        ends = np.cumsum([len(ids) for ids in query_id])[:-1]
+        together = np.concatenate(list(query_id))
+        columns = (products.places(together), *place_among_equals(together))
+        place, first, every = (tuple(np.split(column, ends)) for column in columns)
+        return MinedGroups(products, place, first, every)
+
+    def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
+        """Products [N, slots] of groups `numbers[i]` of bucket `pools[i]` in an epoch."""
+        places, visits = np.empty_like(numbers), np.empty_like(numbers)
+        for pool in np.unique(pools):
+            here = pools == pool
+            chosen = numbers[here]
+            places[here] = self.place[pool][chosen]
+            visits[here] = self.first[pool][chosen] + epoch * self.every[pool][chosen]
+        return self.products.choose(places, visits)
+
+    @property
+    def fill(self) -> float:
+        """Share of the slots for mined products that hold one."""
+        place, products = np.concatenate(self.place), self.products
+        if not len(place) or not products.product.size:
+            return 0.0
+        found = np.where(place == NONE, 0, (products.product != NONE).sum(axis=1)[place])
+        return float(np.minimum(found, products.slots).mean()) / products.slots
+
+
+@dataclass(frozen=True)
 class GroupedRows:
-    """Rows of a source by (pool, number of a group in it). A group is one query with `slots` products of it."""
+    """Rows of a source by (pool, number of a group in it). A group is one query with `slots` judged products of it."""
 
     source: RowSource
     groups: Groups
     slots: int
     num_positives: int
+    mined: MinedGroups | None = None
 
     @staticmethod
-    def of(source: RowSource, *, slots: int, positive_gain: float, seed: int) -> "GroupedRows":
+    def of(
+        source: RowSource, *, slots: int, positive_gain: float, seed: int, mined: MinedProducts | None = None
+    ) -> "GroupedRows":
         """Deal the rows of a source, see core/groups. Reads the query and gain of every row once."""
         every = [np.arange(size, dtype=np.int64) for size in source.sizes]
         columns = [_fields(source, bucket, rows, ("query_id", "gain")) for bucket, rows in enumerate(every)]
         positive = [column["gain"] >= np.float32(positive_gain) for column in columns]
-        groups = deal_groups([column["query_id"] for column in columns], positive, slots=slots, seed=seed)
-        return GroupedRows(source, groups, slots, int(sum(part.sum() for part in positive)))
+        query_id = [column["query_id"] for column in columns]
+        groups = deal_groups(query_id, positive, slots=slots, seed=seed)
+        asking = None
+        if mined is not None:
+            every_id = np.concatenate(query_id)
+            asking = MinedGroups.of(mined, [every_id[members[:, 0]] for members in groups.members])
+        return GroupedRows(source, groups, slots, int(sum(part.sum() for part in positive)), asking)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,24 +103,34 @@ class GroupedRows:
         ]
         return np.concatenate([arrays["numeric"] for arrays in found])
 
-    def read(self, pools: Int64s, numbers: Int64s, bucket: int) -> Arrays:
+    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int = 0) -> Arrays:
         """Groups `numbers[i]` of bucket `pools[i]` in the shape of `bucket`, in the order asked for.
 
-        `query` and `query_id` have a row a group, everything else one a slot. `is_row` is False in an empty slot, which
-        repeats the first row of its group. `product_key` is equal for products of equal tokens.
+        `query` and `query_id` have a row a group, everything else one a slot: those of judged rows, then those of mined
+        products, which change with the epoch. `is_row` and `is_mined` say which slot holds one. An empty slot repeats
+        the first row of its group; one with a mined product has the tokens of that, and the rest, features too, of the
+        group's first row: nothing may be learnt from it. `product_key` is equal for products of equal tokens.
         """
-        members = np.empty((len(numbers), self.slots), dtype=np.int64)
+        slots = self.slots + (self.mined.products.slots if self.mined else 0)
+        members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
         for pool in np.unique(pools):
             here = pools == pool
-            members[here] = self.groups.members[pool][numbers[here]]
+            members[here, : self.slots] = self.groups.members[pool][numbers[here]]
         is_row = members != EMPTY
         rows = np.where(is_row, members, members[:, :1]).reshape(-1)
         pool_of = np.searchsorted(self.groups.starts, rows, side="right") - 1
         # A bucket without rows starts where the next one does; `right` finds the last of them, which has the row.
         arrays = self.source.read(pool_of, rows - self.groups.starts[pool_of], bucket)
-        arrays["query"] = arrays["query"][:: self.slots]
-        arrays["query_id"] = arrays["query_id"][:: self.slots]
-        return {**arrays, "is_row": is_row.reshape(-1), "product_key": _text_keys(arrays["product"])}
+        arrays["query"] = arrays["query"][::slots]
+        arrays["query_id"] = arrays["query_id"][::slots]
+        is_mined = np.zeros_like(is_row)
+        if self.mined is not None:
+            chosen = self.mined.choose(pools, numbers, epoch)
+            is_mined[:, self.slots :] = chosen != NONE
+            length = arrays["product"].shape[1]
+            arrays["product"][is_mined.reshape(-1)] = self.mined.products.tokens(chosen[chosen != NONE], bucket, length)
+        flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
+        return {**arrays, **flags, "product_key": _text_keys(arrays["product"])}
 
 
 @dataclass(frozen=True)
@@ -84,20 +147,27 @@ class TrainingPools:
 
     @staticmethod
     def build(
-        new: TokenRows, old: TokenRows | None, replay_share: float, seed: int, *, slots: int, positive_gain: float
+        new: TokenRows,
+        old: TokenRows | None,
+        replay_share: float,
+        seed: int,
+        *,
+        slots: int,
+        positive_gain: float,
+        mined: MinedProducts | None = None,
     ) -> "TrainingPools":
         """`replay_share` of the run's groups come from `old` (fewer when there are not so many)."""
-        grouped = GroupedRows.of(new, slots=slots, positive_gain=positive_gain, seed=seed)
+        grouped = GroupedRows.of(new, slots=slots, positive_gain=positive_gain, seed=seed, mined=mined)
         if old is None or replay_share == 0.0:
             return TrainingPools(grouped, None, (0,) * len(grouped.sizes), seed)
-        before = GroupedRows.of(old, slots=slots, positive_gain=positive_gain, seed=seed)
+        before = GroupedRows.of(old, slots=slots, positive_gain=positive_gain, seed=seed, mined=mined)
         wanted = sum(grouped.sizes) * replay_share / (1.0 - replay_share)
         share = min(1.0, wanted / max(1, sum(before.sizes)))
         return TrainingPools(grouped, before, tuple(round(size * share) for size in before.sizes), seed)
 
     @property
     def slots(self) -> int:
-        """Products of a group."""
+        """Judged products of a group."""
         return self.new.slots
 
     @property
@@ -105,19 +175,19 @@ class TrainingPools:
         """Groups of each bucket."""
         return tuple(a + b for a, b in zip(self.new.sizes, self.kept, strict=True))
 
-    def read(self, pools: Int64s, numbers: Int64s, bucket: int) -> Arrays:
+    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int = 0) -> Arrays:
         """Groups by (pool, number in the pool), in the order asked for, see GroupedRows.read."""
         new_sizes = np.array(self.new.sizes, dtype=np.int64)
         replayed = numbers >= new_sizes[pools]
         if self.old is None or not replayed.any():
-            return self.new.read(pools, numbers, bucket)
+            return self.new.read(pools, numbers, bucket, epoch)
         chosen = numbers.copy()
         for pool in np.unique(pools[replayed]):
             here = replayed & (pools == pool)
             key = stream_key(self.seed, _REPLAY, int(pool))
             chosen[here] = permute(numbers[here] - new_sizes[pool], self.old.sizes[pool], key)
         parts = [
-            (np.flatnonzero(mask), source.read(pools[mask], chosen[mask], bucket))
+            (np.flatnonzero(mask), source.read(pools[mask], chosen[mask], bucket, epoch))
             for mask, source in ((~replayed, self.new), (replayed, self.old))
             if mask.any()
         ]
@@ -129,9 +199,7 @@ def _fields(source: RowSource, bucket: int, rows: Int64s, fields: Sequence[str])
     if not len(rows):
         return {"query_id": np.zeros(0, dtype=np.int64), "gain": np.zeros(0, dtype=np.float32)}
     pools = np.full(len(rows), bucket, dtype=np.int64)
-    if isinstance(source, TokenRows):
-        return source.read(pools, rows, bucket, fields)
-    return source.read(pools, rows, bucket)
+    return source.read(pools, rows, bucket, fields)
 
 
 def _text_keys(tokens: npt.NDArray[np.int32]) -> Int64s:

@@ -18,7 +18,7 @@ _LEFT_OUT = -1e4  # added to a similarity: its share of the softmax is 0
 
 
 class Targets(NamedTuple):
-    """What a batch is trained towards. An empty slot has label and gain -1."""
+    """What a batch is trained towards. An empty slot has label and gain -1, a mined negative label -1 and gain 0."""
 
     label: Tensor  # int32 [Q S], negative: unlabelled
     gain: Tensor  # float32 [Q S]
@@ -26,17 +26,22 @@ class Targets(NamedTuple):
     product_key: Tensor  # int32 [Q S], equal for equal products
 
 
-def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
+def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
     """All terms of a global batch that is here as a whole, fp32 scalar."""
-    total = pair_loss(outputs, targets, config)
+    total = pair_loss(outputs, targets, config, mined)
     if config.contrastive_weight:
         total = total + config.contrastive_weight * contrastive_loss(outputs.query, outputs.product, targets, config)
     return total
 
 
-def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig) -> Tensor:
-    """The terms that need no other query: fp32 scalar, mean over the slots or queries of a micro-batch."""
-    total = config.graded_weight * graded_loss(outputs.logits, targets.label)
+def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
+    """The terms that need no other query: fp32 scalar, mean over the slots or queries of a micro-batch.
+
+    `mined`: slots of each query for mined negatives. They have no label, and do not count in the graded term's mean.
+    """
+    slots = outputs.product.shape[0] // outputs.query.shape[0]
+    weight = config.graded_weight * (slots / (slots - mined))
+    total = weight * graded_loss(outputs.logits, targets.label)
     if config.listwise_weight:
         total = total + config.listwise_weight * listwise_loss(outputs, targets, config.temperature)
     return total

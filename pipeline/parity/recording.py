@@ -93,10 +93,11 @@ class _Recording:
     def _inputs(self, workspace: Storage, checkpoint: Checkpoint) -> RunInputs:
         """All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same."""
         train, model = self.task.train, self.task.model
-        inputs = gather_inputs(workspace, self.task.token_sets, checkpoint, train, model)
+        inputs = gather_inputs(workspace, self.task.token_sets, checkpoint, train, model, self.task.negatives)
         selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
         buckets = inputs.sets[0].info.buckets
-        identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest)
+        negatives = inputs.negatives.digest if inputs.negatives else ""
+        identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, negatives)
         return replace(inputs, selection=selection, identity=identity)
 
     def _scores(self, workspace: Storage, place: Storage, inputs: RunInputs, checkpoint: Checkpoint) -> ScoreSet:

@@ -14,7 +14,7 @@ from pipeline.parity.side import Side
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import parent_place
-from pipeline.stages.prepared import load_prepared
+from pipeline.stages.prepared import load_prepared, mined_negatives
 from pipeline.stages.result import load_result
 from pipeline.train.config import TrainConfig
 
@@ -33,6 +33,8 @@ class SideTask(BaseModel):
     checkpoint: tuple[str, str]
     """Root URI of its storage, and prefix."""
     token_sets: tuple[str, ...]
+    negatives: str | None = None
+    """Prefix of those that were mined for the cycle."""
     tokenizer: str
     scratch: Path
     """A folder for this side alone."""
@@ -71,7 +73,7 @@ def make_task(settings: Settings, ctx: StageContext, side: Side, place: str = ""
 
     Raises ConfigError, CheckpointError when there is no checkpoint, DataError when there is no prepared data.
     """
-    prepared = load_prepared(ctx)
+    prepared, negatives = load_prepared(ctx), mined_negatives(ctx)
     storage, prefix = _checkpoint(settings, ctx)
     manifest = read_manifest(storage, prefix)
     if manifest is None:
@@ -85,6 +87,7 @@ def make_task(settings: Settings, ctx: StageContext, side: Side, place: str = ""
         {
             "checkpoint": manifest.digest,
             "token_sets": list(prepared.token_sets),
+            "negatives": negatives,
             "train": settings.train.model_dump(mode="json", exclude={"start", "precision", "deadline", "on_deadline"}),
             "model": settings.model.model_dump(mode="json"),
             "parity": parity,
@@ -98,6 +101,7 @@ def make_task(settings: Settings, ctx: StageContext, side: Side, place: str = ""
         place=place or ctx.workspace.uri(f"cycles/{ctx.cycle}/parity/sides/{run}/{side.name}"),
         checkpoint=(storage.root, prefix),
         token_sets=prepared.token_sets,
+        negatives=negatives,
         tokenizer=prepared.tokenizer,
         scratch=ctx.scratch / "parity" / f"{run}-{side.name}",
         shared_scratch=ctx.scratch,

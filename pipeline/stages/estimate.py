@@ -36,6 +36,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
                 bucket.query_tokens,
                 bucket.product_tokens,
                 slots=settings.train.candidates_per_query,
+                mined=settings.train.mined_per_query,
                 accumulation=share.accumulation,
                 precision=settings.train.precision,
                 moments=3 if settings.train.average_decay else 2,

@@ -1,4 +1,4 @@
-"""What the prepare stage left for the stages after it."""
+"""What the prepare and mine stages left for the stages after them."""
 
 from dataclasses import dataclass
 
@@ -35,3 +35,9 @@ def load_prepared(ctx: StageContext) -> Prepared:
             next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
         )
     return prepared
+
+
+def mined_negatives(ctx: StageContext) -> str | None:
+    """Where the negatives lie that were mined in this cycle; None when it has not mined."""
+    result = load_result(ctx.workspace, ctx.cycle, "mine")
+    return None if result is None else result.outputs.get("negatives")

@@ -9,7 +9,7 @@ from pipeline.io.storage import Storage
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.parent import find_parent
-from pipeline.stages.prepared import load_prepared
+from pipeline.stages.prepared import load_prepared, mined_negatives
 from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs, gather_inputs
@@ -23,7 +23,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
     prepared = load_prepared(ctx)
     parent = find_parent(settings, ctx)
-    inputs = gather_inputs(ctx.workspace, prepared.token_sets, parent, settings.train, settings.model)
+    inputs = gather_inputs(
+        ctx.workspace, prepared.token_sets, parent, settings.train, settings.model, mined_negatives(ctx)
+    )
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")

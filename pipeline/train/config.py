@@ -1,9 +1,9 @@
 """Settings of the training loop."""
 
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.model.config import LossConfig
 
@@ -65,6 +65,13 @@ class TrainConfig(BaseModel):
         le=64,
         description="Products of one query that ride in a batch together, in fixed slots; its text is encoded once",
     )
+    mined_per_query: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Slots for mined negatives behind each query's products in a batch (trnpipe mine); 0: none. They"
+        " are no samples of a batch, but take memory and time as its products do",
+    )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
     )
@@ -112,3 +119,9 @@ class TrainConfig(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     guard: GuardConfig = GuardConfig()
+
+    @model_validator(mode="after")
+    def _mined_are_negatives(self) -> Self:
+        if self.mined_per_query and self.loss.positive_gain == 0:
+            raise ValueError("mined_per_query with loss.positive_gain 0: a mined negative has gain 0, so no positive")
+        return self

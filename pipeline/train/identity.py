@@ -22,9 +22,18 @@ _NOT_IDENTITY = {
 
 
 def identity_parts(
-    train: TrainConfig, model: ModelConfig, inputs: InputSpec, selection: Selection, buckets: Sequence[str], parent: str
+    train: TrainConfig,
+    model: ModelConfig,
+    inputs: InputSpec,
+    selection: Selection,
+    buckets: Sequence[str],
+    parent: str,
+    negatives: str,
 ) -> dict[str, str]:
-    """Name to fingerprint of each thing that decides the weights; `parent` is a manifest digest, or empty."""
+    """Name to fingerprint of each thing that decides the weights.
+
+    `parent` and `negatives` are manifest digests, or empty.
+    """
     parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=_NOT_IDENTITY).items()}
     parts |= {f"model.{name}": value for name, value in model.model_dump(mode="json").items()}
     parts |= {
@@ -33,6 +42,7 @@ def identity_parts(
         "data.old": [p.fingerprint for p in selection.old],
         "data.buckets": list(buckets),
         "parent": parent,
+        "negatives": negatives,
     }
     return {name: fingerprint(value) for name, value in parts.items()}
 

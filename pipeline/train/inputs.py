@@ -10,6 +10,7 @@ from pipeline.core.partitions import Selection, select_partitions
 from pipeline.data.token_set import TokenSetInfo
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage
+from pipeline.mining.negatives import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.identity import identity_parts
@@ -17,12 +18,13 @@ from pipeline.train.identity import identity_parts
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Partitions, model inputs and parent of one run."""
+    """Partitions, mined negatives, model inputs and parent of one run."""
 
     sets: tuple[TokenSet, ...]
     selection: Selection
     spec: InputSpec
     parent: Checkpoint | None
+    negatives: NegativeSet | None
     identity: Mapping[str, str]
 
     @property
@@ -60,11 +62,17 @@ class RunInputs:
 
 
 def gather_inputs(
-    workspace: Storage, prefixes: Sequence[str], parent: Checkpoint | None, train: TrainConfig, model: ModelConfig
+    workspace: Storage,
+    prefixes: Sequence[str],
+    parent: Checkpoint | None,
+    train: TrainConfig,
+    model: ModelConfig,
+    negatives: str | None = None,
 ) -> RunInputs:
     """Read the prepared partitions, choose the new ones, check that they fit the parent.
 
-    Raises ConfigError, DataError.
+    `negatives`: where those lie that were mined for this cycle. Raises ConfigError, DataError, for negatives of other
+    data too.
     """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
@@ -91,8 +99,23 @@ def gather_inputs(
         parent_watermark=parent.state.watermark if parent else None,
         parent_partitions=parent.state.partitions if parent else {},
     )
-    identity = identity_parts(train, model, spec, selection, info.buckets, parent.digest if parent else "")
-    return RunInputs(tuple(sets), selection, spec, parent, identity)
+    mined = _mined(workspace, sets, negatives) if train.mined_per_query else None
+    digests = parent.digest if parent else "", mined.digest if mined else ""
+    identity = identity_parts(train, model, spec, selection, info.buckets, *digests)
+    return RunInputs(tuple(sets), selection, spec, parent, mined, identity)
+
+
+def _mined(workspace: Storage, sets: Sequence[TokenSet], prefix: str | None) -> NegativeSet:
+    """The negatives at `prefix`. Raises ConfigError when there are none, DataError when they are of other data."""
+    found = None if prefix is None else find_negatives(workspace, prefix)
+    if found is None:
+        raise ConfigError(
+            "train.mined_per_query asks for mined negatives, and none were mined for this cycle",
+            expected="the result of the mine stage",
+            next_command=f"{MINE}, with the settings of this run, or --train.mined-per-query 0",
+        )
+    check_negatives(found, [one.info.fingerprint for one in sets], workspace)
+    return found
 
 
 def spec_of(info: TokenSetInfo) -> InputSpec:

@@ -222,9 +222,9 @@ class TrainProgram:
         """
         targets, weight = _targets([batch]), self._loss_config.contrastive_weight
         if not weight or (contrast is None and self._world_size == 1):
-            loss = relevance_loss(outputs, targets, self._loss_config)
+            loss = relevance_loss(outputs, targets, self._loss_config, self._config.mined_per_query)
             return loss, loss
-        pairs = pair_loss(outputs, targets, self._loss_config)
+        pairs = pair_loss(outputs, targets, self._loss_config, self._config.mined_per_query)
         parts = self._accumulation * self._world_size
         if contrast is None:
             contrastive = self._gathered_loss(outputs, targets, batch["place"])

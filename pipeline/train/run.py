@@ -18,6 +18,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.data.mined import MinedProducts
 from pipeline.data.sampler import GroupedRows, TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
@@ -29,6 +30,7 @@ from pipeline.graphs.watch import GraphWatch, NoWatch
 from pipeline.health.after_error import informed
 from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage
+from pipeline.mining.negatives import open_negatives
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
 from pipeline.parallel.device import open_ranks
@@ -184,7 +186,17 @@ class TrainRun:
             train.seed,
             slots=train.candidates_per_query,
             positive_gain=train.loss.positive_gain,
+            mined=self._mined(),
         )
+
+    def _mined(self) -> MinedProducts | None:
+        """What fills the slots for mined negatives, where there are such slots. Raises DataError."""
+        workspace, inputs, train = self.around.workspace, self.inputs, self.config.train
+        if inputs.negatives is None:
+            return None
+        rows = open_rows(workspace, inputs.sets, "train", self.around.scratch / "tokens")
+        mined = open_negatives(workspace, inputs.negatives, rows.sizes, self.around.scratch / "negatives")
+        return MinedProducts(rows, rows.pad_id, mined.query_id, mined.product, train.mined_per_query, train.seed)
 
     def _assemble(self, pools: TrainingPools) -> None:
         """Model, program, and the two ends of checkpointing."""
@@ -272,9 +284,11 @@ class TrainRun:
         world, train, selection = self.around.world, self.config.train, self.inputs.selection
         parameters = self.program.layout.size
         parent = self.inputs.parent.prefix if self.inputs.parent else "scratch"
+        mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
         self.around.console.info(
             f"train: {parameters / 1e6:.1f}M parameters on {world.world_size} x {self.backend.name} | from {parent} | "
-            f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} samples | "
+            f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} samples"
+            f"{mined} | "
             f"{plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
             f"{self.share.accumulation} micro-steps a step | steps {start:,} to {self.max_steps:,}"
         )
@@ -407,6 +421,11 @@ def warnings_of(groups: GroupedRows, train: TrainConfig) -> list[str]:
         found.append(
             f"{fill:.0%} of the {groups.slots} slots of a query hold a row, the rest is computed for nothing; queries"
             " have fewer judged products: lower train.candidates_per_query"
+        )
+    if groups.mined is not None and groups.mined.fill < _POOR_FILL:
+        found.append(
+            f"{groups.mined.fill:.0%} of the {train.mined_per_query} slots of a query for mined negatives hold one:"
+            " lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
         )
     if train.loss.contrastive_weight and not groups.num_positives:
         found.append(

@@ -4,6 +4,7 @@ Nothing of it is kept. In graph extraction on Neuron every value is meaningless 
 here looks at one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
+from pipeline.data.mined import MinedProducts
 from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import Arrays
 from pipeline.embedding.config import EmbedConfig
@@ -45,7 +47,7 @@ class TrialRows:
     def sizes(self) -> tuple[int, ...]:
         return (self._rows,) * len(self.buckets)
 
-    def read(self, pools: Int64s, rows: Int64s, bucket: int) -> Arrays:
+    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Rows `rows` in the shape of `bucket`; the types are those of data/shards.TokenRows."""
         shape, count, spec = self.buckets[bucket], len(rows), self._spec
         numbers = pools * self._rows + rows
@@ -95,7 +97,7 @@ class Trial:
             self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size, self.train.candidates_per_query
         )
         seed, gain = self.train.seed, self.train.loss.positive_gain
-        groups = GroupedRows.of(rows, slots=rows.slots, positive_gain=gain, seed=seed)
+        groups = GroupedRows.of(rows, slots=rows.slots, positive_gain=gain, seed=seed, mined=self._mined(rows))
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
         self.program = TrainProgram(
@@ -133,6 +135,15 @@ class Trial:
         self._save(steps)
         del loop, self.program  # one model at a time on the device
         self.embed_blank()
+
+    def _mined(self, rows: TrialRows) -> MinedProducts | None:
+        """As many products for every query as training has slots for."""
+        slots, seed = self.train.mined_per_query, self.train.seed
+        if not slots:
+            return None
+        queries = np.arange(-(-sum(rows.sizes) // rows.slots), dtype=np.int64)
+        products = np.zeros((len(queries), slots), dtype=np.int64)
+        return MinedProducts(rows, self.spec.pad_id, queries, products, slots, seed)
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""

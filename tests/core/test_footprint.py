@@ -62,6 +62,12 @@ def test_flops_are_those_that_torch_counts(tokens: int, tolerance: float) -> Non
     assert counter.get_total_flops() == pytest.approx(expected, rel=tolerance)
 
 
+def test_mined_products_are_products_of_their_query() -> None:
+    work = Workload.of_pairs(12, 8, 16, slots=4, mined=2)
+    assert work.passes == (EncoderPass(3, 8), EncoderPass(18, 16)) and work.samples == 18
+    assert Workload.of_pairs(12, 8, 16, slots=4, mined=0) == Workload.of_pairs(12, 8, 16, slots=4)
+
+
 def test_flops_of_pairs_with_the_heads() -> None:
     model = RelevanceModel(ModelConfig(preset="tiny", max_positions=64), SPEC)
     inputs = RelevanceInputs(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.groups import EMPTY, Groups, deal_groups
+from pipeline.core.groups import EMPTY, Groups, deal_groups, place_among_equals
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30), min_size=1, max_size=4)
 
@@ -53,6 +53,13 @@ def test_the_seed_decides_who_stands_together() -> None:
     rows = [[(1, False)] * 30]
     one, same, other = (deal(rows, 4, seed).members[0].tolist() for seed in (1, 1, 2))
     assert one == same != other
+
+
+@given(st.lists(st.integers(-3, 3), max_size=30))
+def test_place_among_equals(keys: list[int]) -> None:
+    place, count = place_among_equals(np.array(keys, dtype=np.int64))
+    assert place.tolist() == [keys[:index].count(key) for index, key in enumerate(keys)]
+    assert count.tolist() == [keys.count(key) for key in keys]
 
 
 def test_nothing_to_deal() -> None:

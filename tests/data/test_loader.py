@@ -17,7 +17,7 @@ from pipeline.data.loader import (
 from pipeline.data.sampler import TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.train.batches import add_digests
-from tests.train.rows import make_rows
+from tests.train.rows import make_rows, mined_from
 
 BATCH = 12
 
@@ -26,7 +26,8 @@ BATCH = 12
 def pools(tmp_path_factory: pytest.TempPathFactory) -> TrainingPools:
     folder = tmp_path_factory.mktemp("loader")
     new, old = make_rows(folder, [(20, 9), (11, 16)]), make_rows(folder, [(40, 40)], first_id=1001)
-    return TrainingPools.build(new, old, replay_share=0.3, seed=1, slots=2, positive_gain=0.99)
+    mined = mined_from(new, 3)
+    return TrainingPools.build(new, old, replay_share=0.3, seed=1, slots=2, positive_gain=0.99, mined=mined)
 
 
 def plan_of(pools: TrainingPools) -> BatchPlan:
@@ -82,20 +83,43 @@ def test_an_epoch_gives_each_sample_at_most_once(pools: TrainingPools) -> None:
 
 
 def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools) -> None:
+    mined = 0
     for batch in global_batches(pools, 1, 1, 0, plan_of(pools).batches_per_epoch):
         tensors = batch.tensors
         assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.int32", "torch.float32"}
         assert {len(tensors[name]) for name in ("query", "query_key", "place")} == {BATCH // 2}
-        assert {len(tensors[name]) for name in ("product", "label", "gain", "product_key", "numeric")} == {BATCH}
+        every = BATCH // 2 * (2 + 3)  # judged, and mined
+        assert {len(tensors[name]) for name in ("product", "label", "gain", "product_key", "numeric")} == {every}
         assert tensors["place"].tolist() == list(range(BATCH // 2))
-        assert torch.equal(tensors["gain"] < 0, tensors["label"] < 0)
-        assert int((tensors["gain"] >= 0).sum()) == len(batch.sample_ids)
+        gain, label = (tensors[name].view(BATCH // 2, 5) for name in ("gain", "label"))
+        assert torch.equal(gain[:, :2] < 0, label[:, :2] < 0)
+        assert set(gain[:, 2:].reshape(-1).tolist()) <= {-1.0, 0.0} and (label[:, 2:] == -1).all()
+        assert int((label >= 0).sum()) == len(batch.sample_ids)
+        mined += int((gain[:, 2:] == 0).sum())
+    assert mined > BATCH
+
+
+def test_the_next_epoch_has_other_mined_products(pools: TrainingPools) -> None:
+    length = plan_of(pools).batches_per_epoch
+    seen: list[dict[int, set[bytes]]] = []
+    for start in (0, length):
+        found: dict[int, set[bytes]] = {}
+        for batch in global_batches(pools, 1, 1, start, start + length):
+            product, gain = (batch.tensors[name].view(BATCH // 2, 5, -1) for name in ("product", "gain"))
+            for query, tokens, gains in zip(batch.tensors["query_key"].tolist(), product, gain, strict=True):
+                rows = tokens[2:][gains[2:, 0] == 0]
+                found.setdefault(query, set()).update(row[row != 0].numpy().tobytes() for row in rows)
+        seen.append(found)
+    assert any(seen[0][query] != seen[1][query] for query in seen[0].keys() & seen[1].keys())
 
 
 def test_keys_use_all_bits_of_the_id() -> None:
     ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
     names = ("query", "product", "numeric", "categorical", "label", "gain")
-    arrays = {name: np.zeros(4, np.float32) for name in names} | {"is_row": np.ones(4, np.bool_)}
+    arrays = {name: np.zeros(4, np.float32) for name in names} | {
+        "is_row": np.ones(4, np.bool_),
+        "is_mined": np.zeros(4, np.bool_),
+    }
     tensors = group_tensors({**arrays, "query_id": ids, "product_key": ids[::-1].copy()}, np.arange(4, dtype=np.int32))
     keys = tensors["query_key"].tolist()
     assert keys[0] == keys[2] and len(set(keys)) == 3

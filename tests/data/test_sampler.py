@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.data.sampler import GroupedRows, TrainingPools
 from pipeline.data.shards import TokenRows
-from tests.train.rows import make_rows
+from tests.train.rows import make_rows, mined_from
 
 SLOTS = 4
 
@@ -63,6 +63,50 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         assert is_row or sample == first  # an empty slot repeats the first row
     same = (arrays["product"][:, None] == arrays["product"][None]).all(2)
     np.testing.assert_array_equal(arrays["product_key"][:, None] == arrays["product_key"][None], same)
+
+
+def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
+    rows, extra = make_rows(tmp_path, [(30, 10), (7, 14)]), 2
+    plain = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1)
+    mined = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1, mined=mined_from(rows, extra))
+    assert mined.mined is not None and mined.sizes == plain.sizes
+    met: dict[int, list[list[int]]] = {}
+    for bucket, size in enumerate(plain.sizes):
+        asked = np.full(size, bucket), np.arange(size), 1
+        without = plain.read(*asked)
+        for epoch in (0, 1):
+            chosen = mined.mined.choose(asked[0], asked[1], epoch)
+            arrays = mined.read(*asked, epoch)
+            assert arrays["query"].shape == without["query"].shape
+            assert arrays["is_mined"].reshape(size, -1)[:, 3:].tolist() == (chosen != -1).tolist()
+            assert not (arrays["is_mined"] & arrays["is_row"]).any()
+            for name, values in without.items():
+                if name not in ("query", "query_id"):
+                    shape = (size, -1, *values.shape[1:])
+                    np.testing.assert_array_equal(arrays[name].reshape(shape)[:, :3], values.reshape(shape))
+            tokens = mined.mined.products.tokens(chosen[chosen != -1], 1, arrays["product"].shape[1])
+            np.testing.assert_array_equal(arrays["product"][arrays["is_mined"]], tokens)
+            same = (arrays["product"][:, None] == arrays["product"][None]).all(2)
+            np.testing.assert_array_equal(arrays["product_key"][:, None] == arrays["product_key"][None], same)
+            for query, row in zip(arrays["query_id"].tolist(), chosen.tolist(), strict=True):
+                met.setdefault(query, []).append(row)
+    for query, visits in met.items():
+        available = query % 6  # tests.train.rows.mined_from
+        seen = [product for row in visits for product in row if product != -1]
+        assert len(seen) == len(visits) * min(extra, available)
+        assert len(set(seen)) == min(available, len(visits) * min(extra, available))
+    assert 0.5 < mined.mined.fill < 1.0
+
+
+def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
+    new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
+    mined = mined_from(old, 2)
+    pools = TrainingPools.build(new, old, 0.4, 1, slots=SLOTS, positive_gain=0.99, mined=mined)
+    arrays = pools.read(np.array([0, 1, 0, 1]), np.array([0, pools.new.sizes[1], pools.new.sizes[0], 1]), 1, 3)
+    filled = arrays["is_mined"].reshape(4, -1).any(1)
+    of_old = mined.places(arrays["query_id"])
+    assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
+    assert filled.any() and not filled.all()
 
 
 def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:

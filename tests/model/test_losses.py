@@ -33,18 +33,20 @@ def targets() -> Targets:
     )
 
 
-def contrastive_by_hand(query: Tensor, product: Tensor, wanted: Targets, config: LossConfig) -> Tensor:
+def contrastive_by_hand(
+    query: Tensor, product: Tensor, wanted: Targets, config: LossConfig, slots: int = SLOTS
+) -> Tensor:
     """InfoNCE with Python loops."""
 
     def cosine(one: int, other: int) -> Tensor:
         return F.cosine_similarity(query[one], product[other], dim=0)
 
     positives = [j for j in range(len(product)) if wanted.gain[j] >= config.positive_gain]
-    keys = [int(wanted.query_key[j // SLOTS]) for j in range(len(product))]
+    keys = [int(wanted.query_key[j // slots]) for j in range(len(product))]
 
     def is_negative(one: int, other: int) -> bool:
         """Product `other` for query `one`."""
-        mine = [j for j in positives if j // SLOTS == one]
+        mine = [j for j in positives if j // slots == one]
         if wanted.gain[other] < 0 or int(wanted.product_key[other]) in [int(wanted.product_key[j]) for j in mine]:
             return False
         if other in positives and keys[other] == int(wanted.query_key[one]):
@@ -56,7 +58,7 @@ def contrastive_by_hand(query: Tensor, product: Tensor, wanted: Targets, config:
 
     total = torch.zeros(())
     for j in positives:
-        one = j // SLOTS
+        one = j // slots
         against = [cosine(one, other) for other in range(len(product)) if is_negative(one, other)]
         scores = torch.stack([cosine(one, j), *against]) / config.temperature
         total = total - (1 - config.symmetric_share) * F.log_softmax(scores, 0)[0]
@@ -121,6 +123,58 @@ def test_listwise_loss_by_hand() -> None:
         scores = F.cosine_similarity(seen.query[one], seen.product[slots], dim=1) / CONFIG.temperature
         total = total - (gains / (gains.sum() + 1e-6) * F.log_softmax(scores, 0)).sum()
     torch.testing.assert_close(listwise_loss(seen, wanted, CONFIG.temperature), total / QUERIES)
+
+
+def with_mined(mined: int) -> tuple[RelevanceOutputs, Targets]:
+    """The batch with `mined` more slots a query, all but the last query's with a product."""
+    seen, wanted = outputs(), targets()
+    generator = torch.Generator().manual_seed(5)
+
+    def longer(values: Tensor, further: Tensor) -> Tensor:
+        parts = [values.view(QUERIES, SLOTS, *values.shape[1:]), further.view(QUERIES, mined, *values.shape[1:])]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    count = QUERIES * mined
+    gain = torch.zeros(count)
+    gain[-mined:] = -1
+    keys = torch.arange(200, 200 + count, dtype=torch.int32)
+    return (
+        RelevanceOutputs(
+            longer(seen.logits, torch.randn(count, CLASSES, generator=generator)),
+            seen.query,
+            longer(seen.product, torch.randn(count, WIDTH, generator=generator)),
+        ),
+        Targets(
+            longer(wanted.label, torch.full((count,), -1, dtype=torch.int32)),
+            longer(wanted.gain, gain),
+            wanted.query_key,
+            longer(wanted.product_key, keys),
+        ),
+    )
+
+
+def test_mined_negatives_have_no_part_in_the_graded_loss() -> None:
+    (seen, wanted), mined = with_mined(2), 2
+    config = CONFIG.model_copy(update={"listwise_weight": 0.0})
+    logits = seen.logits.requires_grad_()
+    loss = pair_loss(seen._replace(logits=logits), wanted, config, mined)
+    torch.testing.assert_close(loss, pair_loss(outputs(), targets(), config))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert not gradient.view(QUERIES, SLOTS + mined, CLASSES)[:, SLOTS:].any()
+    assert gradient.view(QUERIES, SLOTS + mined, CLASSES)[:, :SLOTS].any()
+
+
+def test_mined_negatives_stand_against_all_queries_and_in_the_list_of_their_own() -> None:
+    seen, wanted = with_mined(1)
+    by_hand = contrastive_by_hand(seen.query, seen.product, wanted, CONFIG, slots=SLOTS + 1)
+    torch.testing.assert_close(contrastive_loss(seen.query, seen.product, wanted, CONFIG), by_hand)
+    assert float(by_hand) > float(contrastive_loss(*outputs()[1:], targets(), CONFIG))
+    first = range(SLOTS + 1)
+    cosines = torch.stack([F.cosine_similarity(seen.query[0], seen.product[j], dim=0) for j in first])
+    shares = wanted.gain[: SLOTS + 1] / wanted.gain[: SLOTS + 1].sum()
+    alone = seen._replace(query=seen.query[:1], product=seen.product[: SLOTS + 1])
+    listed = listwise_loss(alone, wanted._replace(gain=wanted.gain[: SLOTS + 1]), CONFIG.temperature)
+    torch.testing.assert_close(listed, -(shares * F.log_softmax(cosines / CONFIG.temperature, 0)).sum())
 
 
 def test_cutting_the_pair_losses_keeps_the_gradient() -> None:

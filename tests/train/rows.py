@@ -11,6 +11,7 @@ from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.data.loader import RowSource
+from pipeline.data.mined import NONE, MinedProducts
 from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
@@ -130,11 +131,28 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
     return TokenRows(files, BUCKETS, PAD)
 
 
-def grouped(source: RowSource, config: TrainConfig = TRAIN) -> GroupedRows:
+def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.of(
-        source, slots=config.candidates_per_query, positive_gain=config.loss.positive_gain, seed=config.seed
+        source,
+        slots=config.candidates_per_query,
+        positive_gain=config.loss.positive_gain,
+        seed=config.seed,
+        mined=mined,
     )
+
+
+def mined_from(rows: TokenRows, slots: int, *, most: int = 5, seed: int = 1) -> MinedProducts:
+    """For every query of the rows 0 to `most` rows of other queries, by its number."""
+    every = [rows.read(np.full(size, bucket), np.arange(size), bucket) for bucket, size in enumerate(rows.sizes)]
+    query = np.concatenate([arrays["query_id"] for arrays in every])
+    query_id = np.unique(query)
+    product = np.full((len(query_id), most), NONE, dtype=np.int64)
+    for place, number in enumerate(query_id.tolist()):
+        others = np.flatnonzero(query != number)
+        chosen = np.random.default_rng(number).choice(others, min(number % (most + 1), len(others)), replace=False)
+        product[place, : len(chosen)] = chosen
+    return MinedProducts(rows, rows.pad_id, query_id, product, slots, seed)
 
 
 def plan_of(groups: GroupedRows, config: TrainConfig = TRAIN) -> BatchPlan:

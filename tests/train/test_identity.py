@@ -27,6 +27,7 @@ def identity(**changes: object) -> dict[str, str]:
         changes.get("selection", SELECTION),  # type: ignore[arg-type]
         ("4x6", "6x8"),
         str(changes.get("parent", "")),
+        str(changes.get("negatives", "")),
     )
 
 
@@ -48,6 +49,8 @@ def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
         ({"model_hidden_size": 32}, "model.hidden_size"),
         ({"spec_labels": ("x", "y")}, "inputs"),
         ({"parent": "digest"}, "parent"),
+        ({"negatives": "digest"}, "negatives"),
+        ({"train_mined_per_query": 2}, "train.mined_per_query"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],

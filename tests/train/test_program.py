@@ -16,7 +16,7 @@ from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import FIGURES, TrainProgram
-from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
+from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
 
@@ -78,7 +78,8 @@ class Ranks:
 
 def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool) -> Tensor:
     """(losses, then the first moments after one step with beta1 0: the gradient itself) of every rank, [R, ...]."""
-    groups, ranks, found = grouped(rows, config), Ranks(world_size), {}
+    mined = mined_from(rows, config.mined_per_query) if config.mined_per_query else None
+    groups, ranks, found = grouped(rows, config, mined), Ranks(world_size), {}
 
     class Backend(CpuBackend):
         gathers_in_graph = not two_passes
@@ -112,12 +113,13 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-@pytest.mark.parametrize("two_passes", [False, True])
+@pytest.mark.parametrize(("two_passes", "mined"), [(False, 0), (False, 3), (True, 0), (True, 3)])
 def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
-    rows: TokenRows, world_size: int, accumulation: int, two_passes: bool
+    rows: TokenRows, world_size: int, accumulation: int, two_passes: bool, mined: int
 ) -> None:
     config = TRAIN.model_copy(
         update={
+            "mined_per_query": mined,
             "global_batch_size": 64,
             "micro_batch_size": 64,
             "loss": LossConfig(symmetric_share=0.3, listwise_weight=0.2, head_gradient=0.5),

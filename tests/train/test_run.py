@@ -1,11 +1,13 @@
 """Whole runs on the CPU: from committed partitions to a candidate, through stops, lost files and missing data."""
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +17,11 @@ from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
+from pipeline.data.mined import NONE
+from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
+from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
 from pipeline.parallel.world import World
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
@@ -25,7 +30,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
 from tests.shown import Shown
-from tests.train.rows import MODEL, TRAIN, write_token_set
+from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
 CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
 
@@ -41,6 +46,7 @@ class Cycle:
     name: str = "c"
     events: list[tuple[EventName, dict[str, Any]]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
+    negatives: str | None = None
     on_event: Callable[[EventName, dict[str, Any]], None] = lambda name, fields: None
 
     def __post_init__(self) -> None:
@@ -81,8 +87,26 @@ class Cycle:
         )
         checkpoint = CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last)
         config = RunConfig(self.train, MODEL, checkpoint, "cpu", log_every=2)
-        inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL)
+        inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL, self.negatives)
         return TrainRun(config, around, inputs, b"tokenizer").run()
+
+    def mine(self, shift: int = 0) -> None:
+        """Negatives of every query: rows of others, `shift` more apart."""
+        sets = read_token_sets(self.storage, self.prefixes)
+        rows = open_rows(self.storage, sets, "train", self.folder / "scratch")
+        mined = mined_from(rows, slots=2)
+        product = np.where(mined.product == NONE, NONE, (mined.product + shift) % sum(rows.sizes))
+        info = NegativesInfo(
+            dataset="d",
+            token_sets=tuple(one.info.fingerprint for one in sets),
+            rows=rows.sizes,
+            source="bm25",
+            settings={},
+            figures={},
+        )
+        self.negatives = f"negatives/d/{shift}"
+        staged = self.folder / f"negatives-{shift}"
+        commit_negatives(self.storage, self.negatives, Negatives(mined.query_id, product), info, staged)
 
     def steps(self) -> list[int]:
         names = self.storage.list_dirs(f"checkpoints/{self.name}")
@@ -165,6 +189,60 @@ def test_a_stop_anywhere_resumes_to_the_same_end(tmp_path: Path, event: EventNam
     assert seen == expected
     assert stopped.losses() == whole.losses()  # no step is lost or done twice
     assert same_weights(stopped.open(6), whole.open(6))
+
+
+def mining(folder: Path) -> Cycle:
+    made = Cycle(folder, CONFIG.model_copy(update={"mined_per_query": 2}))
+    folder.mkdir(exist_ok=True)
+    made.partition(1, ROWS)
+    return made
+
+
+def test_mined_negatives_are_trained_on_and_a_stop_resumes_to_the_same_end(tmp_path: Path) -> None:
+    plain, whole, other, stopped = (mining(tmp_path / name) for name in ("plain", "whole", "other", "stopped"))
+    plain.train = CONFIG
+    for made, shift in ((whole, 0), (other, 1), (stopped, 0)):
+        made.mine(shift)
+    for made in (plain, whole, other):
+        made.run()
+    assert "groups of up to 2 samples and 2 mined negatives | " in whole.said.getvalue()
+    assert not same_weights(whole.open(6), plain.open(6)) and not same_weights(whole.open(6), other.open(6))
+
+    def told(name: EventName, fields: dict[str, Any]) -> None:
+        if name == EventName.CHECKPOINT_SAVED and fields["step"] == 3:
+            stopped.stop.set("SIGTERM")
+
+    stopped.on_event = told
+    with pytest.raises(Preempted):
+        stopped.run()
+    stopped.on_event = lambda name, fields: None
+    stopped.run()
+    assert stopped.losses() == whole.losses() and same_weights(stopped.open(6), whole.open(6))
+    stopped.mine(1)
+    with pytest.raises(ConfigError, match=r"step-6 was trained with other negatives"):
+        stopped.run()
+
+
+def test_mined_slots_without_negatives_of_this_data_are_refused(tmp_path: Path) -> None:
+    cycle = mining(tmp_path / "c")
+    with pytest.raises(ConfigError, match="none were mined for this cycle") as caught:
+        cycle.run()
+    assert caught.value.next_command.startswith("trnpipe mine")
+    cycle.mine()
+    cycle.partition(2, ROWS)
+    with pytest.raises(DataError, match="1 of 2 prepared partitions were not there") as refused:
+        cycle.run()
+    assert refused.value.next_command.startswith("trnpipe mine")
+    cycle.train = CONFIG
+    cycle.run()  # does not look at them
+
+
+def test_few_mined_negatives_are_told_of(tmp_path: Path) -> None:
+    cycle = mining(tmp_path / "c")
+    cycle.train = cycle.train.model_copy(update={"mined_per_query": 6})
+    cycle.mine()
+    cycle.run()
+    assert re.search(r"4\d% of the 6 slots of a query for mined negatives hold one", cycle.said.getvalue())
 
 
 @pytest.mark.fault

@@ -1,0 +1,119 @@
+"""Mined negatives in the workspace: what they were mined from, and reading them as memory maps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from pipeline.core.errors import DataError
+from pipeline.core.manifest import Manifest
+from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
+from pipeline.io.storage import Storage
+
+Int64s = npt.NDArray[np.int64]
+KIND = "negatives"
+NONE = -1
+MINE = "trnpipe mine"
+_QUERIES, _PRODUCTS = "query_id.npy", "product.npy"
+
+
+class NegativesInfo(BaseModel):
+    """The fields of the manifest. Products are rows of the train split of `token_sets`, in that order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    dataset: str
+    token_sets: tuple[str, ...] = Field(description="Fingerprints of the prepared partitions, in order")
+    rows: tuple[int, ...] = Field(description="Their training rows in each bucket")
+    source: str = Field(description="bm25, or the digest of the checkpoint whose vectors were searched")
+    settings: dict[str, JsonValue] = Field(description="What else decides the negatives, by name")
+    figures: dict[str, int | float] = Field(description="Counts of mining")
+
+
+@dataclass(frozen=True)
+class NegativeSet:
+    """Committed negatives."""
+
+    prefix: str
+    info: NegativesInfo
+    digest: str
+    """Names their content."""
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """query_id int64 [Q] ascending; product int64 [Q, K].
+
+    A product is the number of a row over all buckets of the training rows, smallest bucket first; NONE behind the last.
+    """
+
+    query_id: Int64s
+    product: Int64s
+
+
+def commit_negatives(
+    workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, scratch: Path
+) -> NegativeSet:
+    """Publish them. Several writers may: they write the same bytes."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    np.save(scratch / _QUERIES, negatives.query_id)
+    np.save(scratch / _PRODUCTS, negatives.product)
+    manifest = commit_dir(workspace, scratch, prefix, kind=KIND, fields=info.model_dump(mode="json"))
+    return _set_of(workspace, prefix, manifest)
+
+
+def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
+    """What is committed there, None when nothing is. Raises DataError."""
+    manifest = read_manifest(workspace, prefix)
+    return None if manifest is None else _set_of(workspace, prefix, manifest)
+
+
+def check_negatives(found: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
+    """Raises DataError when they were mined from other data than the partitions of these fingerprints."""
+    if found.info.token_sets == tuple(token_sets):
+        return
+    missing = len(set(token_sets) - set(found.info.token_sets))
+    if missing:
+        seen = f"{missing} of {len(token_sets)} prepared partitions were not there"
+    elif len(found.info.token_sets) > len(token_sets):
+        seen = f"of more partitions than the {len(token_sets)} that are prepared"
+    else:
+        seen = "of these partitions in another order"
+    raise DataError(
+        f"{workspace.uri(found.prefix)} was mined from other data: {seen}",
+        expected="negatives mined from the data that is trained on",
+        next_command=f"{MINE}, with the settings of this run",
+    )
+
+
+def open_negatives(workspace: Storage, found: NegativeSet, rows: Sequence[int], cache_dir: Path) -> Negatives:
+    """Map them into memory. `rows`: training rows in each bucket. Raises DataError when they do not fit these."""
+    folder = fetch_dir(workspace, found.prefix, cache_dir, deep=True)
+    try:
+        query_id, product = (np.load(folder / name, mmap_mode="r") for name in (_QUERIES, _PRODUCTS))
+    except (OSError, ValueError) as error:
+        raise _damaged(workspace, found.prefix, str(error)) from error
+    if found.info.rows != tuple(rows) or product.shape[:1] != query_id.shape or product.ndim != 2:
+        raise _damaged(workspace, found.prefix, f"{product.shape} products of {found.info.rows} rows")
+    return Negatives(query_id, product)
+
+
+def _set_of(workspace: Storage, prefix: str, manifest: Manifest) -> NegativeSet:
+    if manifest.kind != KIND:
+        raise _damaged(workspace, prefix, f"a folder of {manifest.kind}")
+    try:
+        return NegativeSet(prefix, NegativesInfo.model_validate(manifest.fields), manifest.digest)
+    except ValidationError as error:
+        raise _damaged(workspace, prefix, f"{error.errors(include_url=False)[0]['loc']}") from error
+
+
+def _damaged(workspace: Storage, prefix: str, seen: str) -> DataError:
+    return DataError(
+        f"{workspace.uri(prefix)} holds no mined negatives for this data: {seen}",
+        expected="what this version of trnpipe mine commits",
+        next_command=f"delete that folder, then {MINE}",
+    )

@@ -1,0 +1,91 @@
+"""Mined products: which of a query's fill the slots of a visit, and their tokens in the shape of a batch."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.mined import NONE, MinedProducts
+from tests.train.rows import BUCKETS, CLS, PAD, SEP, make_rows, mined_from
+
+Int64s = npt.NDArray[np.int64]
+
+
+def of_counts(counts: list[int], slots: int, tmp_path: Path, seed: int = 1) -> MinedProducts:
+    """Query 10 i has counts[i] products, 100 i and on."""
+    product = np.full((len(counts), max(counts, default=0)), NONE, dtype=np.int64)
+    for place, count in enumerate(counts):
+        product[place, :count] = 100 * place + np.arange(count)
+    rows = make_rows(tmp_path, [(4, 4)])
+    return MinedProducts(rows, PAD, 10 * np.arange(len(counts), dtype=np.int64), product, slots, seed)
+
+
+@given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=5), slots=st.integers(1, 5), seed=st.integers(0, 9))
+def test_visits_take_each_product_equally_often(
+    tmp_path_factory: pytest.TempPathFactory, counts: list[int], slots: int, seed: int
+) -> None:
+    mined = of_counts(counts, slots, tmp_path_factory.getbasetemp(), seed)
+    for place, count in enumerate(counts):
+        visits = np.arange(max(1, count), dtype=np.int64)
+        chosen = mined.choose(np.full(len(visits), place), visits)
+        assert chosen.shape == (len(visits), slots)
+        for row in chosen.tolist():
+            real = [product for product in row if product != NONE]
+            assert row[: len(real)] == real and len(real) == len(set(real)) == min(slots, count)
+        found, times = np.unique(chosen[chosen != NONE], return_counts=True)
+        assert found.tolist() == [100 * place + number for number in range(count)]
+        assert set(times.tolist()) <= {min(slots, count)}
+
+
+def test_a_visit_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    mined = of_counts([6], 2, tmp_path)
+    seen = mined.choose(np.zeros(3, dtype=np.int64), np.arange(3)).reshape(-1).tolist()
+    assert sorted(seen) == list(range(6)) and seen == [(seen[0] + step) % 6 for step in range(6)]
+
+
+def test_queries_start_at_different_products_by_the_seed(tmp_path: Path) -> None:
+    starts = [
+        of_counts([7] * 40, 1, tmp_path, seed).choose(np.arange(40), np.zeros(40, dtype=np.int64)) for seed in (1, 2)
+    ]
+    assert len(set((starts[0][:, 0] % 100).tolist())) == 7
+    assert starts[0].tolist() != starts[1].tolist()
+
+
+def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
+    mined = of_counts([2, 0, 3], 2, tmp_path)
+    places = mined.places(np.array([20, 5, 10, 99, 0]))
+    assert places.tolist() == [2, NONE, 1, NONE, 0]
+    chosen = mined.choose(places, np.zeros(5, dtype=np.int64))
+    assert (chosen[1:4] == NONE).all() and (chosen[[0, 4]] != NONE).all()
+    empty = of_counts([0], 2, tmp_path)
+    assert empty.choose(np.array([0, NONE]), np.array([3, 4])).tolist() == [[NONE, NONE]] * 2
+    nobody = MinedProducts(mined.rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
+    assert nobody.choose(nobody.places(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
+
+
+def test_tokens_are_those_of_the_row_in_the_shape_asked_for(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(3, 2), (0, 4)])
+    mined = mined_from(rows, 1)
+    numbers = np.array([8, 0, 3, 2, 5])
+    wide = mined.tokens(numbers, 1, BUCKETS[1].product_tokens)
+    every = [rows.read(np.full(size, bucket), np.arange(size), 1)["product"] for bucket, size in enumerate(rows.sizes)]
+    np.testing.assert_array_equal(wide, np.concatenate(every)[numbers])
+    np.testing.assert_array_equal(mined.tokens(numbers, 0, 6), wide[:, :6])  # all of these rows are short
+
+
+def test_a_product_longer_than_the_bucket_is_cut_and_keeps_its_last_token() -> None:
+    class Long:
+        sizes = (0, 2)
+
+        def read(
+            self, pools: Int64s, rows: Int64s, bucket: int, fields: object = ()
+        ) -> dict[str, npt.NDArray[np.int32]]:
+            assert (pools == 1).all() and bucket == 1
+            whole = np.array([[CLS, 5, 6, 7, 8, SEP, PAD], [CLS, 9, SEP, PAD, PAD, PAD, PAD]], dtype=np.int32)
+            return {"product": whole[rows]}
+
+    mined = MinedProducts(Long(), PAD, np.array([1]), np.array([[0, 1]]), 2, 1)
+    assert mined.tokens(np.array([1, 0]), 0, 4).tolist() == [[CLS, 9, SEP, PAD], [CLS, 5, 6, SEP]]
