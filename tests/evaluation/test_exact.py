@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import NumericError
-from pipeline.evaluation.exact import ExactTopK
+from pipeline.evaluation.exact import ExactTopK, exact_scores
 
 Float32s = npt.NDArray[np.float32]
 
@@ -43,12 +43,18 @@ def cases(draw: st.DrawFn) -> tuple[Float32s, Float32s, int, list[int]]:
     return queries, items, draw(st.integers(1, 45)), [0, *cuts, len(items)]
 
 
-@given(cases())
-def test_equal_to_a_full_sort(case: tuple[Float32s, Float32s, int, list[int]]) -> None:
+@given(cases(), st.tuples(st.integers(1, 4), st.integers(1, 16), st.integers(1, 8), st.integers(1, 9)))
+def test_equal_to_a_full_sort(
+    case: tuple[Float32s, Float32s, int, list[int]], sizes: tuple[int, int, int, int]
+) -> None:
+    """Whatever the sizes of the blocks."""
     queries, items, k, cuts = case
-    top = ExactTopK(queries, k)
-    for start, stop in pairwise(cuts):
-        top.add(start, items[start:stop])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("BLOCK_QUERIES", "BLOCK_ITEMS", "GROUP", "PAIRS"), sizes, strict=True):
+            patch.setattr(f"pipeline.evaluation.exact._{name}", size)
+        top = ExactTopK(queries, k)
+        for start, stop in pairwise(cuts):
+            top.add(start, items[start:stop])
     assert top.found()[1].tolist() == by_sorting(queries, items, k)
 
 
@@ -66,13 +72,20 @@ def test_ranks_that_share_the_items_find_the_same(
     assert merged.found()[1].tolist() == by_sorting(queries, items, k)
 
 
-def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_of_real_width() -> None:
+    """Against all products in float64; the best of them are told apart by more than that rounds."""
     rng = np.random.default_rng(1)
-    queries, items = unit(rng.normal(size=(7, 4))), unit(rng.normal(size=(30, 4)))
-    monkeypatch.setattr("pipeline.evaluation.exact._CELLS", 60)
-    top = ExactTopK(queries, 5)
-    top.add(0, items)
-    assert top.found()[1].tolist() == by_sorting(queries, items, 5)
+    queries, items = unit(rng.normal(size=(20, 384))), unit(rng.normal(size=(5000, 384)))
+    items[4000:4500] = items[:500]
+    top = ExactTopK(queries, 30)
+    for start in range(0, 5000, 1700):
+        top.add(start, items[start : start + 1700])
+    products = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
+    best = np.argsort(-products, axis=1, kind="stable")[:, :30]
+    np.testing.assert_array_equal(top.found()[1], best)
+    np.testing.assert_array_equal(top.found()[0], np.take_along_axis(products, best, axis=1))
+    found = exact_scores(np.repeat(queries, 30, axis=0), items[best.reshape(-1)])
+    np.testing.assert_array_equal(found.reshape(20, 30), top.found()[0])
 
 
 def test_values_that_are_no_numbers_are_refused() -> None:
