@@ -38,12 +38,15 @@ class ToolCall:
 STAGES: dict[str, str] = {
     "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
     "prepare": "read new input, tokenise it once, commit token shards",
+    "mine": "hard negatives of the training queries, by the parent's vectors or BM25, for train.mined_per_query",
     "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
     "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
     "evaluate": "hold the new model against the one in production; promote it, or refuse it with exit 80",
     "embed": "the whole catalogue to vectors, part by part; what an earlier cycle embedded is taken over",
 }
-PARALLEL = frozenset({"compile", "train", "evaluate", "embed"})  # stages that --launch.processes runs in several ranks
+PARALLEL = frozenset(
+    {"mine", "compile", "train", "evaluate", "embed"}
+)  # stages that --launch.processes runs in several ranks
 TOOLS: dict[str, Tool] = {
     "doctor": Tool(
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",

@@ -15,6 +15,7 @@ from pipeline.evaluation.config import EvaluateConfig
 from pipeline.graphs.config import CompileConfig, EstimateConfig
 from pipeline.health.config import HealthConfig
 from pipeline.io.retry import RetryPolicy
+from pipeline.mining.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
 
@@ -56,6 +57,7 @@ class Settings(BaseModel):
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    mine: MineConfig = MineConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     embed: EmbedConfig = EmbedConfig()
@@ -85,6 +87,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "data": {"num_workers": True},
     "train": {"deadline": True, "collective_timeout_s": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
+    "mine": {"worker": True, "workers": True, "items_per_part": True, "queries_per_part": True},
     "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
 }
 

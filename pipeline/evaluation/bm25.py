@@ -42,22 +42,26 @@ class Bm25:
         """
         scores, items = np.zeros((len(queries), k)), np.full((len(queries), k), -1, dtype=np.int64)
         for row, query in enumerate(queries):
-            best, found = self._best(query, k)
-            scores[row, : len(found)], items[row, : len(found)] = best, found
+            every = self.scores(query)
+            found = best_of(every, k)
+            scores[row, : len(found)], items[row, : len(found)] = every[found], found
         return scores, items
 
-    def _best(self, query: str, k: int) -> tuple[Float64s, Int64s]:
+    def scores(self, query: str) -> Float64s:
+        """Of all items, [N]; 0 for those that have no word in common with the query."""
         words = [self._words[word] for word in _words(query) if word in self._words]
-        if not words:
-            return np.zeros(0), np.zeros(0, dtype=np.int64)
-        every: Float64s = self._index.get_scores_from_ids(words)
-        items = np.flatnonzero(every)
-        scores = every[items]
-        if len(items) > k:
-            chosen = scores >= np.partition(scores, len(scores) - k)[len(scores) - k]
-            scores, items = scores[chosen], items[chosen]
-        order = np.argsort(-scores, kind="stable")[:k]  # items ascend, so ties go by number
-        return scores[order], items[order]
+        every: Float64s = self._index.get_scores_from_ids(words) if words else np.zeros(self.num_items)
+        return every
+
+
+def best_of(every: Float64s, k: int) -> Int64s:
+    """The items of the k best scores above 0, best first, ties by number; fewer where there are not so many."""
+    items = np.flatnonzero(every)
+    scores = every[items]
+    if len(items) > k:
+        chosen = scores >= np.partition(scores, len(scores) - k)[len(scores) - k]
+        scores, items = scores[chosen], items[chosen]
+    return items[np.argsort(-scores, kind="stable")[:k]]  # items ascend, so ties go by number
 
 
 def _words(text: str) -> Iterator[str]:

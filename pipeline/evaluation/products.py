@@ -46,14 +46,15 @@ class Products:
         """Items in order, `rows` at a time: (number of the first, tokens); only windows whose number is `mine`."""
         for number, first in enumerate(range(0, len(self), rows)):
             if mine(number):
-                yield first, self._tokens(self.where[first : first + rows])
+                yield first, self.tokens(first, first + rows)
 
-    def _tokens(self, where: Int64s) -> Tokens:
-        parts = []
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Items `start` to `stop`."""
+        where, parts = self.where[start:stop], []
         starts = np.flatnonzero(np.any(np.diff(where[:, :2], axis=0, prepend=-1), axis=1))
-        for start, end in zip(starts, [*starts[1:], len(where)], strict=True):
-            source, bucket = self.sources[where[start, 0]], int(where[start, 1])
-            numbers = where[start:end, 2]
+        for first, last in zip(starts, [*starts[1:], len(where)], strict=True):
+            source, bucket = self.sources[where[first, 0]], int(where[first, 1])
+            numbers = where[first:last, 2]
             arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
             parts.append(to_tokens(arrays["product"], source.pad_id))
         return join_tokens(parts)

@@ -56,13 +56,12 @@ class Negatives:
 
 
 def commit_negatives(
-    workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, scratch: Path
+    workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, empty: Path
 ) -> NegativeSet:
-    """Publish them. Several writers may: they write the same bytes."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    np.save(scratch / _QUERIES, negatives.query_id)
-    np.save(scratch / _PRODUCTS, negatives.product)
-    manifest = commit_dir(workspace, scratch, prefix, kind=KIND, fields=info.model_dump(mode="json"))
+    """Publish them from an empty folder. Several writers may: they write the same bytes."""
+    np.save(empty / _QUERIES, negatives.query_id)
+    np.save(empty / _PRODUCTS, negatives.product)
+    manifest = commit_dir(workspace, empty, prefix, kind=KIND, fields=info.model_dump(mode="json"))
     return _set_of(workspace, prefix, manifest)
 
 

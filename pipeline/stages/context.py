@@ -82,7 +82,8 @@ def open_context(
     world = world_from_env(env)
     # Processes that a stage starts for itself, a trial run or ranks under test, leave the log to it. Of an array of
     # jobs the first one writes: a thousand would only hinder each other.
-    is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0" and not settings.embed.worker
+    is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0"
+    is_first = is_first and not (settings.embed.worker or settings.mine.worker)
     logs = is_first and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
     writer = f"{words[0] if words else 'tool'}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
     key = f"cycles/{cycle}/events.jsonl"

@@ -13,14 +13,16 @@ pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 
-# Step boundary, accumulation, micro-steps in a graph, processes, and how many graphs the steps of two shapes are. Two
-# passes have more: the embeddings of each shape, all of them where they go through the host, the contrastive loss.
+# Step boundary, accumulation, micro-steps in a graph, processes, slots for mined negatives, and how many graphs the
+# steps of two shapes are. Two passes have more: the embeddings of each shape, all of them where they go through the
+# host, the contrastive loss. Mined negatives have none.
 MODES = [
-    pytest.param("fused", 1, 1, 1, 2, id="fused"),
-    pytest.param("split", 4, 1, 1, 8, id="split-accumulating", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 3, 1, 9, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 1, 2, 9, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
-    pytest.param("split", 1, 1, 2, 7, id="split-two-processes", marks=pytest.mark.thorough),
+    pytest.param("fused", 1, 1, 1, 0, 2, id="fused"),
+    pytest.param("fused", 1, 1, 1, 2, 2, id="fused-mined"),
+    pytest.param("split", 4, 1, 1, 3, 8, id="split-accumulating-mined", marks=pytest.mark.thorough),
+    pytest.param("fused", 4, 3, 1, 0, 9, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
+    pytest.param("fused", 4, 1, 2, 0, 9, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
+    pytest.param("split", 1, 1, 2, 0, 7, id="split-two-processes", marks=pytest.mark.thorough),
 ]
 
 
@@ -29,13 +31,20 @@ def manifest_of(place: Place) -> GraphManifest:
     return manifest
 
 
-@pytest.mark.parametrize(("boundary", "accumulation", "at_once", "processes", "num_steps"), MODES)
+@pytest.mark.parametrize(("boundary", "accumulation", "at_once", "processes", "mined", "num_steps"), MODES)
 def test_training_meets_only_compiled_graphs(
-    place: Callable[..., Place], boundary: str, accumulation: int, at_once: int, processes: int, num_steps: int
+    place: Callable[..., Place],
+    boundary: str,
+    accumulation: int,
+    at_once: int,
+    processes: int,
+    mined: int,
+    num_steps: int,
 ) -> None:
     flags = (
         *TWO_SHAPES,
         "--train.candidates-per-query=2",
+        f"--train.mined-per-query={mined}",
         f"--train.step-boundary={boundary}",
         f"--train.micro-batch-size={24 // accumulation // processes}",
         f"--train.batches-per-execution={at_once}",
@@ -48,6 +57,8 @@ def test_training_meets_only_compiled_graphs(
     assert len([graph for graph in graphs if graph.phase not in ("start", "evaluate", "embed")]) == num_steps
     assert {graph.bucket for graph in graphs if graph.phase == "evaluate"} == {"12x20", "16x32"}
     assert {graph.bucket for graph in graphs if graph.phase == "embed"} == {"128", "512"}
+    if mined:
+        here.run("mine")
     trained = here.run("train")
     assert "compiled ahead of time, manifest" in trained.out + trained.err
     assert here.events("graph_compiled")[-1]["total"] <= sum(graph.compiles for graph in graphs)

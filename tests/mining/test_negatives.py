@@ -16,6 +16,7 @@ from pipeline.mining.negatives import (
     find_negatives,
     open_negatives,
 )
+from pipeline.mining.parts import empty_folder
 
 INFO = NegativesInfo(
     dataset="d", token_sets=("one", "two"), rows=(7, 3), source="bm25", settings={"depth": 5}, figures={"queries": 2}
@@ -25,7 +26,7 @@ MINED = Negatives(np.array([4, 9]), np.array([[3, 8, -1], [0, -1, -1]]))
 
 def commit(tmp_path: Path, mined: Negatives = MINED) -> tuple[Storage, NegativeSet]:
     storage = open_storage(str(tmp_path / "workspace"))
-    return storage, commit_negatives(storage, "negatives/d/x", mined, INFO, tmp_path / "staged")
+    return storage, commit_negatives(storage, "negatives/d/x", mined, INFO, empty_folder(tmp_path / "staged"))
 
 
 def test_they_are_read_as_written(tmp_path: Path) -> None:

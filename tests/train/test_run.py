@@ -22,6 +22,7 @@ from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
+from pipeline.mining.parts import empty_folder
 from pipeline.parallel.world import World
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
@@ -105,7 +106,7 @@ class Cycle:
             figures={},
         )
         self.negatives = f"negatives/d/{shift}"
-        staged = self.folder / f"negatives-{shift}"
+        staged = empty_folder(self.folder / "negatives")
         commit_negatives(self.storage, self.negatives, Negatives(mined.query_id, product), info, staged)
 
     def steps(self) -> list[int]:
