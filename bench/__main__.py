@@ -31,6 +31,11 @@ BENCHES: dict[str, Bench] = {
     "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
     "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
     "embed_flow": Bench("embed_flow", "memory of embedding stays flat from 1 to 10 million rows, time grows with them"),
+    "mining": Bench(
+        "mining",
+        "negatives of 100,000 queries from 1 million items in under 4 GiB (half an hour: --only)",
+        by_default=False,
+    ),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
     "chaos": Bench(
         "chaos", "98.5 % of jobs and 49 of 50 cycles survive random faults (over 30 minutes: --only)", by_default=False

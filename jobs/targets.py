@@ -47,16 +47,25 @@ def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
 
 
 def make_plan(settings: CycleSettings) -> CyclePlan:
-    """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share."""
+    """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
+    for mined negatives that nobody mines.
+    """
     for name in _SHARE_BATCHES:
         job = settings.jobs.stage(name)
         batch_share(settings.train, World(world_size=_ranks(job)))
     _check_compiled_ranks(settings)
+    if settings.train.mined_per_query and not settings.mine.enabled:
+        raise ConfigError(
+            f"train.mined_per_query is {settings.train.mined_per_query}, and no job of the cycle mines negatives",
+            expected="mine.enabled true, or no mined negatives",
+            next_command="--mine.enabled true, or --train.mined-per-query 0",
+        )
     return plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),
         workspace=_workspace_uri(settings.workspace),
         settings=pipeline_fingerprint(settings),
+        mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
 
@@ -95,7 +104,7 @@ def _check_compiled_ranks(settings: CycleSettings) -> None:
             expected="as many: the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {jobs.train.nodes} --jobs.compile.processes {jobs.train.processes}",
         )
-    for name in ("evaluate", "embed"):
+    for name in ("evaluate", "embed", *(["mine"] if settings.mine.enabled else [])):
         job = jobs.stage(name)
         known = {trained, *settings.compile.scoring_ranks}
         if _on_neuron(settings, job) and _ranks(job) not in known:

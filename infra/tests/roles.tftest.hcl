@@ -68,7 +68,7 @@ run "roles" {
   assert {
     condition = jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[
       index(jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[*].Sid, "DefineStages")
-      ].Resource == flatten([for stage in ["prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report"] : [
+      ].Resource == flatten([for stage in ["prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify", "report"] : [
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}",
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}:*"
     ]])

@@ -40,6 +40,7 @@ WORK: Mapping[str, Category] = {
     "prepare": Category.PRODUCTIVE,
     "health": Category.START_UP,
     "compile": Category.COMPILE,
+    "mine": Category.PRODUCTIVE,
     "train": Category.PRODUCTIVE,
     "evaluate": Category.EVALUATION,
     "embed": Category.PRODUCTIVE,

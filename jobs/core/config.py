@@ -18,7 +18,7 @@ class StageJob(_Config):
 
     nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
     processes: int = Field(1, ge=1, le=1024, description="Ranks on each machine, one a device")
-    workers: int = Field(1, ge=1, le=10_000, description="Children of an array that share the work (embed only)")
+    workers: int = Field(1, ge=1, le=10_000, description="Children of an array that share the work (mine and embed)")
     instance: str = Field("", description="Machine it is meant for, such as trn1.32xlarge: devices, sizes and price")
     vcpus: int | None = Field(None, ge=1, description="vCPUs of a node; null: all of the instance, 1 without one")
     memory_mib: int | None = Field(
@@ -31,8 +31,8 @@ class StageJob(_Config):
     timeout_s: int | None = Field(
         None,
         ge=60,
-        description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile and"
-        " embed 12 h, train 24 h), more where the stage allows itself more",
+        description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile,"
+        " mine and embed 12 h, train 24 h), more where the stage allows itself more",
     )
 
 
@@ -72,6 +72,7 @@ class JobsConfig(_Config):
     prepare: StageJob = StageJob()
     health: StageJob = StageJob()
     compile: StageJob = StageJob()
+    mine: StageJob = StageJob()
     train: StageJob = StageJob()
     evaluate: StageJob = StageJob()
     embed: StageJob = StageJob()

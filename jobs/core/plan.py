@@ -1,7 +1,7 @@
 """Settings and a cycle -> the jobs of it. Pure: the same on every machine, whoever plans.
 
     prepare ──┐
-    health  ──┴─> compile -> train -> evaluate -> embed -> verify -> report
+    health  ──┴─> compile [-> mine] -> train -> evaluate -> embed -> verify -> report
 
 Nothing here but the shape is ours to choose: sizes come from `[jobs]`, retry rules from the table of exit codes.
 """
@@ -20,16 +20,26 @@ AFTER: dict[str, tuple[str, ...]] = {
     "prepare": (),
     "health": (),
     "compile": ("prepare", "health"),
-    "train": ("compile",),
+    "mine": ("compile",),  # on devices it embeds with compiled graphs
+    "train": ("mine",),
     "evaluate": ("train",),
     "embed": ("evaluate",),
     "verify": ("embed",),
     "report": ("verify",),
 }
+MINE = "mine"
+"""The one stage that a cycle may be without."""
 _WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
-_RANKS = frozenset({"health", "compile", "train", "evaluate", "embed"})  # stages that start ranks of their own
+_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # that start ranks of their own
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
-USUAL_TIMEOUT_S = {"health": 5400, "compile": 12 * 3600, "train": 24 * 3600, "embed": 12 * 3600}  # others: 3600
+_ARRAYS = frozenset({"mine", "embed"})
+USUAL_TIMEOUT_S = {  # others: 3600
+    "health": 5400,
+    "compile": 12 * 3600,
+    "mine": 12 * 3600,
+    "train": 24 * 3600,
+    "embed": 12 * 3600,
+}
 START_S = 900  # for nodes to gather (jobs/entry/place.py), and for what a stage does before its own clock runs
 ENTRY = ("trnjobs-entry", "--")
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
@@ -43,14 +53,24 @@ def plan_cycle(
     cycle: str,
     workspace: str,
     settings: str = "",
+    mines: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
 ) -> CyclePlan:
-    """The plan of a cycle. `stage_limits_s`: how long stages allow themselves at most, where they have such a limit.
+    """The plan of a cycle. `mines`: whether it mines hard negatives. `stage_limits_s`: how long stages allow themselves
+    at most, where they have such a limit.
 
     Raises ConfigError for a shape that no stage has, an unknown instance, or a job that would end its stage too early.
     """
-    specs = tuple(_job(jobs, name, after, stage_limits_s.get(name, 0.0)) for name, after in AFTER.items())
+    specs = tuple(_job(jobs, name, after, stage_limits_s.get(name, 0.0)) for name, after in stages(mines).items())
     return CyclePlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
+
+
+def stages(mines: bool) -> dict[str, tuple[str, ...]]:
+    """Which stages a cycle has, each after which others; what would follow a stage left out follows those before it."""
+    if mines or MINE not in AFTER:
+        return AFTER
+    before = AFTER[MINE]
+    return {name: before if after == (MINE,) else after for name, after in AFTER.items() if name != MINE}
 
 
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:
@@ -82,7 +102,7 @@ def _command(name: str, wanted: StageJob) -> tuple[str, ...]:
     if name in _RANKS and wanted.processes > 1:
         words += ("--launch.processes", str(wanted.processes))
     if wanted.workers > 1:
-        words += ("--embed.workers", str(wanted.workers))
+        words += (f"--{name}.workers", str(wanted.workers))
     return ENTRY + words
 
 
@@ -103,7 +123,7 @@ def _check_shape(name: str, wanted: StageJob) -> None:
     for setting, value, stages in (
         ("nodes", wanted.nodes, _GANGS),
         ("processes", wanted.processes, _RANKS),
-        ("workers", wanted.workers, {"embed"}),
+        ("workers", wanted.workers, _ARRAYS),
     ):
         if value > 1 and name not in stages:
             raise ConfigError(

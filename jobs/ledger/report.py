@@ -14,7 +14,7 @@ from pipeline.evaluation.report import EvaluationReport, load_report
 from pipeline.io.storage import Storage
 from pipeline.stages.result import Figure, load_result
 
-STAGES = ("prepare", "health", "compile", "train", "evaluate", "embed")
+STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed")
 
 
 @dataclass(frozen=True)

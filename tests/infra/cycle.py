@@ -33,7 +33,7 @@ INPUT_KEY = "arn:aws:kms:us-east-1:123456789012:key/shop"
 FLEET = Fleet(queues=("relevance",), data=(Input("shop", "esci", INPUT_KEY),))
 WORKSPACE = "s3://bucket/relevance"
 FIRST, SECOND = "2026-11-19", "2026-11-20"
-ROLES = {"evaluate": "promote", "embed": "embed", "verify": "embed", "report": "report"}
+ROLES = {"mine": "embed", "evaluate": "promote", "embed": "embed", "verify": "embed", "report": "report"}
 """Of the stages that have another role than jobs.role."""
 _GIVEN = (
     *(flag for flag in (*DATA, *MODEL, *TRAIN) if "synthetic" not in flag and "max-steps" not in flag),
@@ -41,6 +41,9 @@ _GIVEN = (
     "--backend=cpu",
     "--data.path=s3://shop/esci",
     "--data.test-fraction=0.3",
+    "--mine.enabled=true",
+    "--mine.queries-per-part=16",
+    "--train.mined-per-query=1",
     "--train.max-steps=40",
     "--train.evaluate-every=20",
     "--checkpoint.every-steps=10",
@@ -68,6 +71,7 @@ _GIVEN = (
     *(f"--jobs.{stage}.role={FLEET.role_arn(role)}" for stage, role in ROLES.items()),
     "--jobs.train.nodes=2",
     "--jobs.train.instance=trn1.32xlarge",
+    "--jobs.mine.workers=2",
     "--jobs.embed.workers=2",
     "--jobs.blocked-dwell-s=0",
     "--jobs.sla-s=3600",
@@ -177,7 +181,11 @@ def run_cycle(account: Account) -> None:
     account.driver("driver", scheduled=FIRST)
     account.set_jobs(FIRST, "RUNNING")
     account.remove(f"cycles/{FIRST}/jobs/closed.json")
-    for name in ("prepare", "health", "compile", "train", "evaluate"):
+    for name in ("prepare", "health", "compile"):
+        account.job(name)
+    for index in (0, 1):
+        account.job("mine", index=index)
+    for name in ("train", "evaluate"):
         account.job(name)
     for index in (0, 1):
         account.job("embed", index=index)

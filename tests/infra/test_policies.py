@@ -38,7 +38,13 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/health/probe-0-123-abc": ("train", "train"),
     f"{C}/health/result.json": ("train", ""),
     f"{C}/compile/nodes/job-1/done/node-0.yes": ("train", ""),
-    f"{C}/train/parent.json": ("train", ""),
+    f"{C}/mine/result.json": ("embed", ""),
+    f"{C}/mine/abc-65536-4096/vectors/00000/part.npy": ("embed", "embed"),
+    f"{C}/mine/abc-65536-4096/negatives/00000/MANIFEST.json": ("embed", "embed"),
+    "negatives/esci/abc/product.npy": ("embed", ""),
+    "negatives/esci/abc/MANIFEST.json": ("embed", "embed"),
+    f"{C}/train/parent.json": ("train embed", ""),
+    f"{C}/train/result.json": ("train", ""),
     f"{C}/parity/cpu.fp32-xla.fp32/parity.json": ("train", "train"),
     f"{C}/parity/sides/abc/xla.fp32/scores/MANIFEST.json": ("train", "train"),
     f"{C}/parity/sides/abc/xla.fp32/work/checkpoints/parity/step-2/model.safetensors": ("train", "train"),
@@ -119,7 +125,8 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
 @pytest.mark.parametrize("key", KEYS)
 def test_uploads_in_parts_are_given_up_by_those_who_make_them(key: str) -> None:
     """Files that a folder is committed of, or a compiler writes; all else is one request, whatever its size."""
-    folders = ("tokens/", "checkpoints/", "compile-cache/neuronxcc-", f"{E}/", f"{C}/parity/")
+    folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-")
+    folders += (f"{E}/", f"{C}/parity/", f"{C}/mine/abc-")
     in_parts = key.startswith(folders)
     found = [role for role in ROLES if of_role(role, on_object("AbortMultipartUpload", key)) == Decision.ALLOWED]
     assert found == [role for role in ROLES if in_parts and role in KEYS[key][0].split()]

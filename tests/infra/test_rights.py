@@ -22,6 +22,8 @@ WITHDRAWN = "a claim whose plan was refused before a job was submitted (jobs/sto
 UNUSED = {
     f"train s3:AbortMultipartUpload {W}/tokens/*": TOO_SMALL,
     f"train s3:AbortMultipartUpload {W}/checkpoints/*": TOO_SMALL,
+    f"embed s3:AbortMultipartUpload {W}/negatives/*": TOO_SMALL,
+    f"embed s3:AbortMultipartUpload {W}/cycles/*/mine/*/*": TOO_SMALL,
     f"train s3:AbortMultipartUpload {W}/cycles/*/parity/*": TOO_SMALL,
     f"promote s3:AbortMultipartUpload {W}/cycles/*/evaluate/*": TOO_SMALL,
     f"promote s3:AbortMultipartUpload {W}/baselines/*": TOO_SMALL,
@@ -33,7 +35,6 @@ UNUSED = {
     f"driver s3:DeleteObject {W}/cycles/*/jobs/plan.json": WITHDRAWN,
     f"driver s3:DeleteObject {W}/cycles/*/jobs/settings.json": WITHDRAWN,
     f"driver batch:RegisterJobDefinition {FLEET.batch_arn('job-definition/relevance-*:*')}": EITHER_FORM,
-    f"driver batch:TagResource {FLEET.batch_arn('job-definition/relevance-*:*')}": EITHER_FORM,
     f"driver batch:SubmitJob {FLEET.batch_arn('job-definition/relevance-*')}": EITHER_FORM,
     f"driver logs:GetLogEvents {FLEET.log_group_arn}:log-stream:*": "trnjobs logs, typed by somebody with this role",
 }
@@ -58,6 +59,8 @@ def test_the_cycle_did_what_a_cycle_does(seen: Seen) -> None:
     assert "step-40" in steps and "step-10" not in steps, "retention has deleted"
     assert f"checkpoints/{FIRST}/step-" in seen.production
     assert len(seen.below(f"embeddings/{FIRST}/part-")) > 1
+    assert len([key for key in seen.below("negatives/") if key.endswith("MANIFEST.json")]) == 1
+    assert seen.below(f"cycles/{FIRST}/mine/") == ["result.json"], "the pieces are deleted"
     assert f"reports/{FIRST}.html" in seen.keys
     explained = {name.split("-")[0] for name in seen.below(f"cycles/{FIRST}/jobs/post-mortem/")}
     assert explained == {"train", "evaluate", "verify", "report"}

@@ -93,6 +93,11 @@ def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFi
             "jobs.embed has 2 ranks, graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,2",
         ),
+        (
+            ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.vcpus=8"],
+            "jobs.mine has 1 ranks, graphs are compiled for 32, 128",
+            "--compile.scoring-ranks 32,1",
+        ),
     ],
 )
 def test_ranks_that_no_graph_is_compiled_for_are_refused(
@@ -126,6 +131,16 @@ def test_embedding_on_cpu_machines_and_on_trainium_side_by_side(capsys: pytest.C
     assert len(embed["linuxParameters"]["devices"]) == 16
 
 
+def test_a_cycle_that_mines_has_an_array_for_it_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--mine.enabled=true", "--train.mined-per-query=2"]
+    assert cli.main(["plan", *TRN1, "--workspace=build/none", "--target=local", *flags]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert (rows["mine"][:4], rows["train"][0]) == (["compile", "array", "of", "8"], "mine")
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *flags, "--json"]) == 0
+    names = [one["SubmitJob"]["jobName"] for one in json.loads(capsys.readouterr().out)]
+    assert [name.rpartition("-")[2] for name in names[2:5]] == ["compile", "mine", "train"]
+
+
 def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--jobs.train.nodes=2"]) == 0
     text = capsys.readouterr().out
@@ -147,6 +162,7 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
         ([IMAGE, "--jobs.train.workers=4"], "jobs.train.workers is 4"),
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "a job definition of"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 ? *)"], "jobs.schedule"),
+        ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, and no job of the cycle mines negatives"),
         ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
         ([IMAGE, "train"], "unrecognized arguments: train"),
     ],

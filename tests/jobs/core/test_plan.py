@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from jobs.core.config import JobsConfig
 from jobs.core.limits import INSTANCES, check_plan
-from jobs.core.plan import AFTER, plan_cycle
+from jobs.core.plan import AFTER, MINE, plan_cycle
 from jobs.core.retry import retry_strategy
 from jobs.core.spec import CyclePlan, Dependency, JobSpec
 from pipeline.core.errors import ConfigError
@@ -26,17 +26,18 @@ TRAINIUM: dict[str, Any] = {
     "health": {"nodes": 4, "instance": "trn1.32xlarge"},
     "compile": {"instance": "trn1.32xlarge", "processes": 32},
     "train": {"nodes": 4, "processes": 32, "instance": "trn1.32xlarge", "timeout_s": 7200, "attempts": 5},
+    "mine": {"workers": 4, "instance": "trn1.2xlarge"},
     "embed": {"workers": 8, "processes": 2, "instance": "trn1.2xlarge"},
 }
 
 
-def planned(cycle: str = "2026-11-20", **fields: Any) -> CyclePlan:
+def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> CyclePlan:
     config = JobsConfig.model_validate(fields)
-    return plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc")
+    return plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
 
 
-def trainium(**fields: Any) -> CyclePlan:
-    return planned(**{**TRAINIUM, **fields})
+def trainium(*, mines: bool = False, **fields: Any) -> CyclePlan:
+    return planned(mines=mines, **{**TRAINIUM, **fields})
 
 
 def before(jobs: CyclePlan, name: str) -> set[str]:
@@ -45,12 +46,13 @@ def before(jobs: CyclePlan, name: str) -> set[str]:
     return direct.union(*(before(jobs, one) for one in direct))
 
 
-def test_the_order_of_a_cycle() -> None:
-    made = planned()
+@pytest.mark.parametrize("mines", [False, True])
+def test_the_order_of_a_cycle(mines: bool) -> None:
+    made = planned(mines=mines)
     names = [one.name for one in made.jobs]
-    assert sorted(names) == sorted(AFTER)
+    assert sorted(names) == sorted(AFTER.keys() - (set() if mines else {MINE}))
     assert before(made, "prepare") == before(made, "health") == set()
-    chain = ["compile", "train", "evaluate", "embed", "verify", "report"]
+    chain = ["compile", *([MINE] if mines else []), "train", "evaluate", "embed", "verify", "report"]
     for earlier, later in combinations(chain, 2):
         assert earlier in before(made, later)
     assert before(made, "compile") == {"prepare", "health"}
@@ -72,6 +74,9 @@ def test_commands() -> None:
     made = trainium()
     assert made.job("train").command[2:] == ("trnpipe", "train", "--launch.processes", "32")
     assert made.job("embed").command[2:] == ("trnpipe", "embed", "--launch.processes", "2", "--embed.workers", "8")
+    mines = trainium(mines=True)
+    assert mines.job("mine").command[2:] == ("trnpipe", "mine", "--mine.workers", "4")
+    assert (mines.job("mine").array_size, mines.job("mine").timeout_s) == (4, 12 * 3600)
 
 
 def test_a_cycle_of_one_machine_has_neither_gangs_nor_arrays_nor_devices() -> None:
@@ -170,13 +175,14 @@ def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
         ("verify", {"processes": 2}, "jobs.verify.processes is 2"),
         ("report", {"workers": 2}, "jobs.report.workers is 2"),
         ("train", {"workers": 3}, "jobs.train.workers is 3"),
+        ("mine", {"nodes": 2}, "jobs.mine.nodes is 2"),
         ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, of which nobody here knows"),
         ("train", {"instance": "m7i.large", "vcpus": 2}, "jobs.train.instance is m7i.large"),
     ],
 )
 def test_a_shape_that_no_stage_has(stage: str, wanted: dict[str, Any], seen: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(seen)) as raised:
-        trainium(**{stage: wanted})
+        trainium(mines=True, **{stage: wanted})
     assert raised.value.expected and raised.value.next_command
 
 
