@@ -41,6 +41,7 @@ _GIVEN = (
     "--backend=cpu",
     "--data.path=s3://shop/esci",
     "--data.test-fraction=0.3",
+    "--train.start=incumbent",
     "--mine.enabled=true",
     "--mine.queries-per-part=16",
     "--train.mined-per-query=1",

@@ -125,8 +125,8 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
 @pytest.mark.parametrize("key", KEYS)
 def test_uploads_in_parts_are_given_up_by_those_who_make_them(key: str) -> None:
     """Files that a folder is committed of, or a compiler writes; all else is one request, whatever its size."""
-    folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-")
-    folders += (f"{E}/", f"{C}/parity/", f"{C}/mine/abc-")
+    of_cycle = (f"{E}/", f"{C}/parity/", f"{C}/mine/abc-")
+    folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-", *of_cycle)
     in_parts = key.startswith(folders)
     found = [role for role in ROLES if of_role(role, on_object("AbortMultipartUpload", key)) == Decision.ALLOWED]
     assert found == [role for role in ROLES if in_parts and role in KEYS[key][0].split()]

@@ -94,7 +94,7 @@ def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFi
             "--compile.scoring-ranks 32,2",
         ),
         (
-            ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.vcpus=8"],
+            ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.memory-mib=28000"],
             "jobs.mine has 1 ranks, graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,1",
         ),
