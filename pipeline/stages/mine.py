@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.core.partitions import select_partitions
@@ -85,20 +85,21 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     )
     parts = _parts(settings, ctx, mining, task, worker)
     _tell_start(ctx, mining, task, parts, f"worker {worker} of {workers}")
-    missing = mine_share(
-        parts,
-        _searcher(settings, ctx, mining, task, parts),
-        task.judged,
-        task.rows_of,
-        config,
-        worker=worker,
-        workers=workers,
-        stop=ctx.stop,
-    )
-    if missing:
-        Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
-        return _result(ctx, mining, started, {"parts_missing": missing})
-    made = _commit(ctx, mining, task, parts, config.negatives_per_query)
+    searcher = _searcher(settings, ctx, mining, task, parts)
+    try:
+        missing = mine_share(
+            parts, searcher, task.judged, task.rows_of, config, worker=worker, workers=workers, stop=ctx.stop
+        )
+        made = find_negatives(ctx.workspace, mining.prefix)
+        if made is None and missing:
+            Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
+            return _result(ctx, mining, started, {"parts_missing": missing})
+        made = made or _commit(ctx, mining, task, parts, config.negatives_per_query)
+    except DataError:
+        made = find_negatives(ctx.workspace, mining.prefix)
+        if made is None:
+            raise
+        # Another worker was last, and deleted the parts that this one was reading.
     parts.delete()
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)

@@ -7,7 +7,10 @@ import pytest
 
 from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.evaluation.texts import text_hashes
+from pipeline.mining.mine import all_negatives
 from pipeline.mining.negatives import NONE, Negatives, NegativeSet, find_negatives, open_negatives
+from pipeline.mining.parts import MiningParts
+from pipeline.stages import mine as stage
 from pipeline.stages.result import load_result
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
@@ -101,6 +104,25 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     foreign = case.made("foreign", tokenizer_fingerprint="0" * 32)
     refused = case.run(more, f"--mine.source={foreign}", stage="mine", cycle="c2", code=78)
     assert "a model that reads the prepared tokens" in refused
+
+
+def test_two_workers_that_are_last_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one commits, and deletes the parts, when this one has found all of them there."""
+    case = Case(tmp_path, capsys, FLAGS)
+    case.run(stage="prepare")
+    said = []
+
+    def too_late(parts: MiningParts, most: int) -> object:
+        monkeypatch.setattr(stage, "all_negatives", all_negatives)
+        said.append(case.run(stage="mine"))
+        return all_negatives(parts, most)
+
+    monkeypatch.setattr(stage, "all_negatives", too_late)
+    assert "100% of the slots" in case.run(stage="mine")
+    assert "6 of 6 parts done" in said[0] and "100% of the slots" in said[0]
+    mined(case, "c1")
 
 
 def test_negatives_of_other_data_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
