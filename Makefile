@@ -48,7 +48,7 @@ REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit told destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit told destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -89,6 +89,10 @@ health: $(STAMP)  ## check this machine: host, tensor operations, memory, collec
 
 prepare: $(STAMP)  ## only prepare the data
 	$(BIN)/trnpipe prepare $(FLAGS)
+
+mine: $(STAMP)  ## prepare data, then mine hard negatives; make train ARGS="--train.mined-per-query 4" takes them
+	$(BIN)/trnpipe prepare $(FLAGS)
+	$(BIN)/trnpipe mine $(FLAGS)
 
 test: $(STAMP) lint scan  ## lint, types, security rules and all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)

@@ -19,7 +19,7 @@ def find_parent(settings: Settings, ctx: StageContext) -> Checkpoint | None:
 
 
 def _pinned_incumbent(settings: Settings, ctx: StageContext) -> str | None:
-    """The model that was promoted when this cycle first trained.
+    """The model that was promoted when this cycle first mined negatives or trained.
 
     A promotion in between, even of this very cycle, must not change what a later attempt starts from. The first writer
     wins, so all ranks agree.

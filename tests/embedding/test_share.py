@@ -5,6 +5,7 @@ import pytest
 from pipeline.core.errors import ConfigError
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.share import ARRAY_INDEX, worker_of
+from pipeline.mining.config import MineConfig
 from pipeline.parallel.world import World
 
 
@@ -37,3 +38,10 @@ def test_jobs_and_ranks_together(
 def test_what_does_not_fit_together_is_refused(config: dict[str, int], env: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         worker_of(EmbedConfig.model_validate(config), World(), env)
+
+
+def test_another_stage_is_told_of_its_own_settings() -> None:
+    with pytest.raises(ConfigError, match=r"mine\.workers is 4, and nothing says") as caught:
+        worker_of(MineConfig(workers=4), World(), {}, "mine")
+    assert caught.value.next_command == "--mine.worker INDEX, from 0"
+    assert worker_of(MineConfig(workers=4), World(), {ARRAY_INDEX: "3"}, "mine") == (3, 4)
