@@ -43,7 +43,7 @@ class RetrievalConfig(BaseModel):
 
 
 class BaselinesConfig(BaseModel):
-    """Simple tools on the same holdout, scored once for the same data; the gate knows them (gate.baselines)."""
+    """Simple tools on the same holdout, scored once for the same data and known to the gate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
