@@ -1,0 +1,51 @@
+"""Locks of the kernel: held by one, given back at death."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.io import locks
+from tests.killing import FORK
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_lock_that_is_free_is_taken_once(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locks.if_free(path) as mine:
+        with locks.if_free(path) as again:
+            assert (mine, again) == (True, False)
+        with locks.if_free(path) as after:
+            assert not after, "who did not get it does not give it back"
+    with locks.if_free(path) as mine:
+        assert mine
+
+
+def test_one_waits_for_the_other_kind(tmp_path: Path) -> None:
+    path, stop = tmp_path / "lock", StopSignal()
+    stop.set("SIGTERM")
+    with locks.if_free(path), pytest.raises(Preempted), locks.exclusive(path, stop):
+        pass
+    with locks.exclusive(path, StopSignal()), locks.if_free(path) as mine:
+        assert not mine
+
+
+@pytest.mark.fault
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    def child() -> None:
+        with locks.if_free(path) as mine:
+            assert mine
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with locks.if_free(path) as mine:
+        assert mine
