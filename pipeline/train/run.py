@@ -14,7 +14,7 @@ from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.core.batching import BatchPlan
-from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
@@ -106,12 +106,29 @@ class Outcome:
     holdouts: dict[str, HoldoutFigures]
 
 
+class Rungs(Protocol):
+    """What a run is asked when it is one trial of many: only figures on the valid split come of it."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the holdout is scored at a step at which it could be."""
+
+    def is_hopeless(self, step: int, value: float) -> bool:
+        """Told of every figure, at the last step too; True ends the run."""
+
+
 class TrainRun:
     """Carries one run of one rank from its start to its end."""
 
-    def __init__(self, config: RunConfig, around: Surroundings, inputs: RunInputs, tokenizer: bytes) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        around: Surroundings,
+        inputs: RunInputs,
+        tokenizer: bytes,
+        rungs: Rungs | None = None,
+    ) -> None:
         self.config, self.around, self.inputs = config, around, inputs
-        self._tokenizer = tokenizer
+        self._tokenizer, self._rungs = tokenizer, rungs
 
     def run(self) -> Outcome:
         """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
@@ -159,6 +176,8 @@ class TrainRun:
                 self.saver.wait_saved(loop.step)
                 around.stop.set("another rank")  # keeps the reason of our own signal, if there was one
                 around.stop.raise_if_set(f"training; step {loop.step} of {self.max_steps} is saved")
+            if self._rungs is not None:
+                return self._finish_trial(loop.step, is_over=ended == "converged")
             return self._finish(loop.step, late=ended == "late")
 
     def _rows(self, split: Split) -> TokenRows:
@@ -334,6 +353,8 @@ class TrainRun:
 
     def _evaluate(self, step: int) -> Standing:
         """Score the holdout: is it the best so far, and is there hope for a better one?"""
+        if self._rungs is not None and not self._rungs.is_due(step):
+            return Standing(is_best=False)
         started = time.monotonic()
         metric = self.config.train.metric
         searching = metric in ("retrieval_ndcg", "combined")
@@ -362,7 +383,8 @@ class TrainRun:
         self.around.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        return Standing(is_best, self._is_enough(step))
+        is_hopeless = self._rungs is not None and self._rungs.is_hopeless(step, value)
+        return Standing(is_best, is_hopeless or self._is_enough(step))
 
     def _is_enough(self, step: int) -> bool:
         """No new best for `train.patience` evaluations: a function of what checkpoints hold, so a resume agrees."""
@@ -395,6 +417,18 @@ class TrainRun:
                     seconds=round(time.monotonic() - started, 3),
                 )
         return Outcome(prefix_of(self.around.cycle, chosen), chosen, step, late, holdouts)
+
+    def _finish_trial(self, step: int, *, is_over: bool) -> Outcome:
+        """Of a trial nothing is kept but its figures, and the test split is not looked at."""
+        try:
+            if not is_over:
+                self._evaluate(step)
+        except (Preempted, TransientError):  # must not cost the steps since the last checkpoint
+            self.saver.save(step)
+            raise
+        finally:
+            self.saver.writer.wait()
+        return Outcome("", step, step, False, {})
 
     def _load_best(self, last: int) -> int:
         """Put the best weights on the device; the last ones stay when the best could not be saved or read."""

@@ -29,7 +29,7 @@ from pipeline.registry.records import Author, Decision
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
+from pipeline.train.run import Outcome, RunConfig, Rungs, Surroundings, TrainRun
 from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
@@ -72,7 +72,7 @@ class Cycle:
         commit_dir(self.storage, staging, prefix, kind="tokens", fields=info.model_dump(mode="json"))
         self.prefixes.append(prefix)
 
-    def run(self, parent: Checkpoint | None = None) -> Outcome:
+    def run(self, parent: Checkpoint | None = None, rungs: Rungs | None = None) -> Outcome:
         self.stop = StopSignal()
         around = Surroundings(
             workspace=self.storage,
@@ -89,7 +89,7 @@ class Cycle:
         checkpoint = CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last)
         config = RunConfig(self.train, MODEL, checkpoint, "cpu", log_every=2)
         inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL, self.negatives)
-        return TrainRun(config, around, inputs, b"tokenizer").run()
+        return TrainRun(config, around, inputs, b"tokenizer", rungs).run()
 
     def mine(self, shift: int = 0) -> None:
         """Negatives of every query: rows of others, `shift` more apart."""
@@ -140,6 +140,31 @@ def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
     assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
     evaluations = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert len(evaluations) >= 3 and sum(fields["seconds"] for fields in evaluations) > 0
+
+
+class _Rungs:
+    """Scored at steps 4 and 6; ended at `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.told = last, list[tuple[int, float]]()
+
+    def is_due(self, step: int) -> bool:
+        return step in (4, 6)
+
+    def is_hopeless(self, step: int, value: float) -> bool:
+        self.told.append((step, value))
+        return step == self.last
+
+
+@pytest.mark.parametrize(("last", "steps"), [(4, [4]), (6, [4, 6])])
+def test_a_trial_of_a_search_is_scored_at_rungs_on_valid_alone(cycle: Cycle, last: int, steps: list[int]) -> None:
+    rungs = _Rungs(last)
+    outcome = cycle.run(rungs=rungs)
+    assert (outcome.steps_done, outcome.holdouts, outcome.prefix) == (last, {}, "")
+    scored = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
+    assert [(one["step"], one["split"]) for one in scored] == [(step, "valid") for step in steps]
+    assert [(one["step"], one["accuracy"]) for one in scored] == rungs.told
+    assert len(cycle.losses()) == last
 
 
 def test_every_scoring_of_the_holdout_shows_its_progress(cycle: Cycle) -> None:
