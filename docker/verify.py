@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 PACKAGES = ("pipeline", "jobs")
 COMMANDS = ("trnpipe", "trnjobs", "trnjobs-entry")
 # Imported by one module each, which says what to install when it is asked for.
-OPTIONAL = ("torch-neuronx", "usearch", "tensorboard", "matplotlib")
+OPTIONAL = ("torch-neuronx", "usearch", "tensorboard", "matplotlib", "optuna")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

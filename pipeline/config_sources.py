@@ -133,10 +133,11 @@ class Schema(Generic[S]):
         spelled = _spelled(name)
         if spelled in self.fields:
             return self.fields[spelled], None
-        parent, _, key = name.rpartition(".")
-        leaf = self.fields.get(_spelled(parent))
-        if leaf is not None and leaf.container is dict:
-            return leaf, key
+        words = name.split(".")
+        for depth in range(len(words) - 1, 0, -1):  # a key may have dots itself, such as the name of a setting
+            leaf = self.fields.get(_spelled(".".join(words[:depth])))
+            if leaf is not None and leaf.container is dict:
+                return leaf, ".".join(words[depth:])
         if spelled in self.sections:
             keys = self._keys_of(spelled)
             raise ConfigError(
@@ -210,13 +211,13 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any], type[ValueError]]] = {
 
 def _set_text(layer: Layer, leaf: Leaf, key: str | None, text: str, source: str) -> None:
     if key is None:
-        layer[leaf.name] = Given(_decode(leaf, text, source), source)
+        layer[leaf.name] = Given(decode(leaf, text, source), source)
     else:  # one entry of a mapping, beside those that the same source set before
         earlier = layer[leaf.name].value if leaf.name in layer else {}
         layer[leaf.name] = Given({**earlier, key: text}, source)
 
 
-def _decode(leaf: Leaf, text: str, source: str) -> Any:
+def decode(leaf: Leaf, text: str, source: str) -> Any:
     """Text to the value that is then validated. Lists: JSON or `a,b`; mappings: JSON or `k=v,k=v`; `null`: none."""
     if text == "null" and leaf.optional:
         return None

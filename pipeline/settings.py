@@ -9,6 +9,7 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.gate.config import GateConfig
 from pipeline.core.parity_config import ParityConfig
+from pipeline.core.tune.config import TuneConfig
 from pipeline.data.config import DataConfig
 from pipeline.embedding.config import EmbedConfig
 from pipeline.evaluation.config import EvaluateConfig
@@ -64,6 +65,7 @@ class Settings(BaseModel):
     evaluate: EvaluateConfig = EvaluateConfig()
     gate: GateConfig = GateConfig()
     parity: ParityConfig = ParityConfig()
+    tune: TuneConfig = TuneConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
     health: HealthConfig = HealthConfig()
@@ -82,6 +84,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "estimate": True,
     "health": True,
     "parity": True,
+    "tune": True,
     "storage": True,
     "log": True,
     "data": {"num_workers": True},

@@ -23,7 +23,7 @@ LAYERS = (
     ("settings",),
     ("config_sources", "settings_text", "command_table", "command_line"),
     ("stages",),
-    ("parity",),
+    ("parity", "tune"),
     ("commands",),
     ("cli", "__main__"),
 )
@@ -44,6 +44,7 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "matplotlib": ("pipeline/parity/plot.py",),
+    "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/batch/"),
     "botocore": ("pipeline/io/", "jobs/batch/"),

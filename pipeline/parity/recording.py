@@ -25,6 +25,7 @@ from pipeline.parity.record import SCORES, WORK, SideRecord, find_record, store_
 from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
 from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask
+from pipeline.stages.context import share_tokens
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, read_events
 from pipeline.train.identity import identity_parts
@@ -38,7 +39,7 @@ EVENTS, MARK = "events.jsonl", "run"
 def record(task: SideTask, stop: StopSignal, console: Console) -> SideRecord:
     """Record a side, or find it recorded. Raises every error of the family; Preempted when told to stop."""
     atomic.make_dirs(task.scratch)
-    _share_downloads(task)
+    share_tokens(task.shared_scratch, task.scratch)
     with locks.exclusive(task.scratch, stop):
         return _Recording(task, stop, console).run()
 
@@ -175,14 +176,6 @@ class _Recording:
 def _mark(run: str, side: Side) -> str:
     """What a place is for."""
     return f"{side.name} of run {run}"
-
-
-def _share_downloads(task: SideTask) -> None:
-    """Token shards of a workspace elsewhere are fetched once for all sides and for training."""
-    tokens, here = task.shared_scratch / "tokens", task.scratch / "tokens"
-    atomic.make_dirs(tokens)
-    if not here.is_symlink():
-        here.symlink_to(tokens.absolute(), target_is_directory=True)
 
 
 def start_of(scores: ScoreSet, metric: str) -> Evaluation:

@@ -17,6 +17,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.embedding.share import ARRAY_INDEX
 from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.health.report import FOLDER_VARIABLE
+from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World, world_from_env
 from pipeline.settings import Settings, settings_hash
@@ -140,3 +141,11 @@ def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str
             next_command="set --workspace or --scratch to another folder",
         ) from error
     return folder
+
+
+def share_tokens(shared: Path, own: Path) -> None:
+    """Token shards of a workspace elsewhere are fetched once for all runs that have a scratch folder of their own."""
+    make_dirs(shared / "tokens")
+    here = own / "tokens"
+    if not here.is_symlink():
+        here.symlink_to((shared / "tokens").absolute(), target_is_directory=True)

@@ -27,6 +27,8 @@ LONG = (
     "trnjobs cost *",
     "trnpipe registry show *",
     "trnpipe doctor * --hlo",
+    "trnpipe prepare --config configs/quickstart.toml --workspace workspace/search *",
+    "trnpipe tune *",
     "python -m tests.fault.kill_marathon *",
 )
 """Minutes, or about what those have left: typed by `make test-thorough`, with the quick ones in between."""

@@ -1,0 +1,41 @@
+"""`trnpipe tune`: search training settings by real training runs, and write the best ones down."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+from pipeline.command_table import ToolCall
+from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.graphs.neuron_command import use_neuron_cache
+from pipeline.settings import Settings
+from pipeline.stages.context import open_context
+
+Say = Callable[[str], object]
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Carry out the search, or what is left of it. Raises every error of the family."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(
+            "optuna is not installed",
+            expected="the extra tune",
+            next_command="pip install 'trnpipe[tune]'",
+        )
+    from pipeline.tune.study import BEST, TABLE, run_study, study_folder
+    from pipeline.tune.table import lines_of
+
+    with open_context(settings, stop) as ctx:
+        told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        if told:
+            ctx.console.warn(told)
+        table = run_study(settings, ctx)
+        folder = study_folder(settings, ctx)
+    for line in lines_of(table):
+        say(line)
+    say(f"table {folder / TABLE}")
+    if table.best is not None:
+        say(f"best settings {folder / BEST}: give it to trnpipe train as the last --config")
+    if table.num_running:
+        say(f"{table.num_running} trials are under way in other processes; the last one writes the whole table")
+    return EXIT_OK

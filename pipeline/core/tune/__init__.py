@@ -1,0 +1,1 @@
+"""What a search over settings decides from values alone."""

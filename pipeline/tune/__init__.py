@@ -1,0 +1,1 @@
+"""`trnpipe tune`: a search over training settings with Optuna, by real training runs on the prepared data."""

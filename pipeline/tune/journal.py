@@ -1,0 +1,257 @@
+"""The trials of a search in Optuna's journal: what to try next, what each reached, which are ended early.
+
+The journal is one file that is only appended to, by every worker of a search. All here follows from what it holds:
+what a trial is given, and whether it goes on, is the same when it is asked again after a kill.
+"""
+
+import fcntl
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.tune.hyperband import Hyperband
+from pipeline.core.tune.ranges import Choices, Floats, Range, Value
+
+State = Literal["running", "complete", "pruned", "failed"]
+_STATES: dict[TrialState, State] = {
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+_FAILED = "failed"
+"""User attribute with the reason. To Optuna such a trial is one pruned: the worst, so that none like it comes next."""
+_SECONDS, _STARTS = "seconds", "starts"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial as it stands in the journal."""
+
+    number: int
+    state: State
+    values: Mapping[str, Value]
+    metric_by_step: Mapping[int, float]
+    seconds: float
+    starts: tuple[int, ...]
+    """The step from which each attempt began that was not told to stop."""
+    reason: str
+    """Of a failed one."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+
+class Journal:
+    """The journal of one search."""
+
+    def __init__(
+        self, path: Path, name: str, ranges: Mapping[str, Range], start: Mapping[str, Value], band: Hyperband, seed: int
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        lock = _KernelLock(str(path))
+        _drop_torn_line(path, lock)
+        self._distributions = {name: _distribution(one) for name, one in ranges.items()}
+        self._study = _open_study(
+            name,
+            JournalStorage(JournalFileBackend(str(path), lock_obj=lock)),
+            _SeededSampler(seed, start),
+            _Pruner(band),
+        )
+
+    def records(self) -> list[TrialRecord]:
+        """Every trial, by number."""
+        return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def begin(self) -> "OpenTrial":
+        """A new trial with the values to try."""
+        return self._open(self._study.ask())
+
+    def resume(self, number: int) -> "OpenTrial":
+        """A trial that is running in the journal."""
+        (found,) = [one for one in self._study.get_trials(deepcopy=False) if one.number == number]
+        return self._open(Trial(self._study, found._trial_id))
+
+    def _open(self, trial: Trial) -> "OpenTrial":
+        for name, distribution in self._distributions.items():
+            _suggest(trial, name, distribution)
+        return OpenTrial(self._study, trial)
+
+
+class OpenTrial:
+    """A running trial of this process."""
+
+    def __init__(self, study: Study, trial: Trial) -> None:
+        self._study, self._trial = study, trial
+        self.number = trial.number
+
+    @property
+    def record(self) -> TrialRecord:
+        (found,) = [one for one in self._study.get_trials(deepcopy=False) if one.number == self.number]
+        return _record(found)
+
+    def report(self, step: int, value: float) -> None:
+        """What it reached at a rung; a second time is fine."""
+        if step not in self.record.metric_by_step:
+            self._trial.report(value, step)
+
+    def is_pruned(self) -> bool:
+        """Whether it ends at the last rung it has reported."""
+        return self._trial.should_prune()
+
+    def note(self, *, seconds: float | None = None, starts: Sequence[int] | None = None) -> None:
+        """Seconds worked so far, and the steps from which it was begun."""
+        if seconds is not None:
+            self._trial.set_user_attr(_SECONDS, round(seconds, 3))
+        if starts is not None:
+            self._trial.set_user_attr(_STARTS, list(starts))
+
+    def complete(self, value: float) -> None:
+        self._study.tell(self.number, value)
+
+    def prune(self) -> None:
+        self._study.tell(self.number, state=TrialState.PRUNED)
+
+    def fail(self, reason: str) -> None:
+        self._trial.set_user_attr(_FAILED, reason)
+        self._study.tell(self.number, state=TrialState.PRUNED)
+
+
+class _SeededSampler(BaseSampler):
+    """TPE whose draws follow from seed, trial, setting and finished trials, not from what this process drew before.
+
+    The first trial has `start`, so that the table says what searching has brought.
+    """
+
+    def __init__(self, seed: int, start: Mapping[str, Value]) -> None:
+        self._seed, self._start = seed, start
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._of(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._of(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        if trial.number == 0 and param_name in self._start:
+            return self._start[param_name]
+        return self._of(trial, param_name).sample_independent(study, trial, param_name, param_distribution)
+
+    def _of(self, trial: FrozenTrial, setting: str = "") -> TPESampler:
+        """`multivariate`: settings together, not each alone; `constant_liar`: away from what others are trying."""
+        seed = int(fingerprint([self._seed, trial.number, setting])[:8], 16)
+        with warnings.catch_warnings():  # before version 5 both were marked as experimental
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+class _Pruner(BasePruner):
+    """Hyperband by the reported values of a trial's bracket."""
+
+    def __init__(self, band: Hyperband) -> None:
+        self._band = band
+
+    def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        step = trial.last_step
+        if step is None:
+            return False
+        bracket = self._band.bracket_of(study.study_name, trial.number)
+        others = [
+            one.intermediate_values[step]
+            for one in study.get_trials(deepcopy=False)
+            if one.number != trial.number
+            and step in one.intermediate_values
+            and self._band.bracket_of(study.study_name, one.number) == bracket
+        ]
+        return self._band.is_pruned(bracket, step, trial.intermediate_values[step], others)
+
+
+class _KernelLock(JournalFileOpenLock):
+    """Optuna's own locks outlive a killed process for 30 s; the kernel gives this one back at death."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._path, self._descriptor = f"{path}.lock", -1
+
+    def acquire(self) -> bool:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def _open_study(name: str, storage: JournalStorage, sampler: BaseSampler, pruner: BasePruner) -> Study:
+    try:
+        return optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
+    except KeyError:
+        return optuna.create_study(
+            study_name=name,
+            storage=storage,
+            sampler=sampler,
+            pruner=pruner,
+            direction="maximize",
+            load_if_exists=True,  # another worker may have been faster
+        )
+
+
+def _drop_torn_line(path: Path, lock: _KernelLock) -> None:
+    """A line without an end is what a killed writer left: the next one would be joined to it, and neither be read."""
+    lock.acquire()
+    try:
+        with path.open("ab+") as file:
+            file.seek(0)
+            data = file.read()
+            if not data.endswith(b"\n"):
+                file.truncate(data.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def _distribution(allowed: Range) -> BaseDistribution:
+    if isinstance(allowed, Choices):
+        return CategoricalDistribution(allowed.texts)
+    if isinstance(allowed, Floats):
+        return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
+    return IntDistribution(allowed.low, allowed.high)
+
+
+def _suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
+    match distribution:
+        case CategoricalDistribution():
+            trial.suggest_categorical(name, distribution.choices)
+        case FloatDistribution():
+            trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+        case IntDistribution():
+            trial.suggest_int(name, distribution.low, distribution.high)
+
+
+def _record(trial: FrozenTrial) -> TrialRecord:
+    attributes = trial.user_attrs
+    return TrialRecord(
+        number=trial.number,
+        state="failed" if _FAILED in attributes and trial.state.is_finished() else _STATES[trial.state],
+        values=dict(trial.params),
+        metric_by_step=dict(sorted(trial.intermediate_values.items())),
+        seconds=float(attributes.get(_SECONDS, 0.0)),
+        starts=tuple(attributes.get(_STARTS, ())),
+        reason=str(attributes.get(_FAILED, "")),
+    )

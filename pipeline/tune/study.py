@@ -1,0 +1,240 @@
+"""A search from its start to its end, by one process or by several that share its folder.
+
+All that is known lies in the folder: `study.json` says what is searched, `journal.log` is Optuna's journal, `trial-<n>`
+holds what a trial under way continues from. A process takes the trials that nobody works on, which the kernel's locks
+say, then begins new ones. So killed anywhere the same command goes on, and more workers are the same command again.
+"""
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.core.format import format_duration
+from pipeline.io import locks
+from pipeline.io.atomic import make_dirs
+from pipeline.io.storage import open_storage
+from pipeline.settings import Settings
+from pipeline.stages.context import StageContext
+from pipeline.stages.parent import find_parent
+from pipeline.stages.prepared import load_prepared, mined_negatives
+from pipeline.train.config import TrainConfig
+from pipeline.tune.journal import Journal, OpenTrial
+from pipeline.tune.space import open_space
+from pipeline.tune.table import StudyTable, best_settings, rows_of, shown
+from pipeline.tune.trial import Basis, TrialFolder, is_stuck, run_trial
+
+STUDY, JOURNAL, TABLE, BEST = "study.json", "journal.log", "table.json", "best.toml"
+
+
+def run_study(settings: Settings, ctx: StageContext) -> StudyTable:
+    """Carry out what is left of the search. Its table; other processes may still be at work on trials of it.
+
+    Raises every error of the family; ConfigError when no trial has come to a figure.
+    """
+    _check_alone(settings, ctx)
+    folder = study_folder(settings, ctx)
+    space, prepared = open_space(settings), load_prepared(ctx)
+    basis = Basis(
+        space=space,
+        token_sets=prepared.token_sets,
+        negatives=mined_negatives(ctx),
+        tokenizer=ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json"),
+        parent=find_parent(settings, ctx),
+        metric=metric_of(settings),
+    )
+    make_dirs(folder)
+    _pin(settings, basis, folder, ctx)
+    journal = Journal(
+        folder / JOURNAL,
+        settings.tune.name,
+        space.ranges,
+        space.start(),
+        settings.tune.hyperband,
+        settings.tune.seed,
+    )
+    return _Study(settings, ctx, folder, basis, journal).run()
+
+
+def study_folder(settings: Settings, ctx: StageContext) -> Path:
+    """Where the search lies. Raises ConfigError when there is no folder whose files can be appended to and locked."""
+    tune = settings.tune
+    if tune.folder is not None:
+        if "://" in tune.folder:
+            raise ConfigError(
+                "tune.folder is a URI",
+                expected="a folder, on this machine or shared by the workers: a journal is appended to and locked",
+                next_command="--tune.folder FOLDER",
+            )
+        return Path(tune.folder).expanduser().absolute() / tune.name
+    inside = ctx.workspace.local_path(f"tune/{tune.name}")
+    if inside is None:
+        raise ConfigError(
+            f"the workspace {ctx.workspace.root} cannot hold a search: its journal is appended to and locked",
+            expected="tune.folder, a folder on this machine or shared by the workers (EFS, FSx, NFS)",
+            next_command="--tune.folder FOLDER; the data is read from the workspace as before",
+        )
+    return inside
+
+
+def metric_of(settings: Settings) -> str:
+    """What is made high. Raises ConfigError for a metric that training does not know."""
+    known = get_args(TrainConfig.model_fields["metric"].annotation)
+    metric = settings.tune.metric or settings.train.metric
+    if metric not in known:
+        raise ConfigError(
+            f"tune.metric is {metric}", expected=f"one of {', '.join(known)}", next_command=f"--tune.metric {known[0]}"
+        )
+    return metric
+
+
+def _check_alone(settings: Settings, ctx: StageContext) -> None:
+    ranks = max(settings.launch.processes, ctx.world.world_size)
+    if ranks > 1:
+        raise ConfigError(
+            f"a search in {ranks} ranks",
+            expected="one process, on one device; trials run side by side in more workers",
+            next_command="leave out --launch.processes, and start the command once for each device",
+        )
+
+
+def _pin(settings: Settings, basis: Basis, folder: Path, ctx: StageContext) -> None:
+    """A search is continued with what it was started with: the first process writes that down.
+
+    Raises ConfigError naming what is different, and for settings that cannot be trained with at all.
+    """
+    tune = settings.tune
+    parts = dict(basis.inputs(basis.of_trial(settings), ctx.workspace).identity)
+    ours: dict[str, Json] = {
+        "space": tune.space,
+        "seed": tune.seed,
+        "min_steps": tune.min_steps,
+        "reduction": tune.reduction,
+    }
+    parts |= {f"tune.{name}": fingerprint(value) for name, value in ours.items()}
+    storage = open_storage(str(folder))
+    storage.write_if_absent(STUDY, json.dumps(parts, indent=1, sort_keys=True).encode())
+    found = json.loads(storage.read_bytes(STUDY))
+    different = sorted(name for name in found.keys() | parts.keys() if found.get(name) != parts.get(name))
+    if different:
+        raise ConfigError(
+            f"search {tune.name} in {folder} was started with other {', '.join(different)}",
+            expected="the settings and data it was started with (tune.trials may grow)",
+            next_command="go back to them, or search under another --tune.name",
+        )
+
+
+@dataclass
+class _Study:
+    settings: Settings
+    ctx: StageContext
+    folder: Path
+    basis: Basis
+    journal: Journal
+    _started: float = field(init=False, default_factory=time.monotonic)
+    _done: int = field(init=False, default=0)
+    """Trials that ended here."""
+
+    def run(self) -> StudyTable:
+        """Trials until none is left for this process."""
+        self._sweep()
+        while self._one():
+            self._done += 1
+            self._tell(self._store())
+        table = self._store()
+        if table.best is None and not table.num_running:
+            raise ConfigError(
+                f"none of the {len(table.trials)} trials has come to its end: {table.trials[0].reason}",
+                expected="a space in which training works",
+                next_command=f"see {self.folder / TABLE}; narrow tune.space, under another --tune.name",
+            )
+        return table
+
+    def _one(self) -> bool:
+        """Carry out one trial; False when there is none left for this process."""
+        with ExitStack() as held:
+            with locks.exclusive(self.folder / "lock", self.ctx.stop):
+                opened = self._take(held)
+            if opened is None:
+                return False
+            self.ctx.stop.raise_if_set(f"searching; trial {opened.number} is next")
+            values = ", ".join(f"{name} {shown(value)}" for name, value in opened.record.values.items())
+            self.ctx.console.info(f"tune: trial {opened.number}: {values}")
+            run_trial(self.basis, opened, self._place(opened.number), self.ctx)
+        return True
+
+    def _take(self, held: ExitStack) -> OpenTrial | None:
+        """A trial that was begun and nobody works on, else a new one; its lock is `held` from then on."""
+        records = self.journal.records()
+        for record in records:
+            place = self._place(record.number) if record.is_running else None
+            if place is None or not held.enter_context(locks.if_free(place.lock)):
+                continue
+            opened = self.journal.resume(record.number)
+            if is_stuck(record.starts, step := place.step()):
+                opened.fail(f"{len(record.starts)} attempts ended the process; the last ones began at step {step}")
+                place.clear()
+                continue
+            return opened
+        if len(records) >= self.settings.tune.trials:
+            return None
+        opened = self.journal.begin()
+        held.enter_context(locks.if_free(self._place(opened.number).lock))
+        return opened
+
+    def _sweep(self) -> None:
+        """Clear trials that are over: a kill may have come between their end and that."""
+        for record in self.journal.records():
+            place = None if record.is_running else self._place(record.number)
+            if place is not None and place.step():
+                with locks.if_free(place.lock) as is_free:
+                    if is_free:
+                        place.clear()
+
+    def _place(self, number: int) -> TrialFolder:
+        name = f"trial-{number}"
+        return TrialFolder(self.folder / name, self.ctx.scratch / "tune" / self.settings.tune.name / name)
+
+    def _store(self) -> StudyTable:
+        """Table and best settings beside the journal, and in a workspace that is elsewhere."""
+        with locks.exclusive(self.folder / "lock", self.ctx.stop):
+            table = self._table()
+            files = {TABLE: table.model_dump_json(indent=1).encode() + b"\n"}
+            if table.best is not None:
+                files[BEST] = best_settings(table, table.best).encode()
+            places = [(open_storage(str(self.folder)), "")]
+            if self.ctx.workspace.local_path("") is None:
+                places.append((self.ctx.workspace, f"tune/{table.name}/"))
+            for storage, prefix in places:
+                for name, data in files.items():
+                    storage.write_bytes(f"{prefix}{name}", data)
+        return table
+
+    def _table(self) -> StudyTable:
+        tune = self.settings.tune
+        return StudyTable(
+            name=tune.name,
+            metric=self.basis.metric,
+            space={name: tune.space[name] for name in self.basis.space.ranges},
+            seed=tune.seed,
+            rungs=tune.hyperband.rungs,
+            num_trials=tune.trials,
+            settings_hash=self.ctx.settings_hash,
+            code_version=self.ctx.code_version,
+            trials=rows_of(self.journal.records(), self.basis.space, tune.steps),
+        )
+
+    def _tell(self, table: StudyTable) -> None:
+        """How far the search is, with its rate and when it will be over at this process's pace."""
+        over = len(table.trials) - table.num_running
+        each_s = (time.monotonic() - self._started) / self._done
+        left_s = each_s * max(0, table.num_trials - over) / max(1, table.num_running + 1)
+        best = "none yet" if table.best is None else f"{table.best.metric:.4f} (trial {table.best.trial})"
+        self.ctx.console.info(
+            f"tune: {over} of {table.num_trials} trials | best {table.metric} {best}"
+            f" | {format_duration(each_s)} a trial | eta {format_duration(left_s)}"
+        )
