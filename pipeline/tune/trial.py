@@ -66,9 +66,7 @@ class Basis:
         """Of a trial with these settings. Raises ConfigError for values that do not go together."""
         batch_share(settings.train, World())
         _ = settings.model.encoder
-        return gather_inputs(
-            workspace, self.token_sets, self.parent, settings.train, settings.model, self.negatives
-        )
+        return gather_inputs(workspace, self.token_sets, self.parent, settings.train, settings.model, self.negatives)
 
 
 class TrialFolder:
