@@ -1,7 +1,6 @@
 """Results in words: figures, targets, verdicts, where they were measured."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.__main__ import BENCHES
 from bench.results import ROOT, Figure, Result
@@ -57,6 +56,9 @@ def script_of(bench: str) -> str:
     """The command that measures it again, or the script that does, with arguments of its own."""
     if bench in BENCHES:
         return f"python -m bench --only {bench}"
-    scripts = [path for path in sorted((ROOT / "bench").glob("*.py")) if bench.startswith(path.stem)]
-    script = scripts[-1] if scripts else Path("bench/real_data.py")
-    return f"python -m bench.{script.stem} --help"
+    folder = ROOT / "bench"
+    names = sorted(
+        [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__main__.py")]
+    )
+    scripts = [name for name in names if bench.startswith(name)]
+    return f"python -m bench.{scripts[-1] if scripts else 'real_data'} --help"
