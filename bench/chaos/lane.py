@@ -73,6 +73,7 @@ sample = 16
 min_queries = 2
 min_slice_queries = 2
 resamples = 200
+first_baselines = "warn"
 [gate.drops]
 "ndcg@10" = 1.0
 macro_f1 = 1.0
