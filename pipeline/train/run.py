@@ -292,7 +292,7 @@ class TrainRun:
         if newest is not None:
             check_identity(newest.state.identity_parts, self.inputs.identity, where=newest.prefix)
             self.saver.restore(newest)
-            self.around.console.info(f"train: continuing from {self.around.workspace.uri(newest.prefix)}")
+            self.around.console.info(f"train: continuing from {newest.uri}")
             self.around.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
             return newest.state.step, int(self.program.guard.state.cpu()[SKIPPED])
         if self.inputs.parent is not None:

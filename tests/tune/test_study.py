@@ -171,16 +171,19 @@ def test_told_to_stop_anywhere_it_ends_with_the_same_table(
                 stop.set("SIGTERM")
 
     monkeypatch.setattr(EventLog, "emit", told)
+    said = io.StringIO()
     while True:
         stop = StopSignal()
         try:
-            table = search(settings, stop)
+            table = search(settings, stop, said)
             break
         except Preempted:
             stops += 1
             assert stops < 100
     assert stops > 3
     assert without_seconds(table) == without_seconds(whole[0])
+    place = f"train: continuing from file://{tmp_path}/{TUNE.name}/trial-0/checkpoints/trial/step-"
+    assert event != EventName.TRAIN_STEPS or place in said.getvalue()
 
 
 @pytest.mark.fault
