@@ -17,6 +17,7 @@ from pipeline.data.mined import NONE, MinedProducts
 from pipeline.data.shards import Arrays, TokenRows
 
 _REPLAY = 3
+_JUDGED = ("query_id", "label", "gain")
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,56 @@ class MinedGroups:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """Counts of the judgements in some rows. By bucket of the row: rows and positives; by class: mean gain or None."""
+
+    rows: tuple[int, ...]
+    positives: tuple[int, ...]
+    queries: int
+    queries_without_negative: int
+    mean_gains: tuple[float | None, ...]
+
+    @staticmethod
+    def of(columns: Sequence[Arrays], positive: Sequence[npt.NDArray[np.bool_]]) -> "Judged":
+        """`columns`: query_id, label and gain of all rows of each bucket."""
+        query, label, gain = (np.concatenate([column[name] for column in columns]) for name in _JUDGED)
+        is_positive = np.concatenate(list(positive))
+        queries, place = np.unique(query, return_inverse=True)
+        positives = np.bincount(place, weights=is_positive, minlength=len(queries))
+        known = label >= 0
+        count = np.bincount(label[known])
+        total = np.bincount(label[known], weights=gain[known])
+        means = (float(t / c) if c else None for t, c in zip(total, count, strict=True))
+        return Judged(
+            rows=tuple(len(column["gain"]) for column in columns),
+            positives=tuple(int(part.sum()) for part in positive),
+            queries=len(queries),
+            queries_without_negative=int((positives == np.bincount(place, minlength=len(queries))).sum()),
+            mean_gains=tuple(means),
+        )
+
+    def lacks(self, bucket: int) -> bool:
+        """It has rows, and none is a positive."""
+        return self.rows[bucket] > 0 and not self.positives[bucket]
+
+
+@dataclass(frozen=True)
 class GroupedRows:
     """Rows of a source by (pool, number of a group in it). A group is one query with `slots` judged products of it."""
 
     source: RowSource
     groups: Groups
     slots: int
-    num_positives: int
+    judged: Judged
     mined: MinedGroups | None = None
 
     @staticmethod
     def of(
         source: RowSource, *, slots: int, positive_gain: float, seed: int, mined: MinedProducts | None = None
     ) -> "GroupedRows":
-        """Deal the rows of a source, see core/groups. Reads the query and gain of every row once."""
+        """Deal the rows of a source, see core/groups. Reads the judgement of every row once."""
         every = [np.arange(size, dtype=np.int64) for size in source.sizes]
-        columns = [_fields(source, bucket, rows, ("query_id", "gain")) for bucket, rows in enumerate(every)]
+        columns = [_fields(source, bucket, rows, _JUDGED) for bucket, rows in enumerate(every)]
         positive = [column["gain"] >= np.float32(positive_gain) for column in columns]
         query_id = [column["query_id"] for column in columns]
         groups = deal_groups(query_id, positive, slots=slots, seed=seed)
@@ -84,7 +119,7 @@ class GroupedRows:
         if mined is not None:
             every_id = np.concatenate(query_id)
             asking = MinedGroups.of(mined, [every_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, int(sum(part.sum() for part in positive)), asking)
+        return GroupedRows(source, groups, slots, Judged.of(columns, positive), asking)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -197,7 +232,8 @@ class TrainingPools:
 def _fields(source: RowSource, bucket: int, rows: Int64s, fields: Sequence[str]) -> Arrays:
     """Some fields of some rows of one bucket."""
     if not len(rows):
-        return {"query_id": np.zeros(0, dtype=np.int64), "gain": np.zeros(0, dtype=np.float32)}
+        kinds = {"query_id": np.int64, "label": np.int64, "gain": np.float32}
+        return {name: np.zeros(0, dtype=kind) for name, kind in kinds.items()}
     pools = np.full(len(rows), bucket, dtype=np.int64)
     return source.read(pools, rows, bucket, fields)
 

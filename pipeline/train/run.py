@@ -19,7 +19,7 @@ from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.mined import MinedProducts
-from pipeline.data.sampler import GroupedRows, TrainingPools
+from pipeline.data.sampler import TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import open_rows
@@ -47,13 +47,12 @@ from pipeline.train.inputs import RunInputs
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
+from pipeline.train.quality_warnings import warnings_of
 from pipeline.train.saver import Saver
 from pipeline.train.share import batch_share, groups_of_batch
 
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""
-_POOR_FILL = 0.6
-"""Of slots: below this share a warning says so."""
 
 
 class Events(Protocol):
@@ -311,7 +310,7 @@ class TrainRun:
             f"{plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
             f"{self.share.accumulation} micro-steps a step | steps {start:,} to {self.max_steps:,}"
         )
-        for message in warnings_of(pools.new, train):
+        for message in warnings_of(pools.new, train, self.inputs.spec.labels, self.valid.buckets):
             self.around.console.warn(message)
         if selection.late:
             names = ", ".join(p.name for p in selection.late)
@@ -446,27 +445,6 @@ class TrainRun:
             return last
         self.saver.restore(checkpoint)
         return best.step
-
-
-def warnings_of(groups: GroupedRows, train: TrainConfig) -> list[str]:
-    """What in the chosen rows costs quality without failing, with counts."""
-    found, fill = [], groups.groups.fill
-    if fill < _POOR_FILL:
-        found.append(
-            f"{fill:.0%} of the {groups.slots} slots of a query hold a row, the rest is computed for nothing; queries"
-            " have fewer judged products: lower train.candidates_per_query"
-        )
-    if groups.mined is not None and groups.mined.fill < _POOR_FILL:
-        found.append(
-            f"{groups.mined.fill:.0%} of the {train.mined_per_query} slots of a query for mined negatives hold one:"
-            " lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
-        )
-    if train.loss.contrastive_weight and not groups.num_positives:
-        found.append(
-            f"no row has a gain of train.loss.positive_gain {train.loss.positive_gain:g} or more: the contrastive loss"
-            " learns nothing; lower it, give gains (data.columns.gain), or order data.labels from worst to best"
-        )
-    return found
 
 
 class _NoSink:
