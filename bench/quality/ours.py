@@ -38,6 +38,7 @@ def flags_of(
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
     flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]
     flags += ["--train.evaluate-every", "0"]
+    flags += ["--embed.precision", "fp32" if precision == "fp32" else "bf16"]
     flags += ["--evaluate.split", split, "--evaluate.promote", "false", *OPEN_GATE]
     if task.catalogue:
         flags += ["--evaluate.retrieval.catalogue", str(data / task.catalogue), *SEARCH_FLAGS]
