@@ -29,6 +29,7 @@ from pipeline.stages.evaluate_baselines import Baselines, Scored
 from pipeline.stages.evaluate_models import Models
 from pipeline.stages.evaluate_scores import ModelScorer
 from pipeline.stages.evaluate_search import Found, ModelSearch
+from pipeline.telemetry.console import Console
 
 CANDIDATE, INCUMBENT = "candidate", "incumbent"
 VALID: Split = "valid"
@@ -46,6 +47,29 @@ class Side:
 
 
 @dataclass
+class Notes:
+    """What is said and how long it took, for the report.
+
+    Apart from the evaluation, so that whoever is handed a method of it does not hold that: a circle of references would
+    keep the shards open until the collector comes by.
+    """
+
+    console: Console
+    warnings: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.console.warn(text)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[part] = round(time.monotonic() - started, 3)
+
+
+@dataclass
 class Evaluation:
     """One evaluation of one rank."""
 
@@ -54,8 +78,9 @@ class Evaluation:
     models: Models
     sets: list[TokenSet]
     inputs: dict[str, str]
-    warnings: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.notes = Notes(self.ctx.console)
 
     def run(self) -> EvaluationReport | None:
         """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
@@ -75,7 +100,7 @@ class Evaluation:
         self._agree_on_models()
         holdout = self._open(self.settings.evaluate.split)
         self._announce(holdout)
-        with self._timed("leak_check"):
+        with self.notes.timed("leak_check"):
             leak = self._leak(holdout)
         self.scorer = ModelScorer(self.settings, self.ctx, self.backend, self.gang)
         self.search = ModelSearch(
@@ -87,15 +112,15 @@ class Evaluation:
             holdout,
             self._valid(),
             self.models.candidate.tokenizer(),
-            self._warn,
+            self.notes.warn,
         )
         ours = self._side(CANDIDATE, self.models.candidate, holdout)
         theirs = None if self.models.compared is None else self._side(INCUMBENT, self.models.compared, holdout)
         if not self.gang.world.is_main:
             return None
-        self.baselines = Baselines(self.settings, self.ctx, self.sets, self.search, self._timed)
+        self.baselines = Baselines(self.settings, self.ctx, self.sets, self.search, self.notes.timed)
         scored = self.baselines.score()
-        with self._timed("judging"):
+        with self.notes.timed("judging"):
             return self._report(ours, theirs, scored, holdout, leak)
 
     def _agree_on_models(self) -> None:
@@ -113,7 +138,7 @@ class Evaluation:
         if config.partitions == "new":
             new = [one for one in sets if one.info.partition in self._new and split in one.info.splits]
             if not new:
-                self._warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
+                self.notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
             sets = new or sets
         return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
 
@@ -161,22 +186,22 @@ class Evaluation:
         rows = (open_rows(workspace, [one], "train", self.ctx.scratch / "tokens") for one in found)
         leak = find_leak(holdout.queries(), rows, self.gang, self.ctx.stop, unchecked, total)
         if unchecked:
-            self._warn(
+            self.notes.warn(
                 f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
                 f" holdout queries: {', '.join(unchecked[:3])}"
             )
         if warning := judge_leak(leak, config.leak, config.max_leak_share):
-            self._warn(warning)
+            self.notes.warn(warning)
         return leak
 
     def _side(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> Side:
         """Score one model and search with it."""
         vectors = self.scorer.vectors(checkpoint, holdout)
-        with self._timed(f"scoring_{role}"):
+        with self.notes.timed(f"scoring_{role}"):
             rows = self.settings.evaluate.vector_rows
             scores, key = self.scorer.run(role, checkpoint, holdout, vectors, rows)
             threshold = self._threshold(role, checkpoint, holdout, scores)
-        with self._timed(f"searching_{role}"):
+        with self.notes.timed(f"searching_{role}"):
             found = self.search.run(role, checkpoint, vectors)
         rows_of = None if scores is None else judged_slices(to_rows(scores), self._new)
         return Side(checkpoint, rows_of, key, threshold, found)
@@ -191,7 +216,7 @@ class Evaluation:
                 scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
             return best_threshold(to_rows(scores)) if scores else None
         except DataError as error:
-            self._warn(f"no threshold for the {role}: {error.seen}")
+            self.notes.warn(f"no threshold for the {role}: {error.seen}")
             return None
 
     def _report(
@@ -226,8 +251,8 @@ class Evaluation:
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
             ),
             verdict=verdict,
-            warnings=tuple(self.warnings),
-            seconds=self.seconds,
+            warnings=tuple(self.notes.warnings),
+            seconds=self.notes.seconds,
             settings_hash=ctx.settings_hash,
             code_version=ctx.code_version,
             at=datetime.now(UTC),
@@ -271,16 +296,6 @@ class Evaluation:
             baselines=[one.baseline for one in scored],
             seed=self.settings.evaluate.seed,
         )
-
-    def _warn(self, text: str) -> None:
-        self.warnings.append(text)
-        self.ctx.console.warn(text)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.seconds[part] = round(time.monotonic() - started, 3)
 
 
 def _there(rows: ScoredRows | None) -> ScoredRows:
