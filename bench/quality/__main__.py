@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> PartResult:
             )
             ours.run(flags, arguments.more)
             report = ours.report_of(workspace)
-            figures = {name.removeprefix("retrieval_"): value for name, value in report.figures().items()}
+            figures = ours.figures_of(report)
             if catalogue is not None:
                 by_query = ours.ndcg_by_query(workspace, Path(folder) / "scratch")
         seconds = time.monotonic() - started

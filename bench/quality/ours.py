@@ -65,6 +65,14 @@ def report_of(workspace: Path) -> EvaluationReport:
     return report
 
 
+def figures_of(report: EvaluationReport) -> dict[str, float]:
+    """Retrieval under the names that peers have; scores of pairs and the other tools under theirs."""
+    found = report.figures()
+    pairs = {name: value for name, value in found.items() if not name.startswith("retrieval_") and "@" not in name}
+    searched = {name: value for name, value in found.items() if "retrieval_" in name}
+    return pairs | {name.replace("retrieval_", ""): value for name, value in searched.items()}
+
+
 def ndcg_by_query(workspace: Path, scratch: Path) -> list[float]:
     """nDCG@10 of each query of the catalogue, ascending by id."""
     storage = open_storage(str(workspace))
