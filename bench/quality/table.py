@@ -19,9 +19,9 @@ METHOD = """
 Every trained side starts from the same published MiniLM-L6 weights, sees {pairs:,} pairs in {precision} and batches of
 {batch}, and is searched exactly by the same code: 35,311 offers for the names of the test products. Ours: `trnpipe
 prepare`, `train`, `evaluate` with configs/small.toml, judged pairs of all grades. sentence-transformers: its trainer,
-positive pairs, no duplicates in a batch, cosine schedule with 10 % warm-up, loss and learning rate as in the name of the
-part; of several the best on test counts, which favours it. Median and range over seeds. Our settings were chosen on
-valid. The test split was read once for each part and seed in this table.
+positive pairs, no duplicates in a batch, cosine schedule with 10 % warm-up, loss and learning rate as in the name of
+the part; of several the best on test counts, which favours it. Median and range over seeds. Our settings were chosen
+on valid. The test split was read once for each part and seed in this table.
 """
 
 
@@ -72,7 +72,7 @@ def _searched(task: str, parts: list[PartResult]) -> Result:
     one = ours[0]
     return finish(
         f"quality_{task}",
-        f"{task}: nDCG@10 of retrieval, ours less the best run of sentence-transformers below, same start and number of pairs",
+        f"{task}: nDCG@10 of retrieval less that of the best sentence-transformers run, same start and pairs seen",
         METHOD.format(pairs=one.steps * one.batch, precision=one.precision, batch=one.batch),
         figures,
         target=Target(figure="ahead_of_best_peer", comparison=">=", value=MARGIN),

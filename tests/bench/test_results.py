@@ -120,7 +120,8 @@ def test_the_documents_are_what_the_results_make() -> None:
 def test_the_page_names_scripts_that_exist() -> None:
     for loaded in load_results():
         name = script_of(loaded.bench).removeprefix("python -m bench").split()
-        assert name[:1] == ["--only"] or (ROOT / "bench" / f"{name[0].removeprefix('.')}.py").is_file()
+        script = ROOT / "bench" / name[0].removeprefix(".")
+        assert name[:1] == ["--only"] or script.with_suffix(".py").is_file() or (script / "__main__.py").is_file()
 
 
 def test_only_the_text_between_the_marks_is_replaced() -> None:
