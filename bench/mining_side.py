@@ -71,7 +71,7 @@ class MadeUpVectors:
         blocks = range(start // _BLOCK, -(-stop // _BLOCK))
         noise = np.concatenate([_random(2, block) for block in blocks])
         noise = noise[start - blocks.start * _BLOCK : stop - blocks.start * _BLOCK]
-        return _unit(positives + np.float32(_NOISE) * noise)
+        return _unit((positives + np.float32(_NOISE) * noise).astype(np.float32))
 
     def judged(self) -> Judged:
         """The item that a query is near, its positive, and those after it."""
