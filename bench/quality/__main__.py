@@ -12,10 +12,11 @@ from pathlib import Path
 
 from bench.quality import ours, peers
 from bench.quality.part import PartResult
-from bench.quality.score import best_f1_threshold, f1, nearest, retrieval
+from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.table import write
 from bench.quality.tasks import TASKS, read_catalogue, read_pairs
 from bench.results import ROOT
+from pipeline.core.metrics import MetricsConfig, best_threshold, metric_report
 from pipeline.evaluation.bm25 import Bm25
 
 KEPT = ROOT / "build" / "quality"
@@ -99,9 +100,9 @@ def run(arguments: argparse.Namespace) -> PartResult:
         similar = {}
         for split in {"valid", arguments.split}:
             pairs = read_pairs(data, task, split)
-            similar[split] = (encode(pairs.query) * encode(pairs.title)).sum(1), pairs.positive
-        threshold = best_f1_threshold(*similar["valid"])
-        figures["f1"] = f1(*similar[arguments.split], threshold)
+            similar[split] = of_cosines((encode(pairs.query) * encode(pairs.title)).sum(1), pairs.positive)
+        chosen = best_threshold(similar["valid"])
+        figures["f1"] = metric_report(similar[arguments.split], MetricsConfig(), chosen).values["f1"]
     return PartResult(
         task=arguments.task,
         part=part,

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from bench.quality.tasks import Catalogue
 from pipeline.core.metrics import Judgements, MetricsConfig, retrieval_report
-from pipeline.core.scored import PerQuery
+from pipeline.core.scored import PerQuery, ScoredRows
 from pipeline.evaluation.exact import ExactTopK
 
 Float32s = npt.NDArray[np.float32]
@@ -33,15 +33,9 @@ def retrieval(ranked: npt.NDArray[np.int64], catalogue: Catalogue) -> tuple[PerQ
     return per_query, {name.removeprefix("retrieval_"): value for name, value in report.values.items()}
 
 
-def best_f1_threshold(score: npt.NDArray[np.floating], positive: npt.NDArray[np.bool_]) -> float:
-    """The score from which F1 is best, [N] each."""
-    order = np.argsort(-score, kind="stable")
-    hits = np.cumsum(positive[order])
-    f1 = 2 * hits / (np.arange(1, len(order) + 1) + positive.sum())
-    return float(score[order][int(np.argmax(f1))])
-
-
-def f1(score: npt.NDArray[np.floating], positive: npt.NDArray[np.bool_], threshold: float) -> float:
-    """F1 of the positive class, [N] each."""
-    said = score >= threshold
-    return float(2 * (said & positive).sum() / max(1, said.sum() + positive.sum()))
+def of_cosines(cosine: Float32s, positive: npt.NDArray[np.bool_]) -> ScoredRows:
+    """Pairs that a bi-encoder has compared, [N] each, as rows of a model of two labels: -1 to 1 becomes 0 to 1."""
+    match = np.clip((1.0 + cosine.astype(np.float64)) / 2, 0.0, 1.0)
+    rows, gain = np.arange(len(match), dtype=np.int64), positive.astype(np.float64)
+    probabilities = np.stack([1.0 - match, match], axis=1)
+    return ScoredRows(rows, positive.astype(np.int64), gain, probabilities, ("other", "match"), (0.0, 1.0))

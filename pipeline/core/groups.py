@@ -72,6 +72,20 @@ def deal_groups(
     return Groups(tuple(members[widest == index] for index in range(len(sizes))), starts[:-1])
 
 
+def first_rows(sizes: Sequence[int]) -> Int64s:
+    """The number of the first row of each bucket, for rows numbered over all buckets, smallest bucket first."""
+    ends = np.cumsum(np.array(sizes, dtype=np.int64))
+    return ends - np.array(sizes, dtype=np.int64)
+
+
+def locate(sizes: Sequence[int], numbers: Int64s) -> tuple[Int64s, Int64s]:
+    """(bucket, row in it) [N] of rows numbered over all buckets [N], see `first_rows`."""
+    starts = first_rows(sizes)
+    # A bucket without rows starts where the next one does; `right` finds the last of them, which has the row.
+    bucket = np.searchsorted(starts, numbers, side="right") - 1
+    return bucket, numbers - starts[bucket]
+
+
 def place_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
     """For each of N keys [N]: how many equal ones stand before it, and how many equal ones there are."""
     place, count = np.empty_like(keys), np.empty_like(keys)

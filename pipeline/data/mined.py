@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.groups import locate
 from pipeline.core.order import mix64, stream_key
 from pipeline.data.loader import RowSource
 
@@ -62,14 +63,12 @@ class MinedProducts:
 
         A longer product is cut and its last token kept, as prepare cuts one that is longer than the largest bucket.
         """
-        sizes = np.array(self.rows.sizes, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        pools = np.searchsorted(starts, products, side="right") - 1  # an empty bucket starts where the next one does
+        pools, numbers = locate(self.rows.sizes, products)
         result = np.empty((len(products), length), dtype=np.int32)
         for pool in np.unique(pools):
             here = np.flatnonzero(pools == pool)
             shape = max(bucket, int(pool))
-            whole = self.rows.read(pools[here], products[here] - starts[pool], shape, ("product",))["product"]
+            whole = self.rows.read(pools[here], numbers[here], shape, ("product",))["product"]
             result[here] = whole[:, :length]
             real = (whole != self.pad_id).sum(axis=1)
             (cut,) = np.nonzero(real > length)

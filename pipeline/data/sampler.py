@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.batching import Int64s
-from pipeline.core.groups import EMPTY, Groups, deal_groups, place_among_equals
+from pipeline.core.groups import EMPTY, Groups, deal_groups, locate, place_among_equals
 from pipeline.core.order import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.mined import NONE, MinedProducts
@@ -130,9 +130,9 @@ class GroupedRows:
         """Numeric features [N, F] of at most `most` rows, spread evenly over the source."""
         total = sum(self.source.sizes)
         chosen = np.arange(0, total, max(1, -(-total // most)), dtype=np.int64)
-        pools = np.searchsorted(self.groups.starts, chosen, side="right") - 1
+        pools, numbers = locate(self.source.sizes, chosen)
         found = [
-            _fields(self.source, int(pool), chosen[here] - self.groups.starts[pool], ("numeric",))
+            _fields(self.source, int(pool), numbers[here], ("numeric",))
             for pool in np.unique(pools)
             for here in (pools == pool,)
         ]
@@ -153,9 +153,7 @@ class GroupedRows:
             members[here, : self.slots] = self.groups.members[pool][numbers[here]]
         is_row = members != EMPTY
         rows = np.where(is_row, members, members[:, :1]).reshape(-1)
-        pool_of = np.searchsorted(self.groups.starts, rows, side="right") - 1
-        # A bucket without rows starts where the next one does; `right` finds the last of them, which has the row.
-        arrays = self.source.read(pool_of, rows - self.groups.starts[pool_of], bucket)
+        arrays = self.source.read(*locate(self.source.sizes, rows), bucket)
         arrays["query"] = arrays["query"][::slots]
         arrays["query_id"] = arrays["query_id"][::slots]
         is_mined = np.zeros_like(is_row)

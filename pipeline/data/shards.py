@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ _DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, 
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
 EXTRA = ("slice", "partition")
 """Arrays that evaluation asks for beside: int64 [N, S] of data/slices.py, and int64 [N], the shard's partition."""
+_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class TokenRows:
     def sizes(self) -> tuple[int, ...]:
         """Rows of each bucket."""
         return tuple(int(size) for size in self._starts[-1])
+
+    def blocks(self) -> Iterator[tuple[int, Int64s]]:
+        """(bucket, row numbers) of all rows in order, a bounded number at a time."""
+        for bucket, size in enumerate(self.sizes):
+            for start in range(0, size, _BLOCK_ROWS):
+                yield bucket, np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.

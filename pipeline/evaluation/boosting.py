@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.groups import locate
 from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
 from pipeline.core.scored import ScoredRows
@@ -104,12 +105,9 @@ def _some_rows(train: TokenRows, max_rows: int, stop: StopSignal) -> Arrays:
     chosen = np.arange(total, dtype=np.int64)
     if total > max_rows:
         chosen = np.sort(permute(chosen[:max_rows], total, stream_key(SEED)))
-    ends = np.cumsum(train.sizes)
     parts: list[Arrays] = []
     for start in range(0, len(chosen), _BLOCK_ROWS):
         stop.raise_if_set("reading rows for gradient boosting")
-        part = chosen[start : start + _BLOCK_ROWS]
-        bucket = np.searchsorted(ends, part, side="right").astype(np.int64)
-        numbers = part - (ends - np.array(train.sizes))[bucket]
+        bucket, numbers = locate(train.sizes, chosen[start : start + _BLOCK_ROWS])
         parts.append(train.read(bucket, numbers, len(train.sizes) - 1, ("numeric", "label")))
     return {name: np.concatenate([part[name] for part in parts]) for name in ("numeric", "label")} if parts else {}

@@ -16,7 +16,6 @@ from pipeline.evaluation.texts import UInt64s, text_hashes
 from pipeline.parallel.gang import Gang
 
 Int64s = npt.NDArray[np.int64]
-_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -70,19 +69,17 @@ def find_leak(
     world, block = gang.world, 0
     with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
         for rows in trained:
-            for bucket, size in enumerate(rows.sizes):
-                for start in range(0, size, _BLOCK_ROWS):
-                    stop.raise_if_set("looking for holdout queries in the training data")
-                    numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-                    advance(len(numbers))
-                    block += 1
-                    if block % world.world_size != world.rank:
-                        continue
-                    part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
-                    ids |= np.isin(holdout.ids, part["query_id"])
-                    hashes = np.unique(text_hashes(part["query"], rows.pad_id))
-                    if np.isin(hashes, sorted_texts, assume_unique=False).any():
-                        texts |= np.isin(holdout.texts, hashes)
+            for bucket, numbers in rows.blocks():
+                stop.raise_if_set("looking for holdout queries in the training data")
+                advance(len(numbers))
+                block += 1
+                if block % world.world_size != world.rank:
+                    continue
+                part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
+                ids |= np.isin(holdout.ids, part["query_id"])
+                hashes = np.unique(text_hashes(part["query"], rows.pad_id))
+                if np.isin(hashes, sorted_texts, assume_unique=False).any():
+                    texts |= np.isin(holdout.texts, hashes)
     said = gang.gather((ids, texts))
     ids = np.logical_or.reduce([one for one, _ in said])
     texts = np.logical_or.reduce([one for _, one in said])

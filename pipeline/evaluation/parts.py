@@ -3,21 +3,19 @@
 A part holds the rows from place `start` to place `stop` of the holdout's order.
 """
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.evaluation.saved_arrays import stage_arrays
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
-from pipeline.io.errors import os_errors
 from pipeline.io.storage import Storage
 
 KIND = "score part"
@@ -59,13 +57,7 @@ class PartStore:
         """Publish the rows from `start` on."""
         stop = start + len(next(iter(arrays.values())))
         folder = self.scratch / "part"
-        shutil.rmtree(folder, ignore_errors=True)
-        with os_errors("writing", f"file://{folder}"):
-            folder.mkdir(parents=True)
-            try:
-                save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / FILE)
-            except SafetensorError as error:  # how safetensors reports a full disk
-                raise OSError(str(error)) from error
+        stage_arrays(folder, FILE, arrays)
         prefix = f"{self.prefix}/{start:012d}"
         commit_dir(self.storage, folder, prefix, kind=KIND, fields={"start": start, "stop": stop})
 

@@ -17,7 +17,6 @@ from pipeline.data.tokenizer import Tokens
 from pipeline.evaluation.texts import UInt64s, join_tokens, text_hashes, to_tokens
 
 Int64s = npt.NDArray[np.int64]
-_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,15 @@ def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: 
     total = sum(sum(rows.sizes) for rows in sources)
     with progress("looking for distinct products", total, "rows") as advance:
         for number, rows in enumerate(sources):
-            for bucket, size in enumerate(rows.sizes):
-                for start in range(0, size, _BLOCK_ROWS):
-                    stop.raise_if_set("looking for distinct products")
-                    numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-                    arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
-                    found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
-                    hashes.append(found)
-                    place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
-                    place[:, 2] = numbers[first]
-                    where.append(place)
-                    advance(len(numbers))
+            for bucket, numbers in rows.blocks():
+                stop.raise_if_set("looking for distinct products")
+                arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
+                found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
+                hashes.append(found)
+                place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
+                place[:, 2] = numbers[first]
+                where.append(place)
+                advance(len(numbers))
     every, places = np.concatenate(hashes), np.concatenate(where)
     order = np.lexsort((places[:, 2], places[:, 1], places[:, 0], every))  # of equal hashes the first place
     every, places = every[order], places[order]

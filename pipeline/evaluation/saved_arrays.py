@@ -22,6 +22,17 @@ FILE = "arrays.safetensors"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
+def stage_arrays(folder: Path, file: str, arrays: Arrays) -> None:
+    """Make a folder that holds one file of arrays by name, to be committed. Raises the errors of a disk."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with os_errors("writing", f"file://{folder}"):
+        folder.mkdir(parents=True)
+        try:
+            save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+
+
 def save_arrays(
     storage: Storage,
     prefix: str,
@@ -32,13 +43,7 @@ def save_arrays(
 ) -> None:
     """Commit arrays by name, and `fields` beside them. A writer killed at any byte leaves nothing that is read."""
     folder = scratch / kind
-    shutil.rmtree(folder, ignore_errors=True)
-    with os_errors("writing", f"file://{folder}"):
-        folder.mkdir(parents=True)
-        try:
-            save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / FILE)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
+    stage_arrays(folder, FILE, arrays)
     commit_dir(storage, folder, prefix, kind=kind, fields=fields or {})
 
 

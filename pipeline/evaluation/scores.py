@@ -1,6 +1,5 @@
 """Scores of one model on one holdout: an artefact of its own, so that models and devices are compared without them."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.core.scored import ScoredRows, SliceColumn
+from pipeline.evaluation.saved_arrays import stage_arrays
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
-from pipeline.io.errors import os_errors
 from pipeline.io.storage import Storage
 
 KIND = "scores"
@@ -90,13 +89,7 @@ def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) 
         }
     _check(scores, storage.uri(prefix))
     folder = scratch / "scores" / prefix.replace("/", "-")
-    shutil.rmtree(folder, ignore_errors=True)
-    with os_errors("writing", f"file://{folder}"):
-        folder.mkdir(parents=True)
-        try:
-            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / FILE)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
+    stage_arrays(folder, FILE, tensors)
     return commit_dir(
         storage,
         folder,

@@ -15,7 +15,6 @@ from pipeline.io.storage import Storage
 
 Int64s = npt.NDArray[np.int64]
 KIND = "negatives"
-NONE = -1
 MINE = "trnpipe mine"
 _QUERIES, _PRODUCTS = "query_id.npy", "product.npy"
 

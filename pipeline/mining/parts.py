@@ -58,12 +58,12 @@ class MiningParts:
         return -(-self.num_queries // self.queries_per_part)
 
     def items(self, index: int) -> tuple[int, int]:
-        """First and last but one item of a piece."""
+        """The first item of a piece, and the one behind its last."""
         first = index * self.items_per_part
         return first, min(self.num_items, first + self.items_per_part)
 
     def queries(self, index: int) -> tuple[int, int]:
-        """First and last but one query of a piece."""
+        """The first query of a piece, and the one behind its last."""
         first = index * self.queries_per_part
         return first, min(self.num_queries, first + self.queries_per_part)
 

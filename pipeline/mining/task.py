@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.groups import first_rows, locate
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
@@ -19,7 +20,6 @@ from pipeline.evaluation.texts import text_hashes, to_tokens
 from pipeline.mining.select import NONE, Judged
 
 Int64s = npt.NDArray[np.int64]
-_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ class MiningTask:
 
     def queries(self, start: int, stop: int) -> Tokens:
         """Texts of queries `start` to `stop`."""
-        numbers = self.query_row[start:stop]
-        pools = np.searchsorted(_starts(self.rows), numbers, side="right") - 1
-        local = numbers - _starts(self.rows)[pools]
-        arrays = self.rows.read(pools, local, len(self.rows.sizes) - 1, ("query",))
+        pools, numbers = locate(self.rows.sizes, self.query_row[start:stop])
+        arrays = self.rows.read(pools, numbers, len(self.rows.sizes) - 1, ("query",))
         return to_tokens(arrays["query"], self.rows.pad_id)
 
     def items(self, start: int, stop: int) -> Tokens:
@@ -57,7 +55,7 @@ class MiningTask:
     def rows_of(self, items: Int64s) -> Int64s:
         """The row numbers that have these items, of any shape; NONE stays."""
         _, bucket, row = self.products.where.T
-        numbers = _starts(self.rows)[bucket] + row
+        numbers = first_rows(self.rows.sizes)[bucket] + row
         return np.where(items == NONE, NONE, numbers[items]) if len(numbers) else items
 
 
@@ -96,20 +94,12 @@ def _read(rows: TokenRows, stop: StopSignal) -> Arrays:
     fields = ("query_id", "product", "gain", "partition")
     parts: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in fields}
     with progress("reading judgements", sum(rows.sizes), "rows") as advance:
-        for bucket, size in enumerate(rows.sizes):
-            for start in range(0, size, _BLOCK_ROWS):
-                stop.raise_if_set("reading judgements")
-                numbers = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-                arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, fields)
-                arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
-                for name, values in arrays.items():
-                    parts[name].append(values)
-                advance(len(numbers))
+        for bucket, numbers in rows.blocks():
+            stop.raise_if_set("reading judgements")
+            arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, fields)
+            arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
+            for name, values in arrays.items():
+                parts[name].append(values)
+            advance(len(numbers))
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
     return {name: np.concatenate([np.zeros(0, dtype=types[name]), *found]) for name, found in parts.items()}
-
-
-def _starts(rows: TokenRows) -> Int64s:
-    """The number of the first row of each bucket."""
-    sizes = np.array(rows.sizes, dtype=np.int64)
-    return np.cumsum(sizes) - sizes

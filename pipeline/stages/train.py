@@ -34,7 +34,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if parent is not None and not inputs.selection.new and (key := _key_in(ctx.workspace, parent)):
         return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-    outcome = TrainRun(_config(settings), _surroundings(ctx), inputs, tokenizer).run()
+    outcome = TrainRun(run_config(settings), _surroundings(ctx), inputs, tokenizer).run()
     result = _commit(ctx, inputs, outcome.prefix, _figures(outcome), started)
     _tell(ctx, outcome, (result.finished - started).total_seconds())
     return result
@@ -73,7 +73,8 @@ def _commit(
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-def _config(settings: Settings) -> RunConfig:
+def run_config(settings: Settings) -> RunConfig:
+    """The settings that a run reads."""
     return RunConfig(
         train=settings.train,
         model=settings.model,

@@ -112,10 +112,6 @@ class TrainProgram:
             head_gradient=self._loss_config.head_gradient,
         )
 
-    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Of `outputs` the logits."""
-        return self.outputs(batch).logits
-
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Logits over relevance classes [B, K] and embeddings [B, D], fp32, without a gradient."""

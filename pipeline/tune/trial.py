@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoint.config import CheckpointConfig
@@ -15,9 +15,10 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
 from pipeline.stages.context import NoEvents, StageContext, share_tokens
+from pipeline.stages.train import run_config
 from pipeline.telemetry.events import EventLog
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import RunConfig, Surroundings, TrainRun
+from pipeline.train.run import Surroundings, TrainRun
 from pipeline.train.share import batch_share
 from pipeline.tune.journal import OpenTrial
 from pipeline.tune.space import Space
@@ -176,16 +177,7 @@ def _train(
         settings_hash=settings_hash(settings),
         code_version=ctx.code_version,
     )
-    config = RunConfig(
-        train=settings.train,
-        model=settings.model,
-        checkpoint=settings.checkpoint,
-        compile=settings.compile,
-        embed=settings.embed,
-        health=settings.health,
-        backend=settings.backend,
-        log_every=settings.log.every_steps,
-    )
+    config = replace(run_config(settings), tensorboard=False)
     try:
         TrainRun(config, around, inputs, basis.tokenizer, rungs).run()
     finally:

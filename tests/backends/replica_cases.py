@@ -112,7 +112,7 @@ def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tup
     for number in range(2):
         program.step(moved[number * accumulation : (number + 1) * accumulation])
     repeated = stream[0]["query"].repeat_interleave(config.candidates_per_query, dim=0)
-    program.scores({**moved[0], "query": repeated.to(backend.device)})
+    program.outputs({**moved[0], "query": repeated.to(backend.device)})
     assert len({graph.phase for graph in recorder.graphs.values()}) == len(recorder.graphs), "two steps, one graph"
     return program, {graph.phase: recorder.texts[key] for key, graph in recorder.graphs.items()}
 
@@ -184,5 +184,5 @@ def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
     program.load(build_model(MODEL, SPEC, 1).state_dict())
     groups = grouped(rows)
     (micro,) = training_batches(groups, plan_of(groups), RankShare(), 0, 1)
-    program.scores({name: tensor.to(backend.device) for name, tensor in micro.tensors.items()})
+    program.outputs({name: tensor.to(backend.device) for name, tensor in micro.tensors.items()})
     assert "all-reduce" not in "".join(recorder.texts.values())

@@ -72,7 +72,7 @@ def own_graph(
     if not first:
         backend.synchronise()  # the moments become data, as they are from the second step on
     if kind == "scores":
-        return hlo_text([program.scores(batch)])
+        return hlo_text([program.outputs(batch).logits])
     program.step([batch] * accumulation)
     optimizer = program.optimizer
     state = [*program.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, program.guard.state, program._figures]

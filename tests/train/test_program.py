@@ -248,7 +248,7 @@ def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: Tok
     assert torch.equal(masters, torch.cat([master.detach() for master in plain.masters]))
     served = make_program(CpuBackend())
     served.restore(weights, None)
-    assert torch.equal(served.scores(steps[0][0]), averaged.scores(steps[0][0]))
+    assert torch.equal(served.outputs(steps[0][0]).logits, averaged.outputs(steps[0][0]).logits)
     other = make_program(CpuBackend(), AVERAGED.model_copy(update={"seed": 99}))
     other.restore(weights, optimizer)
     for one in (averaged, other):
@@ -317,7 +317,7 @@ def test_low_precision_trains_close_to_fp32(rows: TokenRows, precision: str) -> 
     assert low != full
     assert all(master.dtype == torch.float32 for master in program.masters)
     assert low[-1]["skipped"] == 0
-    assert program.scores(steps[0][0]).dtype == torch.float32
+    assert program.outputs(steps[0][0]).logits.dtype == torch.float32
 
 
 def test_scores_are_without_gradient_and_dropout(rows: TokenRows) -> None:
@@ -325,6 +325,6 @@ def test_scores_are_without_gradient_and_dropout(rows: TokenRows) -> None:
     ((batch,),) = batches_of(rows, 1)
     step(program, [batch], control(1))
     pairs = {**batch, "query": batch["query"].repeat_interleave(TRAIN.candidates_per_query, dim=0)}
-    first, second = program.scores(pairs), program.scores(pairs)
+    first, second = program.outputs(pairs).logits, program.outputs(pairs).logits
     assert torch.equal(first, second) and not first.requires_grad
     assert program.has_dropout and not make_program(CpuBackend()).has_dropout
