@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertModel, Trainer, TrainerCallback, TrainingArguments
 
-from pipeline.data.loader import group_tensors
+from pipeline.data.loader import target_tensors, to_tensors
 from pipeline.data.shards import Arrays
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf import to_hf
@@ -85,10 +85,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     """The same rows as ours, one sample an item, every text padded to the same shape (XLA needs static shapes)."""
 
     def __init__(self, arrays: Arrays) -> None:
-        place = np.arange(len(arrays["label"]), dtype=np.int32)
-        alone = {"is_row": np.ones(len(place), dtype=np.bool_), "product_key": arrays["sample_id"]}
-        self._tensors = group_tensors({**arrays, **alone}, place)
-        del self._tensors["place"]
+        is_row = np.ones(len(arrays["label"]), dtype=np.bool_)
+        alone = {"is_row": is_row, "is_mined": ~is_row, "product_key": arrays["sample_id"]}
+        self._tensors = {**to_tensors(arrays), **target_tensors({**arrays, **alone})}
 
     def __len__(self) -> int:
         return len(self._tensors["label"])

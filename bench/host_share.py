@@ -15,7 +15,7 @@ from pipeline.backends.xla import XlaBackend
 from pipeline.core.buckets import Bucket
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import RelevanceInputs, RelevanceOutputs, build_model
+from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import Contrast, TrainProgram
 
@@ -98,8 +98,7 @@ class NamedProgram:
         (batch,) = micros
         with _Clock(self.backend) as clock:
             started = time.monotonic()
-            inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
-            outputs = self._model(inputs)
+            outputs = self._model(GroupInputs(*(batch[name] for name in GroupInputs._fields)))
             self.spent.forward += time.monotonic() - started
             targets = Targets(*(batch[name] for name in Targets._fields))
             relevance_loss(outputs, targets, self._config.loss).backward()  # type: ignore[no-untyped-call]

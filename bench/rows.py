@@ -30,7 +30,7 @@ class RandomRows:
     def __init__(self, spec: InputSpec, bucket: Bucket, rows: int, seed: int = 3) -> None:
         random = np.random.default_rng(seed)
         labels = random.integers(0, spec.num_classes, rows)
-        self.bucket = bucket
+        self.buckets, self.pad_id = (bucket,), spec.pad_id
         self.arrays: Arrays = {
             "query": _texts(random, rows, bucket.query_tokens, spec.vocab_size),
             "product": _texts(random, rows, bucket.product_tokens, spec.vocab_size),

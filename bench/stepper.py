@@ -11,20 +11,26 @@ from torch import Tensor
 from pipeline.backends import Backend, Batch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RowSource
-from pipeline.data.sampler import GroupedRows
+from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from pipeline.train.share import groups_of_batch
+from pipeline.train.share import groups_of_batch, rows_of_batch
 
 ENDLESS = 1_000_000
 """Steps of the schedule; no bench gets near."""
 
 
 AnyProgram = TypeVar("AnyProgram", bound=TrainProgram)
+
+
+class BucketedRows(PaddedRows, Protocol):
+    """Rows that know their shapes."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]: ...
 
 
 class Program(Protocol):
@@ -76,7 +82,7 @@ class Stepper:
 
 @contextmanager
 def open_stepper(
-    program: Program, backend: Backend, source: RowSource, config: TrainConfig, log_every: int
+    program: Program, backend: Backend, source: BucketedRows, config: TrainConfig, log_every: int
 ) -> Iterator[Stepper]:
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
@@ -112,7 +118,12 @@ def train_config(batch_size: int) -> TrainConfig:
     return TrainConfig(global_batch_size=batch_size, micro_batch_size=batch_size, candidates_per_query=1)
 
 
-def grouped(source: RowSource, config: TrainConfig) -> GroupedRows:
+def grouped(source: BucketedRows, config: TrainConfig) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
-    gain, seed = config.loss.positive_gain, config.seed
-    return GroupedRows.of(source, slots=config.candidates_per_query, positive_gain=gain, seed=seed)
+    return GroupedRows.of(
+        source,
+        slots=config.candidates_per_query,
+        lengths=rows_of_batch(config, source.buckets),
+        positive_gain=config.loss.positive_gain,
+        seed=config.seed,
+    )

@@ -19,10 +19,9 @@ import torch
 from bench.catalogue import prepared_catalogue
 from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.rows import RandomRows, input_spec
-from bench.stepper import ENDLESS, make_program, open_stepper, train_config
+from bench.stepper import ENDLESS, BucketedRows, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
@@ -57,7 +56,7 @@ class Task:
 
     shape: Shape
     spec: InputSpec
-    source: RowSource
+    source: BucketedRows
     buckets: tuple[Bucket, ...]
     padded: Arrays
 

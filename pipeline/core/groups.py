@@ -1,7 +1,7 @@
 """Rows of one query dealt into groups of fixed size, so that a query is encoded once for several of its products.
 
-A group is the unit of training batches: one query and `slots` products of it. Its positives are spread over its groups,
-long rows ride together (a group has the shape of its longest row), and every row is in exactly one group.
+A group is the unit of training batches: one query and `slots` products of it, in one row of tokens. Its positives are
+spread over its groups, and every row is in exactly one group.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,24 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class Groups:
-    """Members by bucket of the group: row numbers int64 [G, slots], EMPTY in slots without a row (never the first).
+    """Members by length of the group's row of tokens: int64 [G, slots], EMPTY in slots without one (never the first).
 
-    Row numbers count over all buckets, smallest bucket first; `starts[b]` is the first of bucket b.
+    Members are numbers of rows over all buckets of the data, smallest bucket first.
     """
 
     members: tuple[Int64s, ...]
-    starts: Int64s
+
+    @staticmethod
+    def of(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
+        """Groups [G, slots] of `tokens` [G] tokens, each in the shortest row of `lengths` (ascending) that holds it."""
+        place = np.searchsorted(lengths, tokens)
+        if len(place) and place.max() == len(lengths):
+            raise ValueError(f"a group of {tokens.max()} tokens for rows of {lengths[-1]}")
+        return Groups(tuple(members[place == number] for number in range(len(lengths))))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Groups of each bucket."""
+        """Groups of each length."""
         return tuple(len(members) for members in self.members)
 
     @property
@@ -38,27 +45,21 @@ class Groups:
         return sum(int((members != EMPTY).sum()) for members in self.members) / slots if slots else 1.0
 
 
-def deal_groups(
-    query_ids: Sequence[Int64s], positive: Sequence[npt.NDArray[np.bool_]], *, slots: int, seed: int
-) -> Groups:
-    """Groups of at most `slots` rows of one query each. Both sequences: one array a bucket, a value a row.
+def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int, seed: int) -> Int64s:
+    """Groups [G, slots] of at most `slots` rows of one query each. Both arguments: [N], a value a row.
 
     A function of its arguments alone, so every rank and every attempt deals the same. A query of n rows has
     ceil(n / slots) groups of nearly equal size. Memory: about 80 bytes a row while dealing, 8 bytes a slot after.
     """
-    sizes = np.array([len(ids) for ids in query_ids], dtype=np.int64)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-    query, is_positive = np.concatenate(list(query_ids)), np.concatenate(list(positive))
-    if not len(query):
-        return Groups(tuple(np.zeros((0, slots), dtype=np.int64) for _ in sizes), starts[:-1])
-    bucket = np.repeat(np.arange(len(sizes)), sizes)
-    tie = mix64(np.arange(len(query), dtype=np.uint64) ^ mix64(np.full(1, seed, dtype=np.uint64)))
-    order = np.lexsort((tie, bucket, is_positive, query))
-    rank, count = _rank_in_runs(query[order], is_positive[order])
-    share = np.empty(len(query))
+    if not len(query_id):
+        return np.zeros((0, slots), dtype=np.int64)
+    tie = mix64(np.arange(len(query_id), dtype=np.uint64) ^ mix64(np.full(1, seed, dtype=np.uint64)))
+    order = np.lexsort((tie, positive, query_id))
+    rank, count = _rank_in_runs(query_id[order], positive[order])
+    share = np.empty(len(query_id))
     share[order] = (rank + 0.5) / count  # of its kind: positives and the others interleave evenly
-    order = np.lexsort((tie, share, query))
-    place, rows = _rank_in_runs(query[order])
+    order = np.lexsort((tie, share, query_id))
+    place, rows = _rank_in_runs(query_id[order])
     wanted = -(-rows // slots)
     group_in_query = place * wanted // rows
     first = np.flatnonzero(place == 0)
@@ -67,9 +68,7 @@ def deal_groups(
     slot = place - -(-group_in_query * rows // wanted)
     members = np.full((int(before[-1]), slots), EMPTY, dtype=np.int64)
     members[group, slot] = order
-    widest = np.zeros(len(members), dtype=np.int64)
-    np.maximum.at(widest, group, bucket[order])
-    return Groups(tuple(members[widest == index] for index in range(len(sizes))), starts[:-1])
+    return members
 
 
 def first_rows(sizes: Sequence[int]) -> Int64s:

@@ -13,6 +13,9 @@ from pipeline.core.batching import BatchPlan, Int64s, RankShare, rank_slice
 from pipeline.core.order import mix64
 from pipeline.data.shards import Arrays
 
+_PAIRS = ("query", "product", "numeric", "categorical")  # see model/relevance.RelevanceInputs
+_GROUPS = ("tokens", "positions", "segments", "numeric", "categorical")  # see GroupInputs there
+
 
 class RowSource(Protocol):
     """Rows by (pool, number)."""
@@ -30,7 +33,7 @@ class GroupSource(Protocol):
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
-    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int) -> Arrays: ...
+    def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int) -> Arrays: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class MicroBatch:
     """What one rank needs for one micro-step, still on the host."""
 
     position: int
-    bucket: int
+    length: int
+    """Number of the length of its rows of tokens."""
     tensors: dict[str, Tensor]
     sample_ids: Int64s
     """Of the slots that hold a judged row."""
@@ -85,25 +89,29 @@ def evaluation_batches(
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """What a model needs to score rows; 32-bit integers only (64-bit ones are truncated on Neuron)."""
-    return {name: torch.from_numpy(arrays[name]) for name in ("query", "product", "numeric", "categorical")}
+    return {name: torch.from_numpy(arrays[name]) for name in _PAIRS}
 
 
 def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Tensor]:
     """What training needs of G groups of S slots.
 
-    query [G, Tq], query_key and place (of the group in the global batch) int32 [G]; product [G S, Tp], product_key
-    int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1, one with a
-    mined product label -1 and gain 0: it is a negative, and no grade of it is known.
+    tokens, positions, segments int32 [G, T], query_key and place (of the group in the global batch) int32 [G];
+    product_key int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1,
+    one with a mined product label -1 and gain 0: it is a negative, and no grade of it is known.
     """
+    texts = {name: torch.from_numpy(arrays[name]) for name in _GROUPS}
+    return {**texts, **target_tensors(arrays), "place": torch.from_numpy(place)}
+
+
+def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """What groups are trained towards, see model/losses.Targets."""
     is_row = arrays["is_row"]
     without = np.where(arrays["is_mined"], 0.0, -1.0)
     return {
-        **to_tensors(arrays),
         "label": torch.from_numpy(np.where(is_row, arrays["label"], -1).astype(np.int32)),
         "gain": torch.from_numpy(np.where(is_row, arrays["gain"], without).astype(np.float32)),
         "query_key": _key32(arrays["query_id"]),
         "product_key": _key32(arrays["product_key"]),
-        "place": torch.from_numpy(place),
     }
 
 

@@ -12,6 +12,7 @@ from pipeline.data.loader import RowSource
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 NONE = -1
+_BLOCK = 65_536
 _FIRST = 5  # purpose of a stream of random numbers, apart from those of core/batching, data/sampler and train/loop
 
 
@@ -58,19 +59,23 @@ class MinedProducts:
         chosen = (first[:, None] + visits[:, None] * self.slots + slot) % around[:, None]
         return np.where(slot < count[:, None], np.take_along_axis(products, chosen, axis=1), nothing)
 
-    def tokens(self, products: Int64s, bucket: int, length: int) -> Int32s:
-        """Tokens [N, length] of products [N], where `length` is that of products in `bucket`.
+    def tokens(self, products: Int64s) -> Int32s:
+        """Tokens of products [N], as long as those of the largest bucket."""
+        largest = len(self.rows.sizes) - 1
+        tokens: Int32s = self.rows.read(*locate(self.rows.sizes, products), largest, ("product",))["product"]
+        return tokens
 
-        A longer product is cut and its last token kept, as prepare cuts one that is longer than the largest bucket.
-        """
-        pools, numbers = locate(self.rows.sizes, products)
-        result = np.empty((len(products), length), dtype=np.int32)
-        for pool in np.unique(pools):
-            here = np.flatnonzero(pools == pool)
-            shape = max(bucket, int(pool))
-            whole = self.rows.read(pools[here], numbers[here], shape, ("product",))["product"]
-            result[here] = whole[:, :length]
-            real = (whole != self.pad_id).sum(axis=1)
-            (cut,) = np.nonzero(real > length)
-            result[here[cut], -1] = whole[cut, real[cut] - 1]
-        return result
+    def room(self, query_id: Int64s) -> Int64s:
+        """The most tokens that the mined products of a group of each query take, whichever are chosen, [N]."""
+        kinds, place = np.unique(self.product[self.product != NONE], return_inverse=True)
+        sizes = np.zeros(self.product.shape, dtype=np.int64)
+        sizes[self.product != NONE] = self._lengths(kinds)[place]
+        most = -np.sort(-sizes, axis=1)[:, : self.slots].sum(axis=1)
+        places = self.places(query_id)
+        return np.where(places == NONE, 0, most[places]) if len(most) else np.zeros_like(query_id)
+
+    def _lengths(self, products: Int64s) -> Int64s:
+        found = [np.zeros(0, dtype=np.int64)]
+        for start in range(0, len(products), _BLOCK):
+            found.append((self.tokens(products[start : start + _BLOCK]) != self.pad_id).sum(axis=1))
+        return np.concatenate(found)

@@ -1,10 +1,12 @@
 """What a run trains on: groups of rows of one query, all of the new partitions' and a share of the old ones'.
 
-Behind its judged rows a group has slots for mined negatives of its query, where they are asked for (data/mined).
+Behind its judged rows a group has slots for mined negatives of its query, where they are asked for (data/mined). All
+texts of a group lie in one row of tokens, one after the other, so that next to nothing of a batch is padding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,23 @@ from pipeline.data.loader import RowSource
 from pipeline.data.mined import NONE, MinedProducts
 from pipeline.data.shards import Arrays, TokenRows
 
+Int32s = npt.NDArray[np.int32]
 _REPLAY = 3
 _JUDGED = ("query_id", "label", "gain")
+_PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
+_BLOCK_ROWS = 65_536
+
+
+class PaddedRows(RowSource, Protocol):
+    """Rows whose texts end where padding begins."""
+
+    @property
+    def pad_id(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class MinedGroups:
-    """Mined products of groups, all by bucket of the group and [G]."""
+    """Mined products of groups, all by length of the group's row and [G]."""
 
     products: MinedProducts
     place: tuple[Int64s, ...]
@@ -34,7 +46,7 @@ class MinedGroups:
 
     @staticmethod
     def of(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":
-        """`query_id`: of each group, an array a bucket."""
+        """`query_id`: of each group, an array a length."""
         ends = np.cumsum([len(ids) for ids in query_id])[:-1]
         together = np.concatenate(list(query_id))
         columns = (products.places(together), *place_among_equals(together))
@@ -42,7 +54,7 @@ class MinedGroups:
         return MinedGroups(products, place, first, every)
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
-        """Products [N, slots] of groups `numbers[i]` of bucket `pools[i]` in an epoch."""
+        """Products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
         places, visits = np.empty_like(numbers), np.empty_like(numbers)
         for pool in np.unique(pools):
             here = pools == pool
@@ -97,33 +109,51 @@ class Judged:
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Rows of a source by (pool, number of a group in it). A group is one query with `slots` judged products of it."""
+    """Rows of a source by (pool, number of a group in it). A group is one query with `slots` judged products of it.
 
-    source: RowSource
+    A pool is a length of rows of tokens, `lengths` are all of them.
+    """
+
+    source: PaddedRows
     groups: Groups
     slots: int
+    lengths: tuple[int, ...]
     judged: Judged
     mined: MinedGroups | None = None
 
     @staticmethod
     def of(
-        source: RowSource, *, slots: int, positive_gain: float, seed: int, mined: MinedProducts | None = None
+        source: PaddedRows,
+        *,
+        slots: int,
+        lengths: Sequence[int],
+        positive_gain: float,
+        seed: int,
+        mined: MinedProducts | None = None,
     ) -> "GroupedRows":
-        """Deal the rows of a source, see core/groups. Reads the judgement of every row once."""
+        """Deal the rows of a source, see core/groups. Reads the judgement and the texts of every row once.
+
+        `lengths`: ascending, the last holds the longest texts there can be.
+        """
         every = [np.arange(size, dtype=np.int64) for size in source.sizes]
         columns = [_fields(source, bucket, rows, _JUDGED) for bucket, rows in enumerate(every)]
         positive = [column["gain"] >= np.float32(positive_gain) for column in columns]
-        query_id = [column["query_id"] for column in columns]
-        groups = deal_groups(query_id, positive, slots=slots, seed=seed)
+        query_id = np.concatenate([column["query_id"] for column in columns])
+        members = deal_groups(query_id, np.concatenate(positive), slots=slots, seed=seed)
+        query, product = (text_lengths(source, source.pad_id, field) for field in ("query", "product"))
+        first = members[:, 0]
+        tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
+        if mined is not None:
+            tokens += mined.room(query_id[first])
+        groups = Groups.of(members, tokens, lengths)
         asking = None
         if mined is not None:
-            every_id = np.concatenate(query_id)
-            asking = MinedGroups.of(mined, [every_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, Judged.of(columns, positive), asking)
+            asking = MinedGroups.of(mined, [query_id[members[:, 0]] for members in groups.members])
+        return GroupedRows(source, groups, slots, tuple(lengths), Judged.of(columns, positive), asking)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Groups of each bucket."""
+        """Groups of each length."""
         return self.groups.sizes
 
     def numeric_sample(self, most: int) -> npt.NDArray[np.float32]:
@@ -138,13 +168,14 @@ class GroupedRows:
         ]
         return np.concatenate([arrays["numeric"] for arrays in found])
 
-    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int = 0) -> Arrays:
-        """Groups `numbers[i]` of bucket `pools[i]` in the shape of `bucket`, in the order asked for.
+    def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
+        """Groups `numbers[i]` of pool `pools[i]` in rows of length number `length`, in the order asked for.
 
-        `query` and `query_id` have a row a group, everything else one a slot: those of judged rows, then those of mined
-        products, which change with the epoch. `is_row` and `is_mined` say which slot holds one. An empty slot repeats
-        the first row of its group; one with a mined product has the tokens of that, and the rest, features too, of the
-        group's first row: nothing may be learnt from it. `product_key` is equal for products of equal tokens.
+        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_id` have a row a group, all else
+        one a slot: those of judged rows, then those of mined products, which change with the epoch. `is_row` and
+        `is_mined` say which slot holds one; the others have no tokens. The rest of such a slot, and of one with a mined
+        product, is that of its group's first row: nothing may be learnt from it. `product_key` is equal for products of
+        equal tokens.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -153,24 +184,26 @@ class GroupedRows:
             members[here, : self.slots] = self.groups.members[pool][numbers[here]]
         is_row = members != EMPTY
         rows = np.where(is_row, members, members[:, :1]).reshape(-1)
-        arrays = self.source.read(*locate(self.source.sizes, rows), bucket)
-        arrays["query"] = arrays["query"][::slots]
-        arrays["query_id"] = arrays["query_id"][::slots]
+        largest = len(self.source.sizes) - 1
+        arrays = self.source.read(*locate(self.source.sizes, rows), largest, _PER_SLOT)
+        asking = self.source.read(*locate(self.source.sizes, members[:, 0]), largest, ("query", "query_id"))
         is_mined = np.zeros_like(is_row)
         if self.mined is not None:
             chosen = self.mined.choose(pools, numbers, epoch)
             is_mined[:, self.slots :] = chosen != NONE
-            length = arrays["product"].shape[1]
-            arrays["product"][is_mined.reshape(-1)] = self.mined.products.tokens(chosen[chosen != NONE], bucket, length)
+            if is_mined.any():
+                arrays["product"][is_mined.reshape(-1)] = self.mined.products.tokens(chosen[chosen != NONE])
+        product = arrays.pop("product")
         flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
-        return {**arrays, **flags, "product_key": _text_keys(arrays["product"])}
+        texts = _lined_up(asking["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
+        return {**arrays, **texts, **flags, "query_id": asking["query_id"], "product_key": _text_keys(product)}
 
 
 @dataclass(frozen=True)
 class TrainingPools:
-    """New groups first, then replayed ones, per bucket. Which old groups are replayed is a function of the seed alone.
+    """New groups first, then replayed ones, per length. Which old groups are replayed is a function of the seed alone.
 
-    `kept` is the number of old groups replayed of each bucket.
+    `kept` is the number of old groups replayed of each length.
     """
 
     new: GroupedRows
@@ -186,14 +219,21 @@ class TrainingPools:
         seed: int,
         *,
         slots: int,
+        lengths: Sequence[int],
         positive_gain: float,
         mined: MinedProducts | None = None,
     ) -> "TrainingPools":
         """`replay_share` of the run's groups come from `old` (fewer when there are not so many)."""
-        grouped = GroupedRows.of(new, slots=slots, positive_gain=positive_gain, seed=seed, mined=mined)
+
+        def grouped_from(rows: TokenRows) -> GroupedRows:
+            return GroupedRows.of(
+                rows, slots=slots, lengths=lengths, positive_gain=positive_gain, seed=seed, mined=mined
+            )
+
+        grouped = grouped_from(new)
         if old is None or replay_share == 0.0:
             return TrainingPools(grouped, None, (0,) * len(grouped.sizes), seed)
-        before = GroupedRows.of(old, slots=slots, positive_gain=positive_gain, seed=seed, mined=mined)
+        before = grouped_from(old)
         wanted = sum(grouped.sizes) * replay_share / (1.0 - replay_share)
         share = min(1.0, wanted / max(1, sum(before.sizes)))
         return TrainingPools(grouped, before, tuple(round(size * share) for size in before.sizes), seed)
@@ -205,22 +245,22 @@ class TrainingPools:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Groups of each bucket."""
+        """Groups of each length."""
         return tuple(a + b for a, b in zip(self.new.sizes, self.kept, strict=True))
 
-    def read(self, pools: Int64s, numbers: Int64s, bucket: int, epoch: int = 0) -> Arrays:
+    def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
         """Groups by (pool, number in the pool), in the order asked for, see GroupedRows.read."""
         new_sizes = np.array(self.new.sizes, dtype=np.int64)
         replayed = numbers >= new_sizes[pools]
         if self.old is None or not replayed.any():
-            return self.new.read(pools, numbers, bucket, epoch)
+            return self.new.read(pools, numbers, length, epoch)
         chosen = numbers.copy()
         for pool in np.unique(pools[replayed]):
             here = replayed & (pools == pool)
             key = stream_key(self.seed, _REPLAY, int(pool))
             chosen[here] = permute(numbers[here] - new_sizes[pool], self.old.sizes[pool], key)
         parts = [
-            (np.flatnonzero(mask), source.read(pools[mask], chosen[mask], bucket, epoch))
+            (np.flatnonzero(mask), source.read(pools[mask], chosen[mask], length, epoch))
             for mask, source in ((~replayed, self.new), (replayed, self.old))
             if mask.any()
         ]
@@ -234,6 +274,43 @@ def _fields(source: RowSource, bucket: int, rows: Int64s, fields: Sequence[str])
         return {name: np.zeros(0, dtype=kind) for name, kind in kinds.items()}
     pools = np.full(len(rows), bucket, dtype=np.int64)
     return source.read(pools, rows, bucket, fields)
+
+
+def text_lengths(source: RowSource, pad_id: int, field: str) -> Int64s:
+    """Tokens of the text in `field` of every row of a source [N], rows numbered over all buckets."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for bucket, size in enumerate(source.sizes):
+        for start in range(0, size, _BLOCK_ROWS):
+            rows = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
+            found.append((_fields(source, bucket, rows, (field,))[field] != pad_id).sum(axis=1))
+    return np.concatenate(found)
+
+
+def _lined_up(
+    query: npt.NDArray[np.int32], product: npt.NDArray[np.int32], has_text: npt.NDArray[np.bool_], length: int, pad: int
+) -> Arrays:
+    """Queries [G, Tq] and products [G S, Tp] of groups as rows of tokens, all int32 [G, length].
+
+    `has_text` [G, S]: a product without it takes no room.
+    """
+    groups, slots = has_text.shape
+    is_query = query != pad
+    is_product = (product != pad).reshape(groups, slots, -1) & has_text[:, :, None]
+    sizes = np.concatenate([is_query.sum(axis=1)[:, None], is_product.sum(axis=2)], axis=1)  # [G, 1 + S]
+    starts = np.cumsum(sizes, axis=1) - sizes
+    texts = {name: np.zeros((groups, length), dtype=np.int32) for name in ("tokens", "positions", "segments")}
+    texts["tokens"][:] = pad
+    row, place = np.nonzero(is_query)
+    _put(texts, row, starts[row, 0], place, query[is_query], np.ones(1, dtype=np.int32))
+    row, slot, place = np.nonzero(is_product)
+    ids = product.reshape(groups, slots, -1)[is_product]
+    _put(texts, row, starts[row, 1 + slot], place, ids, slot + 2)
+    return texts
+
+
+def _put(texts: Arrays, row: Int64s, start: Int64s, place: Int64s, ids: Int32s, segment: npt.NDArray[Any]) -> None:
+    at = row, start + place
+    texts["tokens"][at], texts["positions"][at], texts["segments"][at] = ids, place, segment
 
 
 def _text_keys(tokens: npt.NDArray[np.int32]) -> Int64s:

@@ -34,7 +34,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
-        """hidden [B, T, D], score_bias [B, 1, 1, T] -> [B, T, D]."""
+        """hidden [B, T, D], score_bias [B, 1, 1 or T, T] -> [B, T, D]."""
         batch, tokens, width = hidden.shape
         heads = (batch, tokens, self.num_heads, width // self.num_heads)
         query, key, value = (part.reshape(heads).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
@@ -70,12 +70,34 @@ class TextEncoder(nn.Module):
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """tokens int [B, T] -> states of the last layer [B, T, D]."""
-        fixed = self.position_embeddings.weight[: tokens.shape[1]] + self.type_embeddings.weight[0]
+        return self._states(
+            tokens, self.position_embeddings.weight[: tokens.shape[1]], (tokens == self.pad_id)[:, None]
+        )
+
+    def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
+        """Rows of up to `texts` texts -> embeddings fp32 [R, texts, D], zeros where there is no text.
+
+        Ids, positions in the text and numbers of the texts (from 1; 0: padding), all int32 [R, T]. Texts of a row do
+        not see each other: attention is masked between them, positions start anew, pooling is per text.
+        """
+        apart = segments[:, :, None] != segments[:, None, :]
+        hidden = self._states(tokens, self.position_embeddings(positions), apart)
+        numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
+        members = segments[:, None, :] == numbers[:, None]  # [R, texts, T]
+        if self.pooling == "cls":
+            members = members & (positions == 0)[:, None, :]
+        weights = members.float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            sums = torch.matmul(weights, hidden.float())
+        return sums / weights.sum(-1, keepdim=True).clamp(min=1.0)
+
+    def _states(self, tokens: Tensor, positions: Tensor, masked: Tensor) -> Tensor:
+        """tokens int [B, T], positions' embeddings [T, D] or [B, T, D], masked bool [B, 1 or T, T] -> [B, T, D]."""
+        fixed = positions + self.type_embeddings.weight[0]
         hidden: Tensor = self.embedding_norm(self.word_embeddings(tokens) + fixed)
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout, self.training)
-        padding = (tokens == self.pad_id).to(hidden.dtype)
-        score_bias = (padding * _MASKED)[:, None, None, :]
+        score_bias = (masked.to(hidden.dtype) * _MASKED)[:, None]
         for layer in self.layers:
             hidden = layer(hidden, score_bias)
         return hidden

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.model.flat import FlatLayout
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
 
 Precision = Literal["fp32", "autocast", "bf16"]
 
@@ -25,7 +25,8 @@ def flat_forward(
     head_gradient: float = 1.0,
 ) -> RelevanceOutputs:
     """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
-    inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
+    kind = GroupInputs if "segments" in batch else RelevanceInputs
+    inputs = kind(*(batch[name] for name in kind._fields))
     if precision == "bf16":
         flats = [flat.bfloat16() for flat in flats]
     elif backend.is_lazy:

@@ -23,6 +23,20 @@ class RelevanceInputs(NamedTuple):
     categorical: Tensor  # int32 [Q S, C]
 
 
+class GroupInputs(NamedTuple):
+    """Tensors of one batch of training: Q queries, each in one row of T tokens with the S products of its group.
+
+    Text 1 of a row is the query, text 1 + s its product s, see TextEncoder.rows. Product number q S + s belongs to
+    query q. A product without tokens has an embedding of zeros.
+    """
+
+    tokens: Tensor  # int32 [Q, T]
+    positions: Tensor  # int32 [Q, T]
+    segments: Tensor  # int32 [Q, T]
+    numeric: Tensor  # float32 [Q S, F]
+    categorical: Tensor  # int32 [Q S, C]
+
+
 class RelevanceOutputs(NamedTuple):
     """logits [Q S, K] over relevance classes, embeddings of queries [Q, D] and products [Q S, D]."""
 
@@ -40,9 +54,12 @@ class RelevanceModel(nn.Module):
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
-    def forward(self, inputs: RelevanceInputs, *, head_gradient: float = 1.0) -> RelevanceOutputs:
+    def forward(self, inputs: RelevanceInputs | GroupInputs, *, head_gradient: float = 1.0) -> RelevanceOutputs:
         """Embeddings and scores. `head_gradient` scales what the encoder hears of the head's gradient, no value."""
-        query, product = self.embed(inputs.query, inputs.product)
+        if isinstance(inputs, GroupInputs):
+            query, product = self.embed_groups(inputs)
+        else:
+            query, product = self.embed(inputs.query, inputs.product)
         scored = [_scale_gradient(side, head_gradient) for side in (query, product)]
         slots = product.shape[0] // query.shape[0]
         if slots > 1:
@@ -56,6 +73,13 @@ class RelevanceModel(nn.Module):
             both: Tensor = self.encoder(torch.cat([query, product], dim=0))
             return both[: query.shape[0]], both[query.shape[0] :]
         return self.encoder(query), self.encoder(product)
+
+    def embed_groups(self, inputs: GroupInputs) -> tuple[Tensor, Tensor]:
+        """Rows to embeddings of queries [Q, D] and products [Q S, D] in one encoder pass."""
+        texts = 1 + inputs.numeric.shape[0] // inputs.tokens.shape[0]
+        found = self.encoder.rows(inputs.tokens, inputs.positions, inputs.segments, texts)
+        found = found.to(self.head.weight.dtype)  # bf16, where weights are
+        return found[:, 0], found[:, 1:].flatten(0, 1)
 
 
 def _scale_gradient(values: Tensor, scale: float) -> Tensor:

@@ -43,9 +43,8 @@ class BatchStream:
         for micro in stream:
             step = micro.position + 1
             control = control_values(step, schedule_of(self._config, step, self._max_steps), self._config.optimizer)
-            real = micro.tensors["gain"] >= 0
-            tokens = torch.count_nonzero(micro.tensors["query"]) + torch.count_nonzero(micro.tensors["product"][real])
-            self._notes.append((micro.position, int(tokens), sample_digest(micro.sample_ids), time.monotonic()))
+            tokens = int(torch.count_nonzero(micro.tensors["segments"]))
+            self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
             yield {**micro.tensors, "control": control}
 
     def took(self, position: int) -> tuple[int, int, float]:

@@ -1,7 +1,7 @@
 """Settings of the training loop."""
 
 from datetime import datetime
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -74,6 +74,11 @@ class TrainConfig(BaseModel):
     )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
+    )
+    row_tokens: tuple[Annotated[int, Field(ge=8)], ...] = Field(
+        (),
+        description="Lengths of rows that hold a query and its products; default: from data.buckets. More of them: less"
+        " padding, more graphs",
     )
     precision: Literal["fp32", "autocast", "bf16"] = Field(
         "fp32", description="bf16: bf16 weights and activations, fp32 master weights"

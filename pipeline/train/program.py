@@ -31,6 +31,7 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
+from pipeline.train.share import rows_of_batch
 
 _GUARD, _SERVED, _MASTERS = "guard", "served", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
@@ -67,7 +68,8 @@ class TrainProgram:
     ) -> None:
         self.backend = backend
         self._watch: GraphWatch = watch or NoWatch()
-        self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
+        self._buckets = {bucket.name for bucket in buckets}
+        self._rows = {str(length) for length in rows_of_batch(config, buckets)}
         self.layout = FlatLayout.of(model, config.chunk_mib)
         self.has_dropout = model.encoder.dropout > 0
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
@@ -98,10 +100,10 @@ class TrainProgram:
 
     def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
         """Scores and embeddings of one batch on the device. `weights`: not those in training, but these."""
-        shape = (batch["query"].shape[1], batch["product"].shape[1])
-        if shape not in self._shapes:
-            known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
-            raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
+        shape = _place_of(batch).bucket
+        if shape not in self._buckets | self._rows:
+            known = ", ".join(sorted(self._buckets | self._rows))
+            raise DataError(f"a batch of {shape} tokens", expected=f"one of {known}")
         return flat_forward(
             self._model,
             self.layout,
@@ -354,6 +356,9 @@ class TrainProgram:
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:
+    """Rows are named by their length, pairs by their bucket."""
+    if "segments" in batch:
+        return Place("", str(batch["tokens"].shape[1]), len(batch["label"]))
     samples, product_tokens = batch["product"].shape
     return Place("", Bucket(batch["query"].shape[1], product_tokens).name, samples)
 

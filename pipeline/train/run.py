@@ -14,6 +14,7 @@ from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.core.batching import BatchPlan
+from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
@@ -49,7 +50,7 @@ from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.quality_warnings import warnings_of
 from pipeline.train.saver import Saver
-from pipeline.train.share import batch_share, groups_of_batch
+from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
 
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""
@@ -203,9 +204,14 @@ class TrainRun:
             train.replay_share,
             train.seed,
             slots=train.candidates_per_query,
+            lengths=self._lengths(),
             positive_gain=train.loss.positive_gain,
             mined=self._mined(),
         )
+
+    def _lengths(self) -> tuple[int, ...]:
+        info = self.inputs.sets[0].info
+        return rows_of_batch(self.config.train, [Bucket.parse(name) for name in info.buckets])
 
     def _mined(self) -> MinedProducts | None:
         """What fills the slots for mined negatives, where there are such slots. Raises DataError."""
@@ -328,7 +334,7 @@ class TrainRun:
             parent=parent,
             new_partitions=[p.name for p in selection.new],
             old_partitions=[p.name for p in selection.old],
-            batches_by_bucket=dict(zip([b.name for b in self.valid.buckets], plan.batches_by_bucket, strict=True)),
+            batches_by_row_tokens=dict(zip(map(str, pools.new.lengths), plan.batches_by_bucket, strict=True)),
         )
 
     def _sink(self) -> "_NoSink | TensorBoardSink":

@@ -1,6 +1,9 @@
 """How ranks and micro-steps share a global batch. Pure."""
 
+from collections.abc import Sequence
+
 from pipeline.core.batching import RankShare
+from pipeline.core.buckets import Bucket, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.world import World
 from pipeline.train.config import TrainConfig
@@ -12,6 +15,11 @@ def groups_of_batch(config: TrainConfig) -> int:
     if rest or not groups:
         raise _refused(config, 1, f"a global batch of {config.global_batch_size}")
     return groups
+
+
+def rows_of_batch(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    """Lengths of the rows of tokens that batches are made of, ascending; one batch has one of them."""
+    return row_lengths(buckets, config.candidates_per_query + config.mined_per_query, config.row_tokens)
 
 
 def batch_share(config: TrainConfig, world: World) -> RankShare:

@@ -29,7 +29,7 @@ from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.program import TrainProgram
-from pipeline.train.share import batch_share, groups_of_batch
+from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -38,10 +38,16 @@ after as many, measured with torch-xla 2.9 on XLA:CPU.
 
 
 class TrialRows:
-    """A RowSource with as many made-up rows in every bucket, `slots` of each query."""
+    """A RowSource with as many made-up rows in every bucket, `slots` of each query.
 
-    def __init__(self, spec: InputSpec, buckets: tuple[Bucket, ...], rows: int, slots: int = 1) -> None:
-        self.buckets, self.slots, self._spec, self._rows = buckets, slots, spec, rows
+    `texts`: of how many tokens the query and the products of each bucket really are (none: as many as it holds).
+    """
+
+    def __init__(
+        self, spec: InputSpec, buckets: Sequence[Bucket], rows: int, slots: int = 1, texts: Sequence[Bucket] = ()
+    ) -> None:
+        self.buckets, self.slots, self._spec, self._rows = tuple(buckets), slots, spec, rows
+        self.pad_id, self._texts = spec.pad_id, texts or buckets
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,11 +56,12 @@ class TrialRows:
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Rows `rows` in the shape of `bucket`; the types are those of data/shards.TokenRows."""
         shape, count, spec = self.buckets[bucket], len(rows), self._spec
+        text = [self._texts[pool] for pool in pools.tolist()]
         numbers = pools * self._rows + rows
         labels = numbers % spec.num_classes
         return {
-            "query": _tokens(count, shape.query_tokens, spec),
-            "product": _tokens(count, shape.product_tokens, spec),
+            "query": _tokens([one.query_tokens for one in text], shape.query_tokens, spec),
+            "product": _tokens([one.product_tokens for one in text], shape.product_tokens, spec),
             "label": labels.astype(np.int16),
             "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
             "numeric": np.zeros((count, len(spec.numeric)), dtype=np.float32),
@@ -64,11 +71,17 @@ class TrialRows:
         }
 
 
-def _tokens(rows: int, tokens: int, spec: InputSpec) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Ids other than padding: an all-padding row would divide by zero."""
-    return ((np.arange(rows * tokens, dtype=np.int32) % max(1, spec.vocab_size - 1)) + 1).reshape(rows, tokens) % (
-        spec.vocab_size
-    )
+def _tokens(lengths: Sequence[int], width: int, spec: InputSpec) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """[N, width]: texts of `lengths` [N] tokens, padded."""
+    real = np.arange(width) < np.array(lengths, dtype=np.int64)[:, None]
+    other = (spec.pad_id + 1) % spec.vocab_size
+    return np.where(real, other, spec.pad_id).astype(np.int32)
+
+
+def texts_of_row(length: int, products: int, largest: Bucket) -> Bucket:
+    """Tokens of a query and of each of `products` products that together fill a row of `length` tokens."""
+    each = max(1, -(-(length - largest.query_tokens) // products))
+    return Bucket(length - products * each, each)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -93,11 +106,8 @@ class Trial:
 
     def run(self) -> None:
         """Train over every bucket, evaluate and copy out a checkpoint on the way and at the end. Raises Preempted."""
-        rows = TrialRows(
-            self.spec, self.buckets, STEPS_PER_BUCKET * self.train.global_batch_size, self.train.candidates_per_query
-        )
-        seed, gain = self.train.seed, self.train.loss.positive_gain
-        groups = GroupedRows.of(rows, slots=rows.slots, positive_gain=gain, seed=seed, mined=self._mined(rows))
+        groups = self._groups()
+        seed = self.train.seed
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
         self.program = TrainProgram(
@@ -136,14 +146,28 @@ class Trial:
         del loop, self.program  # one model at a time on the device
         self.embed_blank()
 
-    def _mined(self, rows: TrialRows) -> MinedProducts | None:
-        """As many products for every query as training has slots for."""
-        slots, seed = self.train.mined_per_query, self.train.seed
-        if not slots:
-            return None
-        queries = np.arange(-(-sum(rows.sizes) // rows.slots), dtype=np.int64)
-        products = np.zeros((len(queries), slots), dtype=np.int64)
-        return MinedProducts(rows, self.spec.pad_id, queries, products, slots, seed)
+    def _groups(self) -> GroupedRows:
+        """As many groups in rows of every length: a bucket for each, of texts that fill it."""
+        slots, mined = self.train.candidates_per_query, self.train.mined_per_query
+        lengths = rows_of_batch(self.train, self.buckets)
+        texts = [texts_of_row(length, slots + mined, self.buckets[-1]) for length in lengths]
+        shapes = [self.buckets[-1]] * len(lengths)
+        rows = TrialRows(self.spec, shapes, STEPS_PER_BUCKET * self.train.global_batch_size, slots, texts)
+        return GroupedRows.of(
+            rows,
+            slots=slots,
+            lengths=lengths,
+            positive_gain=self.train.loss.positive_gain,
+            seed=self.train.seed,
+            mined=self._mined(rows) if mined else None,
+        )
+
+    def _mined(self, rows: TrialRows) -> MinedProducts:
+        """As many products for every query as training has slots for, all as long as its own."""
+        slots = self.train.mined_per_query
+        queries = np.arange(sum(rows.sizes) // rows.slots, dtype=np.int64)
+        products = np.repeat((queries * rows.slots)[:, None], slots, axis=1)
+        return MinedProducts(rows, self.spec.pad_id, queries, products, slots, self.train.seed)
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from pipeline.backends.xla_tracer import XlaTracer
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import training_batches
+from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.embedding.config import EmbedConfig
 from pipeline.evaluation.program import ScoreProgram
@@ -111,8 +112,8 @@ def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tup
     moved = [{name: tensor.to(backend.device) for name, tensor in micro.items()} for micro in stream]
     for number in range(2):
         program.step(moved[number * accumulation : (number + 1) * accumulation])
-    repeated = stream[0]["query"].repeat_interleave(config.candidates_per_query, dim=0)
-    program.outputs({**moved[0], "query": repeated.to(backend.device)})
+    pairs = to_tensors(rows.read(np.zeros(16, dtype=np.int64), np.arange(16), 0))
+    program.outputs({name: tensor.to(backend.device) for name, tensor in pairs.items()})
     assert len({graph.phase for graph in recorder.graphs.values()}) == len(recorder.graphs), "two steps, one graph"
     return program, {graph.phase: recorder.texts[key] for key, graph in recorder.graphs.items()}
 

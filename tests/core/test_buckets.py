@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.buckets import Bucket, assign_buckets, check_buckets
+from pipeline.core.buckets import Bucket, assign_buckets, check_buckets, row_lengths
 from pipeline.core.errors import ConfigError
 
 
@@ -45,3 +45,10 @@ def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: 
     for q, p, chosen in zip(query, product, assign_buckets(query, product, buckets), strict=True):
         fitting = [i for i, b in enumerate(buckets) if q <= b.query_tokens and p <= b.product_tokens]
         assert chosen == (fitting[0] if fitting else len(buckets) - 1)
+
+
+def test_row_lengths_end_with_one_that_holds_all() -> None:
+    buckets = (Bucket(16, 24), Bucket(32, 64))
+    assert row_lengths(buckets, 4) == (72, 184, 288)
+    assert row_lengths(buckets, 4, (80, 400, 96, 80)) == (80, 96, 288)
+    assert row_lengths((Bucket(3, 3),), 1) == (6,)

@@ -20,6 +20,7 @@ from pipeline.train.batches import add_digests
 from tests.train.rows import make_rows, mined_from
 
 BATCH = 12
+LENGTHS = (20, 26, 60)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,9 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> TrainingPools:
     folder = tmp_path_factory.mktemp("loader")
     new, old = make_rows(folder, [(20, 9), (11, 16)]), make_rows(folder, [(40, 40)], first_id=1001)
     mined = mined_from(new, 3)
-    return TrainingPools.build(new, old, replay_share=0.3, seed=1, slots=2, positive_gain=0.99, mined=mined)
+    return TrainingPools.build(
+        new, old, replay_share=0.3, seed=1, slots=2, lengths=LENGTHS, positive_gain=0.99, mined=mined
+    )
 
 
 def plan_of(pools: TrainingPools) -> BatchPlan:
@@ -44,11 +47,11 @@ def global_batches(pools: TrainingPools, world_size: int, accumulation: int, sta
     for step in range(stop - start):
         parts = [part for stream in streams for part in stream[step * accumulation : (step + 1) * accumulation]]
         assert {part.position for part in parts} == {start + step}
-        assert len({part.bucket for part in parts}) == 1  # Neuron runs one graph sequence on all ranks
+        assert len({part.length for part in parts}) == 1  # Neuron runs one graph sequence on all ranks
         joined.append(
             MicroBatch(
                 start + step,
-                parts[0].bucket,
+                parts[0].length,
                 {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors},
                 np.concatenate([part.sample_ids for part in parts]),
             )
@@ -59,7 +62,7 @@ def global_batches(pools: TrainingPools, world_size: int, accumulation: int, sta
 def assert_same(left: list[MicroBatch], right: list[MicroBatch]) -> None:
     assert len(left) == len(right) > 0
     for one, two in zip(left, right, strict=True):
-        assert (one.position, one.bucket) == (two.position, two.bucket)
+        assert (one.position, one.length) == (two.position, two.length)
         assert one.sample_ids.tolist() == two.sample_ids.tolist()
         assert one.tensors.keys() == two.tensors.keys()
         assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in one.tensors)
@@ -87,9 +90,9 @@ def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools)
     for batch in global_batches(pools, 1, 1, 0, plan_of(pools).batches_per_epoch):
         tensors = batch.tensors
         assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.int32", "torch.float32"}
-        assert {len(tensors[name]) for name in ("query", "query_key", "place")} == {BATCH // 2}
+        assert {len(tensors[name]) for name in ("tokens", "segments", "query_key", "place")} == {BATCH // 2}
         every = BATCH // 2 * (2 + 3)  # judged, and mined
-        assert {len(tensors[name]) for name in ("product", "label", "gain", "product_key", "numeric")} == {every}
+        assert {len(tensors[name]) for name in ("label", "gain", "product_key", "numeric")} == {every}
         assert tensors["place"].tolist() == list(range(BATCH // 2))
         gain, label = (tensors[name].view(BATCH // 2, 5) for name in ("gain", "label"))
         assert torch.equal(gain[:, :2] < 0, label[:, :2] < 0)
@@ -105,17 +108,17 @@ def test_the_next_epoch_has_other_mined_products(pools: TrainingPools) -> None:
     for start in (0, length):
         found: dict[int, set[bytes]] = {}
         for batch in global_batches(pools, 1, 1, start, start + length):
-            product, gain = (batch.tensors[name].view(BATCH // 2, 5, -1) for name in ("product", "gain"))
-            for query, tokens, gains in zip(batch.tensors["query_key"].tolist(), product, gain, strict=True):
-                rows = tokens[2:][gains[2:, 0] == 0]
-                found.setdefault(query, set()).update(row[row != 0].numpy().tobytes() for row in rows)
+            rows = (batch.tensors[name] for name in ("query_key", "tokens", "segments"))
+            for query, tokens, segments in zip(*rows, strict=True):
+                texts = [tokens[segments == number] for number in (4, 5, 6)]  # behind the query and two judged products
+                found.setdefault(int(query), set()).update(text.numpy().tobytes() for text in texts if len(text))
         seen.append(found)
     assert any(seen[0][query] != seen[1][query] for query in seen[0].keys() & seen[1].keys())
 
 
 def test_keys_use_all_bits_of_the_id() -> None:
     ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
-    names = ("query", "product", "numeric", "categorical", "label", "gain")
+    names = ("tokens", "positions", "segments", "numeric", "categorical", "label", "gain")
     arrays = {name: np.zeros(4, np.float32) for name in names} | {
         "is_row": np.ones(4, np.bool_),
         "is_mined": np.zeros(4, np.bool_),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.mined import NONE, MinedProducts
-from tests.train.rows import BUCKETS, CLS, PAD, SEP, make_rows, mined_from
+from tests.train.rows import PAD, make_rows, mined_from
 
 Int64s = npt.NDArray[np.int64]
 
@@ -66,26 +66,18 @@ def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
     assert nobody.choose(nobody.places(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
 
 
-def test_tokens_are_those_of_the_row_in_the_shape_asked_for(tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_row(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(3, 2), (0, 4)])
     mined = mined_from(rows, 1)
     numbers = np.array([8, 0, 3, 2, 5])
-    wide = mined.tokens(numbers, 1, BUCKETS[1].product_tokens)
     every = [rows.read(np.full(size, bucket), np.arange(size), 1)["product"] for bucket, size in enumerate(rows.sizes)]
-    np.testing.assert_array_equal(wide, np.concatenate(every)[numbers])
-    np.testing.assert_array_equal(mined.tokens(numbers, 0, 6), wide[:, :6])  # all of these rows are short
+    np.testing.assert_array_equal(mined.tokens(numbers), np.concatenate(every)[numbers])
 
 
-def test_a_product_longer_than_the_bucket_is_cut_and_keeps_its_last_token() -> None:
-    class Long:
-        sizes = (0, 2)
-
-        def read(
-            self, pools: Int64s, rows: Int64s, bucket: int, fields: object = ()
-        ) -> dict[str, npt.NDArray[np.int32]]:
-            assert (pools == 1).all() and bucket == 1
-            whole = np.array([[CLS, 5, 6, 7, 8, SEP, PAD], [CLS, 9, SEP, PAD, PAD, PAD, PAD]], dtype=np.int32)
-            return {"product": whole[rows]}
-
-    mined = MinedProducts(Long(), PAD, np.array([1]), np.array([[0, 1]]), 2, 1)
-    assert mined.tokens(np.array([1, 0]), 0, 4).tolist() == [[CLS, 9, SEP, PAD], [CLS, 5, 6, SEP]]
+def test_there_is_room_for_whichever_are_chosen(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(5, 3)])  # 4 and 5 tokens
+    product = np.array([[0, 6, 1], [7, 5, NONE], [2, NONE, NONE], [NONE, NONE, NONE]])
+    mined = MinedProducts(rows, PAD, np.array([1, 2, 4, 6]), product, 2, 1)
+    assert mined.room(np.array([2, 1, 4, 6, 3])).tolist() == [10, 9, 4, 0, 0]
+    nobody = MinedProducts(rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
+    assert nobody.room(np.array([4])).tolist() == [0]

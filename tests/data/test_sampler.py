@@ -6,38 +6,61 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.data.mined import MinedProducts
 from pipeline.data.sampler import GroupedRows, TrainingPools
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import Arrays, TokenRows
 from tests.train.rows import make_rows, mined_from
 
 SLOTS = 4
+LENGTHS = (16, 21, 60)
+
+
+def group(rows: TokenRows, slots: int, mined: MinedProducts | None = None) -> GroupedRows:
+    return GroupedRows.of(rows, slots=slots, lengths=LENGTHS, positive_gain=0.99, seed=1, mined=mined)
 
 
 def build(new: TokenRows, old: TokenRows | None, replay_share: float, seed: int = 1) -> TrainingPools:
-    return TrainingPools.build(new, old, replay_share, seed, slots=SLOTS, positive_gain=0.99)
+    return TrainingPools.build(new, old, replay_share, seed, slots=SLOTS, lengths=LENGTHS, positive_gain=0.99)
 
 
 def ids_of(pools: TrainingPools | GroupedRows) -> list[list[list[int]]]:
-    """Sample ids of the groups of every bucket, in pool order."""
+    """Sample ids of the groups of every length, in pool order."""
     found = []
     for pool, size in enumerate(pools.sizes):
-        arrays = pools.read(np.full(size, pool), np.arange(size), 1) if size else None
+        arrays = pools.read(np.full(size, pool), np.arange(size), 2) if size else None
         groups = [] if arrays is None else np.split(arrays["sample_id"], size)
         real = [] if arrays is None else np.split(arrays["is_row"], size)
         found.append([ids[mask].tolist() for ids, mask in zip(groups, real, strict=True)])
     return found
 
 
+def text_of(arrays: Arrays, row: int, number: int) -> list[int]:
+    """Tokens of text `number` of a row, in the order of their positions."""
+    here = arrays["segments"][row] == number
+    assert arrays["positions"][row][here].tolist() == list(range(here.sum()))
+    found: list[int] = arrays["tokens"][row][here].tolist()
+    return found
+
+
+def assert_equal_keys_for_equal_texts(arrays: Arrays, slots: int) -> None:
+    has_text = arrays["is_row"] | arrays["is_mined"]
+    texts = [tuple(text_of(arrays, slot // slots, 2 + slot % slots)) for slot in range(len(has_text))]
+    met: dict[tuple[int, ...], int] = {}
+    for text, key in zip(texts, arrays["product_key"].tolist(), strict=True):
+        assert not text or met.setdefault(text, key) == key
+    assert len(set(met.values())) == len(met)
+
+
 def test_every_row_is_in_one_group_of_its_query(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(30, 10), (7, 14)])
-    grouped = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1)
+    grouped = group(rows, 3)
     groups = [group for bucket in ids_of(grouped) for group in bucket]
     assert sorted(i for group in groups for i in group) == list(range(1, 62))
     assert all(1 <= len(group) <= 3 and len({i // 4 for i in group}) == 1 for group in groups)
-    longest = [i for shard in ((31, 41), (48, 62)) for i in range(*shard)]  # rows of the larger bucket
-    assert all(
-        any(i in longest for i in group) == bool(bucket) for bucket in (0, 1) for group in ids_of(grouped)[bucket]
-    )
+    longer = [i for shard in ((31, 41), (48, 62)) for i in range(*shard)]  # texts of 5 tokens, the others have 4
+    for number, found in enumerate(ids_of(grouped)):
+        sizes = [sum(5 if i in longer else 4 for i in (group[0], *group)) for group in found]
+        assert all(size <= LENGTHS[number] and (not number or size > LENGTHS[number - 1]) for size in sizes)
     assert grouped.groups.fill == pytest.approx(61 / (3 * len(groups)))
     every = [rows.read(np.full(size, b), np.arange(size), 1) for b, size in enumerate(rows.sizes)]
     judged = grouped.judged
@@ -56,47 +79,52 @@ def test_every_row_is_in_one_group_of_its_query(tmp_path: Path) -> None:
 
 def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(5, 5)])
-    grouped = GroupedRows.of(rows, slots=SLOTS, positive_gain=0.99, seed=1)
-    arrays = grouped.read(np.array([0, 1]), np.array([0, 0]), 1)
-    assert arrays["query"].shape == (2, 6) and arrays["product"].shape == (2 * SLOTS, 8)
+    grouped = group(rows, SLOTS)
+    pool = np.repeat(np.arange(3), grouped.sizes)[:2]
+    arrays = grouped.read(pool, np.array([0, int(pool[1] == pool[0])]), 2)
+    assert {arrays[name].shape for name in ("tokens", "positions", "segments")} == {(2, LENGTHS[2])}
     by_id: dict[int, dict[str, Any]] = {}
     for bucket, size in enumerate(rows.sizes):
         alone = rows.read(np.full(size, bucket), np.arange(size), 1)
         by_id |= {int(i): {name: values[n] for name, values in alone.items()} for n, i in enumerate(alone["sample_id"])}
     for slot, (sample, is_row) in enumerate(zip(arrays["sample_id"], arrays["is_row"], strict=True)):
         wanted = by_id[int(sample)]
-        for name in ("product", "label", "gain", "numeric", "categorical"):
+        product = text_of(arrays, slot // SLOTS, 2 + slot % SLOTS)
+        assert product == (wanted["product"][wanted["product"] != 0].tolist() if is_row else [])
+        for name in ("label", "gain", "numeric", "categorical"):
             np.testing.assert_array_equal(arrays[name][slot], wanted[name])
         np.testing.assert_array_equal(arrays["query_id"][slot // SLOTS], wanted["query_id"])
         first = arrays["sample_id"][slot // SLOTS * SLOTS]
+        asked = by_id[int(first)]["query"]  # rows of a query have the same text, but for those made up here
+        assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
         assert is_row or sample == first  # an empty slot repeats the first row
-    same = (arrays["product"][:, None] == arrays["product"][None]).all(2)
-    np.testing.assert_array_equal(arrays["product_key"][:, None] == arrays["product_key"][None], same)
+    assert_equal_keys_for_equal_texts(arrays, SLOTS)
 
 
 def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
     rows, extra = make_rows(tmp_path, [(30, 10), (7, 14)]), 2
-    plain = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1)
-    mined = GroupedRows.of(rows, slots=3, positive_gain=0.99, seed=1, mined=mined_from(rows, extra))
-    assert mined.mined is not None and mined.sizes == plain.sizes
+    plain = group(rows, 3)
+    mined = group(rows, 3, mined_from(rows, extra))
+    assert mined.mined is not None and sum(mined.sizes) == sum(plain.sizes)
     met: dict[int, list[list[int]]] = {}
-    for bucket, size in enumerate(plain.sizes):
-        asked = np.full(size, bucket), np.arange(size), 1
-        without = plain.read(*asked)
+    judged = {tuple(group) for groups in ids_of(plain) for group in groups}
+    for bucket, size in enumerate(mined.sizes):
+        if not size:
+            continue
+        asked = np.full(size, bucket), np.arange(size), bucket
         for epoch in (0, 1):
             chosen = mined.mined.choose(asked[0], asked[1], epoch)
             arrays = mined.read(*asked, epoch)
-            assert arrays["query"].shape == without["query"].shape
+            assert arrays["tokens"].shape == (size, LENGTHS[bucket])
             assert arrays["is_mined"].reshape(size, -1)[:, 3:].tolist() == (chosen != -1).tolist()
             assert not (arrays["is_mined"] & arrays["is_row"]).any()
-            for name, values in without.items():
-                if name not in ("query", "query_id"):
-                    shape = (size, -1, *values.shape[1:])
-                    np.testing.assert_array_equal(arrays[name].reshape(shape)[:, :3], values.reshape(shape))
-            tokens = mined.mined.products.tokens(chosen[chosen != -1], 1, arrays["product"].shape[1])
-            np.testing.assert_array_equal(arrays["product"][arrays["is_mined"]], tokens)
-            same = (arrays["product"][:, None] == arrays["product"][None]).all(2)
-            np.testing.assert_array_equal(arrays["product_key"][:, None] == arrays["product_key"][None], same)
+            ids, real = (arrays[name].reshape(size, -1)[:, :3] for name in ("sample_id", "is_row"))
+            assert {tuple(one[mask].tolist()) for one, mask in zip(ids, real, strict=True)} <= judged
+            wanted = mined.mined.products.tokens(chosen[chosen != -1])
+            (filled,) = np.nonzero(arrays["is_mined"])
+            found = [text_of(arrays, slot // 5, 2 + slot % 5) for slot in filled.tolist()]
+            assert found == [tokens[tokens != 0].tolist() for tokens in wanted]
+            assert_equal_keys_for_equal_texts(arrays, 5)
             for query, row in zip(arrays["query_id"].tolist(), chosen.tolist(), strict=True):
                 met.setdefault(query, []).append(row)
     for query, visits in met.items():
@@ -110,9 +138,13 @@ def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
 def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
     mined = mined_from(old, 2)
-    pools = TrainingPools.build(new, old, 0.4, 1, slots=SLOTS, positive_gain=0.99, mined=mined)
-    arrays = pools.read(np.array([0, 1, 0, 1]), np.array([0, pools.new.sizes[1], pools.new.sizes[0], 1]), 1, 3)
-    filled = arrays["is_mined"].reshape(4, -1).any(1)
+    pools = TrainingPools.build(new, old, 0.4, 1, slots=SLOTS, lengths=LENGTHS, positive_gain=0.99, mined=mined)
+    asked = [
+        (pool, number) for pool in (0, 1, 2) for number in (0, pools.new.sizes[pool]) if number < pools.sizes[pool]
+    ]
+    kinds, numbers = np.array(asked).T
+    arrays = pools.read(kinds, numbers, 2, 3)
+    filled = arrays["is_mined"].reshape(len(asked), -1).any(1)
     of_old = mined.places(arrays["query_id"])
     assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
     assert filled.any() and not filled.all()
@@ -131,11 +163,12 @@ def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:
 def test_order_asked_for_is_kept_across_new_and_old(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
     pools = build(new, old, replay_share=0.4)
-    asked = [(1, 6), (0, 0), (0, 7), (1, 1), (0, 5), (1, 7)]
+    asked = [(pool, number) for pool, size in enumerate(pools.sizes) for number in range(size)][::-2]
     kinds, numbers = (np.array(values) for values in zip(*asked, strict=True))
-    together = pools.read(kinds, numbers, 1)
+    assert {number >= pools.new.sizes[pool] for pool, number in asked} == {True, False}
+    together = pools.read(kinds, numbers, 2)
     for place, (pool, number) in enumerate(asked):
-        alone = pools.read(np.array([pool]), np.array([number]), 1)
+        alone = pools.read(np.array([pool]), np.array([number]), 2)
         for name, values in together.items():
             each = len(alone[name])
             np.testing.assert_array_equal(values[place * each : (place + 1) * each], alone[name])

@@ -24,7 +24,7 @@ def test_three_epochs_over_random_lengths(place: Callable[..., Place]) -> None:
     here = place("xla", THREE_EPOCHS)
     here.run("train")
     (started,) = here.events("train_started")
-    by_bucket = started["batches_by_bucket"]
+    by_bucket = started["batches_by_row_tokens"]
     assert sum(count > 0 for count in by_bucket.values()) >= 2, "more than one shape is trained on"
     epoch = sum(by_bucket.values())
     assert started["max_steps"] == 3 * epoch

@@ -24,6 +24,7 @@ from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import CONTROL_SIZE
 from pipeline.train.program import TrainProgram
+from pipeline.train.share import rows_of_batch
 from tests.train.rows import SPEC
 
 torch_xla: Any = importlib.import_module("torch_xla")
@@ -72,19 +73,25 @@ def own_graph(
     if not first:
         backend.synchronise()  # the moments become data, as they are from the second step on
     if kind == "scores":
-        return hlo_text([program.outputs(batch).logits])
+        return hlo_text([program.outputs(_pairs(16, bucket)).logits])
     program.step([batch] * accumulation)
     optimizer = program.optimizer
     state = [*program.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, program.guard.state, program._figures]
     return hlo_text([tensor.detach() for tensor in state])
 
 
+def _pairs(samples: int, bucket: Bucket) -> dict[str, Tensor]:
+    texts = {"query": bucket.query_tokens, "product": bucket.product_tokens, "categorical": len(SPEC.categorical_ids)}
+    ints = {name: torch.ones(samples, width, dtype=torch.int32).to(DEVICE) for name, width in texts.items()}
+    return {**ints, "numeric": torch.ones(samples, len(SPEC.numeric)).to(DEVICE)}
+
+
 def _batch(samples: int, bucket: Bucket) -> dict[str, Tensor]:
     ints, floats = torch.int32, torch.float32
     groups = samples // TrainConfig().candidates_per_query
+    row_tokens = rows_of_batch(TrainConfig(), [bucket])[-1]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "query": ((groups, bucket.query_tokens), ints),
-        "product": ((samples, bucket.product_tokens), ints),
+        **{name: ((groups, row_tokens), ints) for name in ("tokens", "positions", "segments")},
         "numeric": ((samples, len(SPEC.numeric)), floats),
         "categorical": ((samples, len(SPEC.categorical_ids)), ints),
         "label": ((samples,), ints),
@@ -101,7 +108,7 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny-matmul-sums": {"plain": False},
     "tiny-first": {"first": True},
-    "tiny-one-pass": {"bucket": Bucket(8, 8)},
+    "tiny-shorter": {"bucket": Bucket(8, 8)},
     "tiny-longer": {"bucket": Bucket(8, 32)},
     "tiny-bf16": {"precision": "bf16"},
     "tiny-dropout": {"dropout": 0.1},

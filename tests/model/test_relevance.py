@@ -7,7 +7,7 @@ from torch import Tensor
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
+from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
 
 CONFIG = ModelConfig(
     hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, interaction_size=8, mlp_sizes=(12,)
@@ -40,6 +40,42 @@ def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> Relevan
 
 def model_of(mode: str = "both", spec: InputSpec = SPEC) -> RelevanceModel:
     return build_model(CONFIG.model_copy(update={"interactions": mode}), spec, seed=2).eval()
+
+
+def in_rows(query: list[list[int]], products: list[list[list[int]]], length: int) -> list[Tensor]:
+    """Tokens, positions and segments of groups, a row each."""
+    rows = torch.zeros(3, len(query), length, dtype=torch.int32)
+    for number, (asked, texts) in enumerate(zip(query, products, strict=True)):
+        ids = [(id, place, segment) for segment, text in enumerate([asked, *texts], 1) for place, id in enumerate(text)]
+        rows[:, number, : len(ids)] = torch.tensor(ids, dtype=torch.int32).t()
+    return list(rows)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("length", [14, 20])
+def test_texts_in_a_row_have_the_embeddings_and_gradients_they_have_alone(pooling: str, length: int) -> None:
+    config = CONFIG.model_copy(update={"pooling": pooling})
+    alone, together = build_model(config, SPEC, seed=2), build_model(config, SPEC, seed=2)
+    query = [[3, 4, 5], [6, 7]]
+    products = [[[8, 9], [10, 11, 12, 13], []], [[14, 15, 16], [17], [18, 19, 20]]]
+    _, _, numeric, categorical = inputs_of(4, 4, 6)
+    tokens, positions, segments = in_rows(query, products, length)
+    out = together(GroupInputs(tokens, positions, segments, numeric, categorical))
+
+    def padded(texts: list[list[int]]) -> Tensor:
+        return torch.tensor([text + [0] * (5 - len(text)) for text in texts], dtype=torch.int32)
+
+    flat = [text for texts in products for text in texts]
+    wanted = alone(RelevanceInputs(padded(query), padded(flat), numeric, categorical))
+    real = torch.tensor([bool(text) for text in flat])
+    torch.testing.assert_close(out.query, wanted.query)
+    torch.testing.assert_close(out.product[real], wanted.product[real])
+    torch.testing.assert_close(out.logits[real], wanted.logits[real])
+    assert not out.product[~real].any()
+    for found in (out, wanted):
+        (found.logits[real].square().sum() + found.query.sum() + found.product[real].sum()).backward()
+    for (name, one), two in zip(alone.named_parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,16 +10,15 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
-from pipeline.data.loader import RowSource
 from pipeline.data.mined import NONE, MinedProducts
-from pipeline.data.sampler import GroupedRows
+from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from pipeline.train.share import groups_of_batch
+from pipeline.train.share import groups_of_batch, rows_of_batch
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))
@@ -49,11 +48,15 @@ TRAIN = TrainConfig(
     micro_batch_size=8,
     max_steps=6,
     candidates_per_query=2,
+    row_tokens=(12, 30),
 )
 
 
 def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequence[Bucket] = BUCKETS) -> ShardFile:
-    """`rows[b]` rows of bucket b with sample ids from `first_id` on. A good pair shares its tokens."""
+    """`rows[b]` rows of bucket b with sample ids from `first_id` on. A good pair shares its tokens.
+
+    Texts of bucket b have 4 + b tokens.
+    """
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for index, (count, bucket) in enumerate(zip(rows, buckets, strict=True)):
         if not count:
@@ -62,8 +65,8 @@ def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequenc
         first_id += count
         rng = np.random.default_rng(ids[0])
         label = rng.integers(0, 2, count)
-        topic = rng.integers(3, VOCAB, (count, 2))
-        other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, (count, 2)))
+        topic = rng.integers(3, VOCAB, (count, 2 + index))
+        other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, topic.shape))
         tensors |= {
             f"b{index}.query": _framed(topic, bucket.query_tokens),
             f"b{index}.product": _framed(other, bucket.product_tokens),
@@ -131,11 +134,12 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
     return TokenRows(files, BUCKETS, PAD)
 
 
-def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
+def grouped(source: PaddedRows, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.of(
         source,
         slots=config.candidates_per_query,
+        lengths=rows_of_batch(config, BUCKETS),
         positive_gain=config.loss.positive_gain,
         seed=config.seed,
         mined=mined,
