@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipeline.core.errors import DataError
 from pipeline.data.chunks import ChunkRecord, EncodeSettings, QuarantinedRow, Staging, write_file
 from pipeline.data.config import DataConfig
+from pipeline.data.judgements import count_judgements
 from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import numeric_names
 from pipeline.data.partitions import Partition
@@ -74,6 +75,13 @@ def commit_partition(
     for record in records:
         reasons.update(record.reasons)
     names = merge_names(record.slices for record in records)
+    splits = {
+        split: shards
+        for split in SPLITS
+        if (shards := tuple(record.shards[split] for record in records if split in record.shards))
+    }
+    with os_errors("reading", f"file://{staging.files}"):
+        judged = count_judgements(staging.files, splits, len(labels.gains), workspace.stop)
     info = TokenSetInfo(
         dataset=config.name,
         partition=partition.name,
@@ -87,11 +95,7 @@ def commit_partition(
         label_gains=tuple(labels.gains.values()),
         numeric=numeric_names(config),
         categorical=settings.rules.categorical,
-        splits={
-            split: shards
-            for split in SPLITS
-            if (shards := tuple(record.shards[split] for record in records if split in record.shards))
-        },
+        splits=splits,
         rows_read=sum(record.rows_read for record in records),
         rows_bad=sum(record.rows_bad for record in records),
         reasons=dict(sorted(reasons.items())),
@@ -99,6 +103,7 @@ def commit_partition(
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in settings.rules.slices),
         files=account(read, records),
+        judged=judged,
     )
     bad = [row for record in records for row in record.quarantined][: config.quarantine_rows]
     refuse_bad_share(config, info, bad, workspace)

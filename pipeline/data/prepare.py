@@ -47,7 +47,7 @@ class PreparedData:
     """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them.
 
     `rows` are in shards; they, `rows_bad` and `rows_filtered` are all rows of the input. `vocabulary`: the known one
-    that ordered the labels, if it was one.
+    that ordered the labels, if it was one. `infos`: what each partition says of itself.
     """
 
     token_set_prefixes: list[str]
@@ -61,6 +61,7 @@ class PreparedData:
     rows_blank: int
     labels: tuple[str, ...]
     vocabulary: str
+    infos: tuple[TokenSetInfo, ...]
 
 
 @dataclass
@@ -106,10 +107,13 @@ def prepare(
     for partition in source.partitions:
         name = _token_set_fingerprint(config, partition, settings[partition.name], text_tokenizer)
         prefixes.append(prefix := f"tokens/{config.name}/{name}")
+        staging = Staging(scratch / "tokens" / name)
         manifest = read_manifest(workspace, prefix)
         if manifest is None:
-            works.append(_Work(partition, prefix, Staging(scratch / "tokens" / name)))
+            works.append(_Work(partition, prefix, staging))
             continue
+        # What a try killed at the end of its commit left: were the folder ever deleted for damage, these are its files.
+        shutil.rmtree(staging.folder, ignore_errors=True)
         infos[prefix] = info = TokenSetInfo.model_validate(manifest.fields)
         refuse_bad_share(config, info, [], workspace)
         events(EventName.PARTITION_REUSED, partition=partition.name, prefix=prefix, rows=info.rows)
@@ -133,6 +137,7 @@ def prepare(
         sum(file.blank for info in result for file in info.files),
         tuple(labels.gains),
         labels.vocabulary,
+        tuple(result),
     )
 
 

@@ -45,6 +45,16 @@ class FileRows(_Record):
     blank: int
 
 
+class JudgedSplit(_Record):
+    """Counts of the judgements of one split. Gains are in hundredths, rounded down; what has no rows is left out."""
+
+    gains: tuple[dict[int, int], ...] = Field(description="Rows by gain, for each bucket")
+    labels: tuple[int, ...] = Field(description="Rows of each label")
+    label_gain_sums: tuple[float, ...] = Field(description="Sum of the gains of each label")
+    query_best: dict[int, int] = Field(description="Queries by the highest gain of their rows")
+    query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
+
+
 class TokenSetInfo(_Record):
     """One prepared partition.
 
@@ -73,6 +83,8 @@ class TokenSetInfo(_Record):
     tokens: int = Field(description="Tokens without padding, special tokens included")
     slices: tuple[SliceInfo, ...] = Field((), description="In the order in which rows hold their values")
     files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
+
+    judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
 
     @property
     def slice_columns(self) -> tuple[str, ...]:

@@ -1,14 +1,18 @@
 """The prepare stage: new input partitions become committed token shards; what is there already is reused."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from pipeline.data.judgements import judgements_of
 from pipeline.data.prepare import PreparedData, prepare
+from pipeline.data.quality import prepared_warnings
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import parent_tokenizer
-from pipeline.stages.result import StageResult, load_result, store_result
+from pipeline.stages.result import Figure, StageResult, load_result, store_result
 
 NAME = "prepare"
+_OF_THIS_TRY = ("partitions_reused", "partitions_prepared")
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
@@ -27,9 +31,14 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         stop=ctx.stop,
     )
     ctx.console.info(summary(data))
-    result = _result(data, ctx, started)
+    loss = settings.train.loss
+    warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
+    for message in warnings:
+        ctx.console.warn(f"prepare: {message}")
+    figures = _figures(data, loss.positive_gain, warnings)
+    result = _result(data, figures, ctx, started)
     earlier = load_result(ctx.workspace, ctx.cycle, NAME)
-    if earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs):
+    if earlier is not None and _says_the_same(earlier, result):
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)
@@ -45,7 +54,47 @@ def summary(data: PreparedData) -> str:
     )
 
 
-def _result(data: PreparedData, ctx: StageContext, started: datetime) -> StageResult:
+def _says_the_same(one: StageResult, other: StageResult) -> bool:
+    """But for who made which partition."""
+    ours, theirs = (
+        (
+            result.inputs,
+            result.outputs,
+            {name: value for name, value in result.figures.items() if name not in _OF_THIS_TRY},
+        )
+        for result in (one, other)
+    )
+    return ours == theirs
+
+
+def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) -> dict[str, Figure]:
+    """Those of queries are of the train split, a query counted once in each partition."""
+    judged = judgements_of(data.infos, "train", positive_gain)
+    queries: dict[str, Figure] = {}
+    if judged is not None:
+        queries = {
+            "rows_train": sum(judged.rows),
+            "positives_train": sum(judged.positives),
+            "queries_train": judged.queries,
+            "queries_without_positive": judged.queries_without_positive,
+            "queries_without_negative": judged.queries_without_negative,
+        }
+    return {
+        "partitions_reused": data.reused,
+        "partitions_prepared": data.prepared,
+        "rows": data.rows,
+        "rows_bad": data.rows_bad,
+        "rows_filtered": data.rows_filtered,
+        "rows_blank": data.rows_blank,
+        "rows_truncated": sum(info.truncated_rows for info in data.infos),
+        **queries,
+        "labels": ",".join(data.labels),
+        "warnings": len(warnings),
+        **{f"warning_{number}": text for number, text in enumerate(warnings, start=1)},
+    }
+
+
+def _result(data: PreparedData, figures: dict[str, Figure], ctx: StageContext, started: datetime) -> StageResult:
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
     return StageResult(
         stage=NAME,
@@ -54,15 +103,7 @@ def _result(data: PreparedData, ctx: StageContext, started: datetime) -> StageRe
         # The name of a token set is the fingerprint of all that went into it: files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
-        figures={
-            "partitions_reused": data.reused,
-            "partitions_prepared": data.prepared,
-            "rows": data.rows,
-            "rows_bad": data.rows_bad,
-            "rows_filtered": data.rows_filtered,
-            "rows_blank": data.rows_blank,
-            "labels": ",".join(data.labels),
-        },
+        figures=figures,
         settings_hash=ctx.settings_hash,
         code_version=ctx.code_version,
         started=started,

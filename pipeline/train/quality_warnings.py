@@ -1,17 +1,17 @@
-"""What in the data of a run costs quality without failing: said with counts, before training starts."""
+"""What in the data of a run costs quality without failing: said with counts, before training starts.
+
+`prepare` says the same of the prepared data, in the same words (data/quality).
+"""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from pipeline.core.buckets import Bucket
+from pipeline.data.quality import about_order, about_positives
 from pipeline.data.sampler import GroupedRows, Judged
 from pipeline.train.config import TrainConfig
 
 _POOR_FILL = 0.6
 """Of slots: below this share a warning says so."""
-_MANY = 0.5
-"""Of queries: above this share a warning says so."""
-_SAME_GAIN = 1e-6
 
 
 def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], buckets: Sequence[Bucket]) -> list[str]:
@@ -31,24 +31,14 @@ def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], 
 
 
 def _of_judgements(judged: Judged, train: TrainConfig, labels: Sequence[str], buckets: Sequence[Bucket]) -> list[str]:
-    found, least = [], f"train.loss.positive_gain {train.loss.positive_gain:g}"
-    if train.loss.contrastive_weight and not sum(judged.positives):
-        found.append(
-            f"no row has a gain of {least} or more: the contrastive loss learns nothing; lower it, give gains"
-            " (data.columns.gain), or order data.labels from worst to best"
+    found = {}
+    if train.loss.contrastive_weight:
+        found = about_positives(
+            judged.rows,
+            judged.positives,
+            queries=judged.queries,
+            without_negative=judged.queries_without_negative,
+            buckets=buckets,
+            positive_gain=train.loss.positive_gain,
         )
-    elif train.loss.contrastive_weight:
-        empty = [place for place in range(len(buckets)) if judged.lacks(place)]
-        if empty:
-            shown = ", ".join(f"{judged.rows[place]:,} in bucket {buckets[place].name}" for place in empty)
-            found.append(f"rows without a gain of {least} or more among them: {shown}; no positive is so long")
-        if judged.queries_without_negative > _MANY * judged.queries:
-            found.append(
-                f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative: their"
-                " negatives are other queries' products alone; trnpipe mine finds harder ones"
-            )
-    gains = [(label, gain) for label, gain in zip(labels, judged.mean_gains, strict=False) if gain is not None]
-    if any(worse > better + _SAME_GAIN for (_, worse), (_, better) in pairwise(gains)):
-        shown = ", ".join(f"{label} {gain:.3g}" for label, gain in gains)
-        found.append(f"labels from worst to best have these mean gains: {shown}; put data.labels in the order of gains")
-    return found
+    return list((found | about_order(labels, judged.mean_gains)).values())

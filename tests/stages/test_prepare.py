@@ -65,3 +65,23 @@ def test_an_input_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Ca
     code = prepare(tmp_path, "--data.path", str(tmp_path / "none"))
     assert code in (65, 78)
     assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_what_costs_quality_is_on_the_console_and_in_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path) == 0
+    quiet = stored(tmp_path).figures
+    assert quiet["warnings"] == 0 and quiet["queries_without_positive"] == 0
+    assert isinstance(quiet["queries_train"], int) and 0 < quiet["queries_train"] <= 40
+
+    short = "--data.buckets=3x5"
+    assert prepare(tmp_path, short) == 0
+    figures = stored(tmp_path).figures
+    text = f"{figures['rows_truncated']:,} of 480 rows (100%) have a text longer than the largest bucket 3x5"
+    assert figures["warnings"] == 1 and str(figures["warning_1"]).startswith(text)
+    assert f"warning: prepare: {text}" in capsys.readouterr().out
+
+    assert prepare(tmp_path, short, "--train.loss.positive-gain=0") == 0  # the same shards, judged otherwise
+    again = stored(tmp_path).figures
+    assert (again["queries_without_negative"], again["warnings"]) == (quiet["queries_train"], 2)

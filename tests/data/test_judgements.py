@@ -1,0 +1,116 @@
+"""Counts of judgements: those of a plain loop, of training, and the same however the work is cut."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pipeline.core.fingerprint import hash63
+from pipeline.core.stop import StopSignal
+from pipeline.data import judgements
+from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.token_set import JudgedSplit, ShardInfo, Split
+from tests.train.rows import BUCKETS, PAD, grouped, token_set_info, write_shard
+
+GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)
+SIZES = ((70, 0), (50, 40), (0, 90))
+
+
+def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, int, float]]]:
+    """Shards with random judgements; and their rows as (bucket, query id, label, gain)."""
+    rng, shards, rows = np.random.default_rng(5), [], []
+    ids = np.array([hash63(f"query {number}") for number in range(40)], dtype=np.int64)
+    for number, sizes in enumerate(SIZES):
+        file = write_shard(folder / f"train-{number}.safetensors", sizes, 1 + 1000 * number)
+        arrays: dict[str, Any] = {}
+        for bucket, count in enumerate(sizes):
+            query, gain = rng.choice(ids, count), rng.choice(GAINS, count)
+            label = (gain > 0.2).astype(np.int16)
+            rows += [(bucket, *row) for row in zip(query.tolist(), label.tolist(), gain.tolist(), strict=True)]
+            if count:
+                names = {"query_id": query, "label": label, "gain": gain}
+                arrays |= {f"b{bucket}.{name}": values for name, values in names.items()}
+        save_file(arrays, file.path)
+        shards.append(ShardInfo(file=file.path.name, rows=sizes))
+    return tuple(shards), rows
+
+
+def counted(folder: Path, shards: tuple[ShardInfo, ...]) -> dict[Split, JudgedSplit]:
+    return count_judgements(folder, {"train": shards}, 2, StopSignal())
+
+
+@pytest.mark.parametrize("positive_gain", [0.0, 0.01, 0.1, 0.29, 0.3, 0.99, 1.0])
+def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) -> None:
+    shards, rows = write(tmp_path)
+    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
+    found = judgements_of([info], "train", positive_gain)
+    assert found is not None
+    by_query: dict[int, list[bool]] = defaultdict(list)
+    for _, query, _, gain in rows:
+        by_query[query].append(bool(np.float32(gain) >= np.float32(positive_gain)))
+    of_label = [[gain for _, _, label, gain in rows if label == place] for place in range(2)]
+    assert found == Judgements(
+        rows=tuple(sum(row[0] == bucket for row in rows) for bucket in range(2)),
+        positives=tuple(
+            sum(bucket == row[0] and bool(np.float32(row[3]) >= np.float32(positive_gain)) for row in rows)
+            for bucket in range(2)
+        ),
+        queries=len(by_query),
+        queries_without_positive=sum(not any(judged) for judged in by_query.values()),
+        queries_without_negative=sum(all(judged) for judged in by_query.values()),
+        labels=tuple(len(gains) for gains in of_label),
+        mean_gains=found.mean_gains,
+    )
+    assert found.mean_gains == pytest.approx([np.mean(gains) for gains in of_label])
+    assert judgements_of([info], "valid", positive_gain) is None
+
+
+def test_a_query_counts_once_in_each_partition(tmp_path: Path) -> None:
+    shards, _ = write(tmp_path)
+    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
+    before = token_set_info("flat")  # of an earlier version
+    one, two = (judgements_of(infos, "train", 1.0) for infos in ([info, before], [info, info]))
+    assert one is not None and two is not None
+    assert (two.queries, two.rows) == (2 * one.queries, tuple(2 * rows for rows in one.rows))
+    assert judgements_of([before], "train", 1.0) is None
+
+
+def test_however_many_passes_the_counts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, rows = write(tmp_path)
+    whole = counted(tmp_path, shards)
+    held: list[int] = []
+    merge = judgements._by_query
+
+    def spy(pieces: Any) -> Any:
+        found = merge(pieces := list(pieces))
+        held.append(sum(len(ids) for ids, _, _ in pieces))
+        return found
+
+    monkeypatch.setattr(judgements, "_by_query", spy)
+    monkeypatch.setattr(judgements, "_ROWS_AT_ONCE", 25)
+    assert counted(tmp_path, shards) == whole
+    assert max(held) < len(rows) / 2, "a pass holds its range of queries alone"
+    assert JudgedSplit.model_validate_json(whole["train"].model_dump_json()) == whole["train"]
+
+
+def test_training_counts_the_same(tmp_path: Path) -> None:
+    files = [write_shard(tmp_path / f"{n}.safetensors", rows, 1 + 100 * n) for n, rows in enumerate([(30, 9), (0, 21)])]
+    shards = tuple(ShardInfo(file=file.path.name, rows=file.rows) for file in files)
+    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
+    found = judgements_of([info], "train", 0.99)
+    theirs = grouped(TokenRows([ShardFile(file.path, file.rows) for file in files], BUCKETS, PAD)).judged
+    assert found is not None
+    assert (found.rows, found.positives, found.queries) == (theirs.rows, theirs.positives, theirs.queries)
+    assert found.queries_without_negative == theirs.queries_without_negative
+    assert found.mean_gains == theirs.mean_gains
+
+
+def test_hundredths_are_those_of_float32() -> None:
+    for step in range(101):
+        exact = np.float32(step / 100)
+        below = np.nextafter(exact, np.float32(-1))
+        assert hundredths(exact) == step and (not step or hundredths(below) == step - 1)
