@@ -14,7 +14,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.context import open_context
-from pipeline.stages.estimate import estimate_lines, estimates
+from pipeline.stages.estimate import contrastive_batch, estimate_lines, estimates
 from pipeline.stages.shapes import Shapes, shapes_of
 from pipeline.telemetry.console import Console
 from pipeline.train.share import batch_share
@@ -30,8 +30,9 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
-    found = estimates(settings, shapes, batch_share(settings.train, world))
-    for line in estimate_lines(found):
+    share = batch_share(settings.train, world)
+    found = estimates(settings, shapes, share)
+    for line in estimate_lines(found, contrastive_batch(settings.train, share)):
         say(line)
     errors = sum(not one.fits() for one in found.values())
     if "--hlo" in call.switches:

@@ -3,8 +3,8 @@
 Figures of the machines: AWS Neuron documentation, Trn1 and Trn2 architecture pages; the 25.8 GB that memory
 errors on trn2 name (reported by users) are the 24 GiB below. Activations: Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.1, here without sharding and with dropout only when it is
-on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. What the compiler needs for itself (scratch, code, collectives)
-is not known before it has run and is not in here: leave a reserve.
+on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see train/program.py. What the compiler needs for
+itself (scratch, code, collectives) is not known before it has run and is not in here: leave a reserve.
 """
 
 from dataclasses import dataclass
@@ -78,6 +78,29 @@ class EncoderPass:
 
 
 @dataclass(frozen=True)
+class ContrastiveBatch:
+    """The contrastive loss, which each core computes over all queries and products of the global batch."""
+
+    queries: int
+    products: int
+    two_passes: bool
+    """It comes before the backward passes, from embeddings of a forward pass of their own."""
+
+    def flops(self, width: int) -> float:
+        """Of the similarities of embeddings of `width`, forward and backward."""
+        return 6.0 * self.queries * self.products * width
+
+    @property
+    def similarity_bytes(self) -> int:
+        """Four fp32 matrices [queries, products]: similarities, what is left out, scores, and the gradient."""
+        return 4 * 4 * self.queries * self.products
+
+    def kept_bytes(self, width: int) -> int:
+        """Gradients by embedding, fp32, that wait for the second pass."""
+        return 4 * width * (self.queries + self.products) if self.two_passes else 0
+
+
+@dataclass(frozen=True)
 class Workload:
     """What one core does in one optimizer step."""
 
@@ -90,6 +113,8 @@ class Workload:
     dropout: bool = False
     moments: int = 2
     """fp32 tensors that the optimizer keeps for each parameter (AdamW: 2)."""
+    contrastive: ContrastiveBatch | None = None
+    """None: off."""
 
     @staticmethod
     def of_pairs(
@@ -103,6 +128,7 @@ class Workload:
         precision: Precision = "fp32",
         dropout: bool = False,
         moments: int = 2,
+        contrastive: ContrastiveBatch | None = None,
     ) -> "Workload":
         """(query, product) pairs through the shared encoder: `samples` products, a query for every `slots` of them.
 
@@ -111,7 +137,7 @@ class Workload:
         queries = samples // slots
         products = samples + queries * mined
         passes = (EncoderPass(queries, query_tokens), EncoderPass(products, product_tokens))
-        return Workload(passes, products, accumulation, precision, dropout, moments)
+        return Workload(passes, products, accumulation, precision, dropout, moments, contrastive)
 
 
 @dataclass(frozen=True)
@@ -129,6 +155,8 @@ class Footprint:
     """Kept from the forward for the backward pass."""
     workspace_bytes: int
     """Gradients of the widest activations of one layer, twice: what comes in and what goes out."""
+    contrastive_bytes: int
+    """Of the contrastive loss, beside the activations."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -138,7 +166,7 @@ class Footprint:
     def peak_bytes(self) -> int:
         """Everything at the start of the backward pass, as if nothing shared memory: an upper estimate."""
         state = self.parameter_bytes + self.optimizer_bytes + self.gradient_bytes
-        return state + self.activation_bytes + self.workspace_bytes
+        return state + self.activation_bytes + self.workspace_bytes + self.contrastive_bytes
 
 
 @dataclass(frozen=True)
@@ -166,27 +194,33 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
+    activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes)
+    workspace = max((_workspace_bytes(encoder, call, workload) for call in workload.passes), default=0)
     return Footprint(
         master_bytes=4 * parameters,
         compute_bytes=2 * parameters if low else 0,
         optimizer_bytes=4 * workload.moments * parameters,
         gradient_bytes=gradients,
-        activation_bytes=sum(_activation_bytes(encoder, call, workload) for call in workload.passes),
-        workspace_bytes=max((_workspace_bytes(encoder, call, workload) for call in workload.passes), default=0),
+        activation_bytes=activations,
+        workspace_bytes=workspace,
+        contrastive_bytes=_contrastive_bytes(workload.contrastive, encoder.width, activations + workspace),
     )
 
 
 def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int = 0) -> float:
-    """FLOPs of one optimizer step on one core, backward counted as twice the forward pass.
+    """FLOPs of one optimizer step on one core, backward counted as twice the forward pass, which two passes have twice.
 
     A token costs 6 FLOPs a matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q T);
-    embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads).
+    embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads); the
+    graph of a first pass for embeddings has none of them.
     """
-    flops = 6.0 * sample_parameters * workload.samples
+    contrastive, encoding = workload.contrastive, 0.0
     for call in workload.passes:
         per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * call.tokens
-        flops += float(call.sequences * call.tokens * per_token)
-    return flops * workload.accumulation
+        encoding += float(call.sequences * call.tokens * per_token)
+    forward = encoding / 3.0 if contrastive is not None and contrastive.two_passes else 0.0
+    step = workload.accumulation * (encoding + forward + 6.0 * sample_parameters * workload.samples)
+    return step + (contrastive.flops(encoder.width) if contrastive is not None else 0.0)
 
 
 def step_seconds(flops: float, peak_tflops: float, mfu: float) -> float:
@@ -235,6 +269,15 @@ def _activation_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Worklo
         per_token += 2 * width + scores + product * scores
     embedding = (other + (1 if workload.dropout else 0)) * width
     return call.sequences * call.tokens * (encoder.layers * per_token + embedding)
+
+
+def _contrastive_bytes(contrastive: ContrastiveBatch | None, width: int, beside: int) -> int:
+    """What it adds to the `beside` bytes of a micro-step: in two passes the loss comes before those are there."""
+    if contrastive is None:
+        return 0
+    if not contrastive.two_passes:
+        return contrastive.similarity_bytes
+    return contrastive.kept_bytes(width) + max(0, contrastive.similarity_bytes - beside)
 
 
 def _workspace_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Workload) -> int:

@@ -5,11 +5,13 @@ from torch import nn
 
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
-from pipeline.core.footprint import EncoderSizes, Estimate, Workload, estimate
+from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Workload, estimate
 from pipeline.core.format import format_bytes
 from pipeline.model.relevance import RelevanceModel
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes
+from pipeline.train.config import TrainConfig
+from pipeline.train.share import groups_of_batch, needs_two_passes
 
 
 def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Bucket, Estimate]:
@@ -27,6 +29,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
     )
     samples = settings.train.global_batch_size // share.world_size // share.accumulation
     heads = (model.interactions, model.head)
+    contrastive = contrastive_batch(settings.train, share)
     return {
         bucket: estimate(
             sum(parameter.numel() for parameter in model.parameters()),
@@ -41,6 +44,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
                 precision=settings.train.precision,
                 moments=3 if settings.train.average_decay else 2,
                 dropout=settings.model.dropout > 0,
+                contrastive=contrastive,
             ),
             instance=settings.estimate.instance,
             mfu=settings.estimate.mfu,
@@ -52,8 +56,17 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
     }
 
 
-def estimate_lines(found: dict[Bucket, Estimate]) -> list[str]:
-    """A table: what takes memory on one core, and the step, by bucket."""
+def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
+    """What the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
+    if not train.loss.contrastive_weight:
+        return None
+    groups = groups_of_batch(train)
+    slots = train.candidates_per_query + train.mined_per_query
+    return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
+
+
+def estimate_lines(found: dict[Bucket, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
+    """A table: what takes memory on one core, and the step, by bucket. `contrastive`: what it was estimated with."""
     first = next(iter(found.values()))
     sizes = first.footprint
     lines = [
@@ -61,6 +74,12 @@ def estimate_lines(found: dict[Bucket, Estimate]) -> list[str]:
         f"  parameters {sizes.master_bytes // 4 / 1e6:.1f}M | weights {format_bytes(sizes.parameter_bytes)} | "
         f"optimizer {format_bytes(sizes.optimizer_bytes)} | gradients {format_bytes(sizes.gradient_bytes)}",
     ]
+    if contrastive is not None:
+        passes = "two forward passes and one backward pass" if contrastive.two_passes else "one pass"
+        lines.append(
+            f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
+            f" step, up to {format_bytes(max(one.footprint.contrastive_bytes for one in found.values()))} more"
+        )
     for bucket, one in found.items():
         verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
         activations = one.footprint.activation_bytes + one.footprint.workspace_bytes

@@ -39,6 +39,13 @@ def batch_share(config: TrainConfig, world: World) -> RankShare:
     raise _refused(config, world.world_size, seen)
 
 
+def needs_two_passes(config: TrainConfig, share: RankShare, *, gathers_in_graph: bool) -> bool:
+    """No one graph of a rank can hold the global batch, over which the contrastive loss is one number."""
+    if not config.loss.contrastive_weight:
+        return False
+    return share.accumulation > 1 or (share.world_size > 1 and not gathers_in_graph)
+
+
 def _refused(config: TrainConfig, world_size: int, seen: str) -> ConfigError:
     slots = config.candidates_per_query
     unit = slots * world_size

@@ -13,6 +13,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.footprint import (
     GIB,
     INSTANCES,
+    ContrastiveBatch,
     EncoderPass,
     EncoderSizes,
     Precision,
@@ -189,3 +190,30 @@ def test_impossible_utilisation(peak: float, mfu: float) -> None:
 def test_unknown_instance() -> None:
     with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
         estimate(1, TINY, Workload.of_pairs(1, 8, 8), instance="p4d.24xlarge", mfu=0.4)
+
+
+def test_two_passes_cost_a_forward_pass_more() -> None:
+    one, two = (ContrastiveBatch(6, 24, two_passes=two) for two in (False, True))
+    work = {c: Workload.of_pairs(8, 16, 16, slots=4, accumulation=3, contrastive=c) for c in (None, one, two)}
+    flops = {c: step_flops(TINY, of, sample_parameters=10) for c, of in work.items()}
+    heads = 3 * 8 * 6.0 * 10
+    loss = 6.0 * 6 * 24 * TINY.width  # three matrix products over the whole global batch
+    assert flops[one] == flops[None] + loss
+    assert flops[two] - flops[one] == pytest.approx((flops[None] - heads) / 3)
+
+
+def test_memory_of_the_contrastive_loss() -> None:
+    def extra(queries: int, *, two_passes: bool) -> int:
+        batch = ContrastiveBatch(queries, 4 * queries, two_passes)
+        work = Workload.of_pairs(64, 16, 16, slots=4, accumulation=2, contrastive=batch)
+        plain = Workload.of_pairs(64, 16, 16, slots=4, accumulation=2)
+        return footprint(10, TINY, work).peak_bytes - footprint(10, TINY, plain).peak_bytes
+
+    assert extra(100, two_passes=False) == 16 * 100 * 400
+    # The loss comes before the activations of a micro-step are there; the gradients by embedding stay beside them.
+    assert extra(100, two_passes=True) == 4 * 128 * 500
+    assert extra(10_000, two_passes=True) > 4 * 128 * 50_000
+    beside = footprint(10, TINY, Workload.of_pairs(64, 16, 16, slots=4))
+    matrices = 16 * 10_000 * 40_000
+    kept = 4 * 128 * 50_000
+    assert extra(10_000, two_passes=True) == kept + matrices - beside.activation_bytes - beside.workspace_bytes
