@@ -13,6 +13,7 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.partitions import Partition, Source
 from pipeline.data.pool import WorkerPool
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
+from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage, open_storage
@@ -87,8 +88,8 @@ def store_tokenizer(
     prefix = f"{_root(config)}/{tokenizer.fingerprint}"
     if read_manifest(workspace, prefix) is None:
         folder = scratch / "tokenizer" / tokenizer.fingerprint
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKENIZER_FILE).write_bytes(tokenizer.data)
+        # A new file: what stands there may be one with what an earlier or another commit has published.
+        write_bytes_atomic(folder / TOKENIZER_FILE, tokenizer.data)
         commit_dir(workspace, folder, prefix, kind="tokenizer", fields=_fields(config, trained_on, tokenizer))
     return prefix
 
