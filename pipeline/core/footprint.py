@@ -117,10 +117,9 @@ class Workload:
     """None: off."""
 
     @staticmethod
-    def of_pairs(
+    def of_groups(
         samples: int,
-        query_tokens: int,
-        product_tokens: int,
+        row_tokens: int,
         *,
         slots: int = 1,
         mined: int = 0,
@@ -130,14 +129,13 @@ class Workload:
         moments: int = 2,
         contrastive: ContrastiveBatch | None = None,
     ) -> "Workload":
-        """(query, product) pairs through the shared encoder: `samples` products, a query for every `slots` of them.
+        """`samples` products, each `slots` of them with their query in one row of `row_tokens` tokens.
 
         `mined`: further products of each query, mined negatives.
         """
-        queries = samples // slots
-        products = samples + queries * mined
-        passes = (EncoderPass(queries, query_tokens), EncoderPass(products, product_tokens))
-        return Workload(passes, products, accumulation, precision, dropout, moments, contrastive)
+        groups = samples // slots
+        passes = (EncoderPass(groups, row_tokens),)
+        return Workload(passes, samples + groups * mined, accumulation, precision, dropout, moments, contrastive)
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `trnpipe doctor` prints for one bucket on one kind of instance."""
+    """What `trnpipe doctor` prints for one length of rows on one kind of instance."""
 
     instance: Instance
     footprint: Footprint

@@ -4,18 +4,17 @@ import torch
 from torch import nn
 
 from pipeline.core.batching import RankShare
-from pipeline.core.buckets import Bucket
 from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Workload, estimate
 from pipeline.core.format import format_bytes
 from pipeline.model.relevance import RelevanceModel
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes
 from pipeline.train.config import TrainConfig
-from pipeline.train.share import groups_of_batch, needs_two_passes
+from pipeline.train.share import groups_of_batch, needs_two_passes, rows_of_batch
 
 
-def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Bucket, Estimate]:
-    """One for each bucket, for settings.estimate. Raises ConfigError for an instance that is not known."""
+def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int, Estimate]:
+    """One for each length of rows of training. Raises ConfigError for an instance that is not known."""
     with torch.device("meta"):  # sizes only
         model = RelevanceModel(settings.model, shapes.spec)
     size = settings.model.encoder
@@ -31,13 +30,12 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
     heads = (model.interactions, model.head)
     contrastive = contrastive_batch(settings.train, share)
     return {
-        bucket: estimate(
+        length: estimate(
             sum(parameter.numel() for parameter in model.parameters()),
             encoder,
-            Workload.of_pairs(
+            Workload.of_groups(
                 samples,
-                bucket.query_tokens,
-                bucket.product_tokens,
+                length,
                 slots=settings.train.candidates_per_query,
                 mined=settings.train.mined_per_query,
                 accumulation=share.accumulation,
@@ -52,7 +50,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[Buck
                 module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
             ),
         )
-        for bucket in shapes.buckets
+        for length in rows_of_batch(settings.train, shapes.buckets)
     }
 
 
@@ -65,8 +63,8 @@ def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch 
     return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
 
 
-def estimate_lines(found: dict[Bucket, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
-    """A table: what takes memory on one core, and the step, by bucket. `contrastive`: what it was estimated with."""
+def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
+    """A table: what takes memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
     first = next(iter(found.values()))
     sizes = first.footprint
     lines = [
@@ -80,11 +78,11 @@ def estimate_lines(found: dict[Bucket, Estimate], contrastive: ContrastiveBatch 
             f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
             f" step, up to {format_bytes(max(one.footprint.contrastive_bytes for one in found.values()))} more"
         )
-    for bucket, one in found.items():
+    for length, one in found.items():
         verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
         activations = one.footprint.activation_bytes + one.footprint.workspace_bytes
         lines.append(
-            f"  {bucket.name:<10} activations {format_bytes(activations):>10} | peak "
+            f"  {f'rows of {length}':<12} activations {format_bytes(activations):>10} | peak "
             f"{format_bytes(one.footprint.peak_bytes):>10} ({one.memory_share:.0%}, {verdict}) | "
             f"{one.flops / 1e12:.3g} TFLOP a step, {one.step_s * 1e3:.3g} ms at {one.mfu:.0%} MFU"
         )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.graphs.watch import GraphWatch, NoWatch, Place
@@ -31,7 +32,7 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
 from pipeline.train.optimizer import AdamW
-from pipeline.train.share import rows_of_batch
+from pipeline.train.share import needs_two_passes, rows_of_batch
 
 _GUARD, _SERVED, _MASTERS = "guard", "served", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
@@ -146,10 +147,8 @@ class TrainProgram:
 
     @property
     def _needs_two_passes(self) -> bool:
-        """No one graph of this rank can hold the global batch."""
-        if not self._loss_config.contrastive_weight:
-            return False
-        return self._accumulation > 1 or (self._world_size > 1 and not self.backend.gathers_in_graph)
+        share = RankShare(0, self._world_size, self._accumulation)
+        return needs_two_passes(self._config, share, gathers_in_graph=self.backend.gathers_in_graph)
 
     @torch.no_grad()
     def _update(self, control: Tensor) -> None:

@@ -19,8 +19,8 @@ def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], 
     found, fill = [], groups.groups.fill
     if fill < _POOR_FILL:
         found.append(
-            f"{fill:.0%} of the {groups.slots} slots of a query hold a row, the rest is computed for nothing; queries"
-            " have fewer judged products: lower train.candidates_per_query"
+            f"{fill:.0%} of the {groups.slots} slots of a query hold a row, so a batch has fewer samples than"
+            " train.global_batch_size says; queries have fewer judged products: lower train.candidates_per_query"
         )
     if groups.mined is not None and groups.mined.fill < _POOR_FILL:
         found.append(

@@ -24,7 +24,7 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path) -> None:
     fits = doctor(tmp_path, "--model.preset=base", "--train.precision=bf16")
     assert fits.returncode == 0, fits.stderr
     assert "nothing is prepared yet: assuming a vocabulary of 8,192 and 4 classes" in fits.stdout
-    assert fits.stdout.count("fits)") == 3  # buckets
+    assert fits.stdout.count("fits)") == 4  # lengths of rows
     assert "torch_xla" not in fits.stderr
     large = doctor(tmp_path, "--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
     assert large.returncode == CONFIG_CODE
@@ -50,8 +50,9 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
     batch = ("--train.global-batch-size=32", "--train.micro-batch-size=32")
     done = doctor(tmp_path, "--hlo", f"--model.preset={preset}", *batch)
     assert done.returncode == 0, done.stdout + done.stderr
-    # The start; a step and an evaluation for each of three buckets; rows of texts to embed of two lengths.
-    assert "traced 9 graphs" in done.stdout
+    # The start; a step for each of four lengths of rows, an evaluation for each of three buckets; rows to embed of two
+    # lengths.
+    assert "traced 10 graphs" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout
     # In proportion to the layers. With views of the weights replayed for every view it was 5,001, 14,209, 35,698.
     (largest,) = re.findall(r"with ([\d,]+) operations", done.stdout)

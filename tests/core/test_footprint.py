@@ -25,7 +25,7 @@ from pipeline.core.footprint import (
 )
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel
+from pipeline.model.relevance import GroupInputs, RelevanceModel
 
 TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)
 BASE = EncoderSizes(vocab=30522, positions=512, layers=12, width=768, heads=12, intermediate=3072)
@@ -64,23 +64,20 @@ def test_flops_are_those_that_torch_counts(tokens: int, tolerance: float) -> Non
 
 
 def test_mined_products_are_products_of_their_query() -> None:
-    work = Workload.of_pairs(12, 8, 16, slots=4, mined=2)
-    assert work.passes == (EncoderPass(3, 8), EncoderPass(18, 16)) and work.samples == 18
-    assert Workload.of_pairs(12, 8, 16, slots=4, mined=0) == Workload.of_pairs(12, 8, 16, slots=4)
+    work = Workload.of_groups(12, 24, slots=4, mined=2)
+    assert work.passes == (EncoderPass(3, 24),) and work.samples == 18
+    assert Workload.of_groups(12, 24, slots=4, mined=0) == Workload.of_groups(12, 24, slots=4)
 
 
-def test_flops_of_pairs_with_the_heads() -> None:
+def test_flops_of_groups_with_the_heads() -> None:
     model = RelevanceModel(ModelConfig(preset="tiny", max_positions=64), SPEC)
-    inputs = RelevanceInputs(
-        torch.ones(4, 8, dtype=torch.int32),
-        torch.ones(4, 16, dtype=torch.int32),
-        torch.zeros(4, 0),
-        torch.zeros(4, 0, dtype=torch.int32),
-    )
+    ids, segments = torch.ones(4, 24, dtype=torch.int32), torch.ones(4, 24, dtype=torch.int32)
+    segments[:, 8:] = 2
+    inputs = GroupInputs(ids, ids, segments, torch.zeros(4, 0), torch.zeros(4, 0, dtype=torch.int32))
     with FlopCounterMode(display=False) as counter, written_out():
         model(inputs).logits.sum().backward()
     heads = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("encoder."))
-    expected = step_flops(TINY, Workload.of_pairs(4, 8, 16), heads)
+    expected = step_flops(TINY, Workload.of_groups(4, 24), heads)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
 
 
@@ -114,14 +111,14 @@ def test_activations_of_fp32_are_what_autograd_keeps() -> None:
 
 def test_bytes_of_each_precision() -> None:
     parameters = 1000
-    sizes = {p: footprint(parameters, TINY, Workload.of_pairs(4, 8, 8, precision=p)) for p in PRECISIONS}
+    sizes = {p: footprint(parameters, TINY, Workload.of_groups(4, 16, precision=p)) for p in PRECISIONS}
     assert [sizes[p].master_bytes for p in PRECISIONS] == [4000] * 3
     assert [sizes[p].compute_bytes for p in PRECISIONS] == [0, 2000, 2000]
     assert [sizes[p].gradient_bytes for p in PRECISIONS] == [4000, 4000, 6000]
     assert [sizes[p].optimizer_bytes for p in PRECISIONS] == [8000] * 3
     activations = [sizes[p].activation_bytes for p in PRECISIONS]
     assert activations[0] == 2 * activations[2] and activations[2] < activations[1] < activations[0]
-    one = footprint(parameters, TINY, Workload.of_pairs(4, 8, 8, moments=1, accumulation=2))
+    one = footprint(parameters, TINY, Workload.of_groups(4, 16, moments=1, accumulation=2))
     assert (one.optimizer_bytes, one.gradient_bytes) == (4000, 8000)
 
 
@@ -141,7 +138,7 @@ def test_more_samples_cost_more(
     encoder: EncoderSizes, samples: int, tokens: int, precision: Precision, drop: bool
 ) -> None:
     def of(samples: int, accumulation: int = 1) -> tuple[int, float]:
-        work = Workload.of_pairs(samples, tokens, tokens, precision=precision, dropout=drop, accumulation=accumulation)
+        work = Workload.of_groups(samples, 2 * tokens, precision=precision, dropout=drop, accumulation=accumulation)
         return footprint(encoder.parameters, encoder, work).peak_bytes, step_flops(encoder, work, 10)
 
     (small, few), (large, many) = of(samples), of(2 * samples)
@@ -167,7 +164,7 @@ def test_the_instances_are_those_of_the_table() -> None:
 
 def test_large_on_one_core_of_trn1() -> None:
     def of(samples: int) -> tuple[bool, float]:
-        work = Workload.of_pairs(samples, 64, 64, precision="bf16")
+        work = Workload.of_groups(samples, 128, precision="bf16")
         found = estimate(LARGE.parameters, LARGE, work, instance="trn1.32xlarge", mfu=0.3)
         return found.fits(), found.memory_share
 
@@ -176,7 +173,7 @@ def test_large_on_one_core_of_trn1() -> None:
 
 def test_step_time() -> None:
     assert step_seconds(95e12, 95.0, 0.5) == pytest.approx(2.0)
-    work = Workload.of_pairs(64, 32, 32, precision="bf16")
+    work = Workload.of_groups(64, 64, precision="bf16")
     found = estimate(BASE.parameters, BASE, work, instance="trn1.2xlarge", mfu=0.4)
     assert found.step_s == pytest.approx(found.flops / (0.4 * 95e12))
 
@@ -189,12 +186,12 @@ def test_impossible_utilisation(peak: float, mfu: float) -> None:
 
 def test_unknown_instance() -> None:
     with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
-        estimate(1, TINY, Workload.of_pairs(1, 8, 8), instance="p4d.24xlarge", mfu=0.4)
+        estimate(1, TINY, Workload.of_groups(1, 16), instance="p4d.24xlarge", mfu=0.4)
 
 
 def test_two_passes_cost_a_forward_pass_more() -> None:
     one, two = (ContrastiveBatch(6, 24, two_passes=two) for two in (False, True))
-    work = {c: Workload.of_pairs(8, 16, 16, slots=4, accumulation=3, contrastive=c) for c in (None, one, two)}
+    work = {c: Workload.of_groups(8, 32, slots=4, accumulation=3, contrastive=c) for c in (None, one, two)}
     flops = {c: step_flops(TINY, of, sample_parameters=10) for c, of in work.items()}
     heads = 3 * 8 * 6.0 * 10
     loss = 6.0 * 6 * 24 * TINY.width  # three matrix products over the whole global batch
@@ -205,15 +202,15 @@ def test_two_passes_cost_a_forward_pass_more() -> None:
 def test_memory_of_the_contrastive_loss() -> None:
     def extra(queries: int, *, two_passes: bool) -> int:
         batch = ContrastiveBatch(queries, 4 * queries, two_passes)
-        work = Workload.of_pairs(64, 16, 16, slots=4, accumulation=2, contrastive=batch)
-        plain = Workload.of_pairs(64, 16, 16, slots=4, accumulation=2)
+        work = Workload.of_groups(64, 32, slots=4, accumulation=2, contrastive=batch)
+        plain = Workload.of_groups(64, 32, slots=4, accumulation=2)
         return footprint(10, TINY, work).peak_bytes - footprint(10, TINY, plain).peak_bytes
 
     assert extra(100, two_passes=False) == 16 * 100 * 400
     # The loss comes before the activations of a micro-step are there; the gradients by embedding stay beside them.
     assert extra(100, two_passes=True) == 4 * 128 * 500
     assert extra(10_000, two_passes=True) > 4 * 128 * 50_000
-    beside = footprint(10, TINY, Workload.of_pairs(64, 16, 16, slots=4))
+    beside = footprint(10, TINY, Workload.of_groups(64, 32, slots=4))
     matrices = 16 * 10_000 * 40_000
     kept = 4 * 128 * 50_000
     assert extra(10_000, two_passes=True) == kept + matrices - beside.activation_bytes - beside.workspace_bytes

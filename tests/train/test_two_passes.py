@@ -103,10 +103,9 @@ def test_flops_of_a_step_are_those_that_torch_counts(rows: TokenRows, accumulati
     samples = CONFIG.global_batch_size // accumulation
     contrastive = contrastive_batch(CONFIG, share)
     assert contrastive is not None and contrastive.two_passes == (accumulation > 1)
-    work = Workload.of_pairs(
+    work = Workload.of_groups(
         samples,
-        BUCKETS[1].query_tokens,
-        BUCKETS[1].product_tokens,
+        micros[0]["tokens"].shape[1],
         slots=CONFIG.candidates_per_query,
         accumulation=accumulation,
         contrastive=contrastive,
