@@ -68,5 +68,8 @@ class TrainState(_Record):
     max_tokens: int | None = Field(
         None, description="Longest text the encoder has learnt to read, [CLS] and [SEP] included; none: not known"
     )
+    trained_head: bool = Field(
+        True, description="Whether the relevance head was trained, so that scores of pairs mean something"
+    )
     settings_hash: str
     code_version: str

@@ -39,6 +39,7 @@ class ScoredRows:
         labels: K names, least to most relevant.
         label_gains: K gains; the expected gain under them is the score that ranks the rows of a query.
         slices: columns by name.
+        meaningless: why the probabilities say nothing, of a model whose scores were not trained; else empty.
 
     Raises:
         DataError: shapes that do not fit, a label or code out of range, a negative gain, or scores that are not
@@ -52,6 +53,7 @@ class ScoredRows:
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
     slices: Mapping[str, SliceColumn] = field(default_factory=dict)
+    meaningless: str = ""
 
     def __post_init__(self) -> None:
         rows, classes = len(self.query_id), len(self.labels)
@@ -100,6 +102,7 @@ class ScoredRows:
             self.labels,
             self.label_gains,
             {name: SliceColumn(column.codes[mask], column.names) for name, column in self.slices.items()},
+            self.meaningless,
         )
 
 

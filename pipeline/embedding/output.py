@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.core.errors import ConfigError
 from pipeline.embedding.catalogue import IdType
 from pipeline.embedding.texts import ID_TYPES
 
@@ -71,6 +72,16 @@ class PartRows:
     scale: Float32s | None
     id_hash: npt.NDArray[np.uint64]
     text_hash: npt.NDArray[np.uint64]
+
+
+def check_dimensions(setting: str, dimensions: int, width: int) -> None:
+    """Raises ConfigError when vectors of a model of `width` dimensions have not as many."""
+    if dimensions > width:
+        raise ConfigError(
+            f"{setting} is {dimensions}, the model's vectors have {width}",
+            expected=f"at most {width}",
+            next_command="--embed.output.dimensions 0 for all" if setting.startswith("embed") else "",
+        )
 
 
 def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.sources import find_files
@@ -15,7 +15,7 @@ from pipeline.embedding.catalogue import Catalogue, CatalogueColumns, look_at
 from pipeline.embedding.catalogue_config import CatalogueConfig
 from pipeline.embedding.config import EmbedConfig
 from pipeline.embedding.gather import COLUMNS, Gathered, format_of, gather_products, gather_rows
-from pipeline.embedding.output import VectorLayout
+from pipeline.embedding.output import VectorLayout, check_dimensions
 from pipeline.embedding.plan import EmbedPlan, ModelRef
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage
@@ -55,12 +55,7 @@ def make_plan(
 ) -> EmbedPlan:
     """What this cycle embeds, and with what. Raises DataError, ConfigError, TransientError, Preempted."""
     width = checkpoint.state.model.encoder.hidden_size
-    if config.output.dimensions > width:
-        raise ConfigError(
-            f"embed.output.dimensions is {config.output.dimensions}, the model's vectors have {width}",
-            expected=f"at most {width}",
-            next_command="--embed.output.dimensions 0 for all",
-        )
+    check_dimensions("embed.output.dimensions", config.output.dimensions, width)
     catalogue = find_catalogue(config.catalogue, data, around)
     layout = VectorLayout(
         format=config.output.format,

@@ -40,6 +40,11 @@ class RetrievalConfig(BaseModel):
         1_000_000, ge=1, description="Without a catalogue file: most products, all relevant ones and an even sample"
     )
     window_rows: int = Field(16_384, ge=1, le=1_000_000, description="Items read and embedded at a time")
+    dimensions: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="Also search with vectors cut to so many leading dimensions, to see what narrower ones would cost;"
+        " the gate judges those of embed.output.dimensions",
+    )
 
 
 class BaselinesConfig(BaseModel):

@@ -52,6 +52,9 @@ class ModelReport(_Record):
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")
+    retrieval_by_width: dict[int, MetricReport] = Field(
+        {}, description="The same with vectors cut to their leading dimensions (evaluate.retrieval.dimensions)"
+    )
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
     threshold: float | None = Field(description="Probability from which a row is called a match; of two classes only")

@@ -1,7 +1,7 @@
 """Search with a model's embeddings, and with words: every query against every item, exactly."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from pipeline.core.scored import PerQuery
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embedding.embedder import counted
+from pipeline.embedding.output import shorten_vectors
 from pipeline.evaluation.bm25 import Bm25
 from pipeline.evaluation.exact import ExactTopK
 from pipeline.evaluation.fusion import Ranked
@@ -91,32 +92,43 @@ def search(
     gang: Gang,
     stop: StopSignal,
     advance: Callable[[int], None] = lambda count: None,
-) -> Ranked | str:
+    widths: Sequence[int] = (0,),
+) -> list[Ranked] | str:
     """The `k` best items of every query of the task, with their cosines times 2^52; or why there is no answer.
 
-    Ranks share queries and items; all get the answer. Memory: the queries' vectors and one window of items.
+    One list for each of `widths`: leading dimensions of the vectors that are held against each other, 0: all. Ranks
+    share queries and items; all get the answer. Memory: the queries' vectors in every width and one window of items.
     Raises Preempted.
     """
-    queries = _query_vectors(task.tokens, embed, gang)
+    whole = _query_vectors(task.tokens, embed, gang)
+    queries = [_cut(whole, width) for width in widths]
     world = gang.world
-    failure, best = "", None
+    failure, best = "", []
     try:
-        best = ExactTopK(queries, k)
+        best = [ExactTopK(one, k) for one in queries]
         for first, vectors in _vectors_of(task, embed, lambda number: number % world.world_size == world.rank):
             stop.raise_if_set("searching the catalogue")
-            best.add(first, vectors)
+            for nearest, width in zip(best, widths, strict=True):
+                nearest.add(first, _cut(vectors, width))
             advance(len(vectors) * world.world_size)
     except NumericError as error:
         failure = error.seen
-    found = gang.gather((failure, best.found() if best else None))
+    found = gang.gather((failure, [nearest.found() for nearest in best]))
     for reason, _ in found:
         if reason:
             return str(reason)
-    merged = ExactTopK(queries, k)
-    for _, pair in found:
-        merged.merge(*pair)
-    scores, items = merged.found()
-    return Ranked(items, scores)
+    ranked = []
+    for place, one in enumerate(queries):
+        merged = ExactTopK(one, k)
+        for _, pairs in found:
+            merged.merge(*pairs[place])
+        scores, items = merged.found()
+        ranked.append(Ranked(items, scores))
+    return ranked
+
+
+def _cut(vectors: Float32s, width: int) -> Float32s:
+    return shorten_vectors(vectors, width or vectors.shape[1])
 
 
 def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:

@@ -1,6 +1,6 @@
 """What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.core.gate.verdict import GateCheck
 from pipeline.core.metrics import MetricReport
@@ -18,7 +18,8 @@ def table_lines(report: EvaluationReport) -> list[str]:
     tools = (one.name for one in baselines)
     head = ("metric", "candidate", "incumbent", "difference", _interval_title(report), *tools, "gate")
     table = _aligned([head, *shown])
-    return [*table, *_missing(report), *_hybrid_lines(report), *_slice_lines(report), *report.verdict.lines()]
+    details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
+    return [*table, *details, *report.verdict.lines()]
 
 
 def _names(report: EvaluationReport) -> list[str]:
@@ -69,6 +70,21 @@ def _missing(report: EvaluationReport) -> list[str]:
                 reasons.setdefault(reason, []).append(name)
         lines += [f"not computed for the {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return [*lines, *(f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing)]
+
+
+def _width_lines(report: EvaluationReport) -> list[str]:
+    """Retrieval with narrower vectors, beside the vectors that are judged."""
+    found = {role: model for role, model in _roles(report) if model.retrieval and model.retrieval_by_width}
+    columns: list[tuple[str, Mapping[str, float]]] = []
+    for role, model in found.items():
+        columns += [(role, model.retrieval.values)] if model.retrieval else []
+        columns += [(f"{role} {width}", one.values) for width, one in model.retrieval_by_width.items()]
+    names = dict.fromkeys(name for _, values in columns for name in values)
+    if not names:
+        return []
+    rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
+    head = ("metric", *(title for title, _ in columns))
+    return ["search with vectors cut to fewer dimensions", *_aligned([head, *rows])]
 
 
 def _hybrid_lines(report: EvaluationReport) -> list[str]:

@@ -1,10 +1,15 @@
 """Shape of the model. Presets give the encoder sizes; any single field may be set over them."""
 
-from typing import Literal
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.core.errors import ConfigError
+
+LOWEST_TEMPERATURE = 0.01
+"""Of a temperature that is learnt."""
 
 
 class EncoderSize(BaseModel):
@@ -82,6 +87,11 @@ class LossConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    purpose: Literal["both", "retrieval", "ranking"] = Field(
+        "both",
+        description="both: every term by its weight; retrieval: vectors alone, graded_weight is 0 and the relevance"
+        " head is not trained; ranking: scores of pairs, contrastive_weight is 0",
+    )
     graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes; 0: off")
     contrastive_weight: float = Field(
         1.0, ge=0, description="Weight of the contrastive loss over the products of the whole global batch; 0: off"
@@ -95,6 +105,16 @@ class LossConfig(BaseModel):
         1.0, ge=0, le=1, description="Share of the graded loss's gradient that reaches the encoder; 0: the head alone"
     )
     temperature: float = Field(0.05, ge=0.001, description="Divides the cosine similarities")
+    learn_temperature: bool = Field(
+        False,
+        description="Learn the temperature with the weights, at head_rate, from the parent's or else from temperature"
+        " on; it stays at 0.01 or above",
+    )
+    matryoshka_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="Widths below the model's, rising: the contrastive and the listwise loss are the mean over the"
+        " first so many dimensions of the vectors and over all, so that vectors may be cut (embed.output.dimensions)",
+    )
     symmetric_share: float = Field(
         0.0, ge=0, le=1, description="Share of the contrastive loss that asks from product to query"
     )
@@ -107,6 +127,59 @@ class LossConfig(BaseModel):
         le=2,
         description="Leave out negatives whose cosine exceeds that of the best positive less this (default: none)",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_the_other_term(cls, values: Any) -> Any:
+        """A purpose turns off the term that is not of it, where no weight is given."""
+        if not isinstance(values, Mapping):
+            return values
+        off = {"retrieval": "graded_weight", "ranking": "contrastive_weight"}.get(str(values.get("purpose")))
+        return {off: 0.0, **values} if off else values
+
+    @model_validator(mode="after")
+    def _terms_fit(self) -> Self:
+        of_vectors = self.contrastive_weight or self.listwise_weight
+        if self.purpose == "retrieval" and self.graded_weight:
+            raise ValueError(
+                f"graded_weight {self.graded_weight:g} with purpose retrieval: expected graded_weight 0, or"
+                " purpose both"
+            )
+        if self.purpose == "ranking" and (self.contrastive_weight or not self.graded_weight):
+            raise ValueError(
+                f"contrastive_weight {self.contrastive_weight:g} and graded_weight {self.graded_weight:g} with purpose"
+                " ranking: expected contrastive_weight 0 and graded_weight above 0, or purpose both"
+            )
+        if not self.graded_weight and not of_vectors:
+            raise ValueError(
+                "no term of the loss has a weight: expected one of graded, contrastive or listwise above 0"
+            )
+        if self.learn_temperature and not of_vectors:
+            raise ValueError("learn_temperature without a contrastive or a listwise loss: nothing has a temperature")
+        if self.learn_temperature and self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"learn_temperature from temperature {self.temperature:g}: expected {LOWEST_TEMPERATURE:g} or above"
+            )
+        if any(narrow >= wide for narrow, wide in pairwise(self.matryoshka_sizes)):
+            raise ValueError(f"matryoshka_sizes {self.matryoshka_sizes}: expected rising widths")
+        if self.matryoshka_sizes and not of_vectors:
+            raise ValueError("matryoshka_sizes without a contrastive or a listwise loss: nothing is learnt of vectors")
+        return self
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the scores of pairs are learnt."""
+        return self.graded_weight > 0
+
+    def check_width(self, width: int) -> None:
+        """Raises ConfigError unless every size is below the width of the vectors, which is always one of them."""
+        if self.matryoshka_sizes and self.matryoshka_sizes[-1] >= width:
+            below = ",".join(str(size) for size in self.matryoshka_sizes if size < width)
+            raise ConfigError(
+                f"train.loss.matryoshka_sizes has {self.matryoshka_sizes[-1]}, the model's vectors have {width}",
+                expected=f"sizes below {width}; all {width} dimensions are always trained",
+                next_command=f"--train.loss.matryoshka-sizes {below or '[]'}",
+            )
 
 
 class InputSpec(BaseModel):

@@ -9,15 +9,18 @@ _internal/neuron.py).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.model.temperature import LOG_SCALE
+
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 _ALIGNED = 16  # elements; see _segments
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
+_ENCODER, _LAYERS = "encoder.", "encoder.layers."
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Chunk:
     """As the module has them; a matrix with more rows than columns lies transposed (see `_is_transposed`)."""
     segments: tuple[int, ...]
     """Elements of each run of parameters that sums are taken over, whatever the chunk."""
+    layer: int | None = None
+    """Of the encoder, from 1; 0: what stands before its layers; None: a chunk may have parameters of all of them."""
 
     @property
     def size(self) -> int:
@@ -42,26 +47,34 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first."""
+    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first.
+
+    A temperature that is learnt is a chunk of its own, the last one: the others are those of a model without it.
+    """
 
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(module: nn.Module, chunk_mib: float) -> "FlatLayout":
+    def of(module: nn.Module, chunk_mib: float, *, by_layer: bool = False) -> "FlatLayout":
         """A module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
 
-        Tied parameters are not supported.
+        `by_layer`: no chunk has parameters of two layers of the encoder. The order of parameters is the same, as a
+        module names them layer by layer. Tied parameters are not supported.
         """
-        named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
+        every = {name: parameter.shape for name, parameter in module.named_parameters()}
+        named = [(name, shape) for name, shape in every.items() if name != LOG_SCALE]
         limit = int(chunk_mib * 2**20 / 4)
         total = sum(shape.numel() for _, shape in named)
         chunks: list[Chunk] = []
-        for decayed, encoder in ((True, True), (True, False), (False, True), (False, False)):
-            group = [p for p in named if (len(p[1]) > 1, p[0].startswith("encoder.")) == (decayed, encoder)]
+        parts = sorted({_part(name, by_layer) for name, _ in named}, key=lambda part: (not part[0], part[1] or 0))
+        for decayed, (encoder, layer) in product((True, False), parts):
+            group = [p for p in named if (len(p[1]) > 1, _part(p[0], by_layer)) == (decayed, (encoder, layer))]
             for run in _runs(_segments(group, min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
                 parameters = [parameter for segment in run for parameter in segment]
                 names, shapes = zip(*parameters, strict=True)
-                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
+                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run)), layer))
+        if LOG_SCALE in every:
+            chunks.append(Chunk(False, False, (LOG_SCALE,), (every[LOG_SCALE],), (every[LOG_SCALE].numel(),)))
         return FlatLayout(tuple(chunks))
 
     @property
@@ -96,6 +109,15 @@ class FlatLayout:
 
 
 Parameter = tuple[str, torch.Size]
+
+
+def _part(name: str, by_layer: bool) -> tuple[bool, int | None]:
+    """Of a parameter's name: whether it is the encoder's, and of which of its layers where that is asked."""
+    if not name.startswith(_ENCODER):
+        return False, None
+    if not by_layer:
+        return True, None
+    return True, int(name.removeprefix(_LAYERS).split(".")[0]) + 1 if name.startswith(_LAYERS) else 0
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:

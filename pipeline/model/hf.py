@@ -17,7 +17,9 @@ ENCODER_PARTS = ("embeddings.", "encoder.")
 """How names of the encoder begin where they have no prefix, as `transformers.BertModel` has them."""
 HEAD_PARTS = ("interactions.", "head.")
 """How the names of everything else begin."""
-_OPTIONAL = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
+_OF_TRAINING = ("temperature.",)
+"""How names begin that only a training run has a use for."""
+_OPTIONAL = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids", *_OF_TRAINING)
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 _EMBEDDINGS = {
     "word_embeddings.weight": "embeddings.word_embeddings.weight",
@@ -118,10 +120,12 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
 def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     """A whole model in our names: every tensor of `template` and no other. The encoder may lack the `bert.` prefix.
 
+    A temperature that was learnt is left out.
+
     Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
     """
     named = _renamed(weights, lambda name: PREFIX + name if name.startswith(ENCODER_PARTS) else name, source)
-    unknown = sorted(named.keys() - _expected(template).keys())
+    unknown = sorted(n for n in named.keys() - _expected(template).keys() if not n.startswith(_OF_TRAINING))
     if unknown:
         raise CheckpointError(
             f"{source}: {unknown[0]} has no place in this model",

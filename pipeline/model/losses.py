@@ -4,6 +4,7 @@ Graded and listwise terms are sums over a micro-batch divided by a constant coun
 gradient. The contrastive term is one number of the whole global batch: `contrastive_loss` is given all of it.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,15 +27,28 @@ class Targets(NamedTuple):
     product_key: Tensor  # int32 [Q S], equal for equal products
 
 
-def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
-    """All terms of a global batch that is here as a whole, fp32 scalar."""
-    total = pair_loss(outputs, targets, config, mined)
+def relevance_loss(
+    outputs: RelevanceOutputs,
+    targets: Targets,
+    config: LossConfig,
+    mined: int = 0,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """All terms of a global batch that is here as a whole, fp32 scalar. `temperature` [1]: one that is learnt."""
+    total = pair_loss(outputs, targets, config, mined, temperature)
     if config.contrastive_weight:
-        total = total + config.contrastive_weight * contrastive_loss(outputs.query, outputs.product, targets, config)
+        found = contrastive_loss(outputs.query, outputs.product, targets, config, temperature)
+        total = total + config.contrastive_weight * found
     return total
 
 
-def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
+def pair_loss(
+    outputs: RelevanceOutputs,
+    targets: Targets,
+    config: LossConfig,
+    mined: int = 0,
+    temperature: Tensor | None = None,
+) -> Tensor:
     """The terms that need no other query: fp32 scalar, mean over the slots or queries of a micro-batch.
 
     `mined`: slots of each query for mined negatives. They have no label, and do not count in the graded term's mean.
@@ -43,8 +57,22 @@ def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, m
     weight = config.graded_weight * (slots / (slots - mined))
     total = weight * graded_loss(outputs.logits, targets.label)
     if config.listwise_weight:
-        total = total + config.listwise_weight * listwise_loss(outputs, targets, config.temperature)
+        divisor = config.temperature if temperature is None else temperature
+        for share, query, product in _cut(outputs.query, outputs.product, config.matryoshka_sizes):
+            found = listwise_loss(query, product, targets, divisor)
+            total = total + config.listwise_weight * share * found
     return total
+
+
+def _cut(query: Tensor, product: Tensor, sizes: Sequence[int]) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """The vectors whole, and their leading dimensions; each with its share in the loss.
+
+    Kusupati et al., "Matryoshka Representation Learning" (NeurIPS 2022), with equal weights.
+    """
+    share = 1.0 / (1 + len(sizes))
+    yield share, query, product
+    for size in sizes:
+        yield share, query[:, :size], product[:, :size]
 
 
 def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
@@ -55,10 +83,10 @@ def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
     return -(log_probabilities * chosen).sum() / logits.shape[0]
 
 
-def listwise_loss(outputs: RelevanceOutputs, targets: Targets, temperature: float) -> Tensor:
+def listwise_loss(query: Tensor, product: Tensor, targets: Targets, temperature: float | Tensor) -> Tensor:
     """ListNet with top-one probabilities (Cao et al., 2007) between gains and similarities of a query's own slots."""
-    queries = outputs.query.shape[0]
-    query, product = unit(outputs.query.float()), unit(outputs.product.float())
+    queries = query.shape[0]
+    query, product = unit(query.float()), unit(product.float())
     similarity = (query[:, None, :] * product.view(queries, -1, query.shape[1])).sum(2) / temperature
     gain = targets.gain.view(queries, -1)
     is_row = (gain >= 0).float()
@@ -67,18 +95,39 @@ def listwise_loss(outputs: RelevanceOutputs, targets: Targets, temperature: floa
     return -(wanted * F.log_softmax(similarity + (1.0 - is_row) * _LEFT_OUT, dim=1)).sum() / queries
 
 
-def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: LossConfig) -> Tensor:
+def contrastive_loss(
+    query: Tensor, product: Tensor, targets: Targets, config: LossConfig, temperature: Tensor | None = None
+) -> Tensor:
     """InfoNCE over a whole global batch (van den Oord et al., 2018): mean over its positives, fp32 scalar.
 
     query [Q, D], product [Q S, D]. Each positive is held against every product of the batch that is no positive of its
     query, nor the same product as one. Judged low grades of a query are negatives of it. `symmetric_share` asks from a
-    positive product to all queries of which neither it nor its twin is a positive.
+    positive product to all queries of which neither it nor its twin is a positive. With `matryoshka_sizes` the mean
+    over cut vectors and whole ones. `temperature` [1]: one that is learnt.
     """
+    queries = query.shape[0]
+    positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
+    excluded = _excluded(targets, positive, queries, product.shape[0] // queries)
+    divisor = config.temperature if temperature is None else temperature
+    parts = _cut(query, product, config.matryoshka_sizes)
+    losses = [(share, _info_nce(left, right, positive, excluded, config, divisor)) for share, left, right in parts]
+    if len(losses) == 1:
+        return losses[0][1]
+    return torch.stack([share * loss for share, loss in losses]).sum()
+
+
+def _info_nce(
+    query: Tensor,
+    product: Tensor,
+    positive: Tensor,
+    excluded: Tensor,
+    config: LossConfig,
+    temperature: float | Tensor,
+) -> Tensor:
+    """Of vectors of one width. positive [Q S], excluded [Q, Q S]: 1 where a product is one, or no negative, else 0."""
     queries = query.shape[0]
     slots = product.shape[0] // queries
     similarity = torch.matmul(unit(query.float()), unit(product.float()).t())  # [Q, Q S]
-    positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
-    excluded = _excluded(targets, positive, queries, slots)
     own = torch.eye(queries, device=query.device, dtype=similarity.dtype)
     at = (similarity.view(queries, queries, slots) * own[:, :, None]).sum(1)  # [Q, S], to a query's own products
     positive = positive.view(queries, slots)
@@ -86,8 +135,8 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
         best = (at + (1.0 - positive) * _LEFT_OUT).detach().amax(1, keepdim=True)
         near = (similarity.detach() - best + config.false_negative_margin > 0).float()
         excluded = torch.maximum(excluded, near)
-    scores = (similarity + excluded * _LEFT_OUT) / config.temperature
-    at = at / config.temperature
+    scores = (similarity + excluded * _LEFT_OUT) / temperature
+    at = at / temperature
     count = positive.sum() + (1.0 - (positive.sum() > 0).float())  # at least one: a batch without positives is 0
     asked = (_log_loss(torch.logsumexp(scores, dim=1)[:, None], at) * positive).sum() / count
     if not config.symmetric_share:

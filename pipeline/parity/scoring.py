@@ -50,11 +50,12 @@ class PairProgram:
         weights: Mapping[str, Tensor],
         *,
         chunk_mib: float,
+        by_layer: bool,
     ) -> None:
         """Takes the model over: only its structure stays. `weights`: our names, on CPU."""
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self._backend, self._precision = backend, precision
-        self._layout = FlatLayout.of(model, chunk_mib)
+        self._layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
         self._model = model.eval().to("meta")
         self._flats = [flat.to(backend.device) for flat in self._layout.pack(weights)]
 
@@ -97,11 +98,11 @@ class SideScorer:
         with torch.device("meta"):
             models = [RelevanceModel(self.task.model, state.inputs) for _ in range(2)]
         weights = from_hf(self.checkpoint.weights(), models[0].state_dict(), source=self.checkpoint.prefix)
-        chunk_mib = self.task.train.chunk_mib
-        program = ScoreProgram(models[0], backend, precision, self.rows.buckets, chunk_mib=chunk_mib)
+        chunk_mib, by_layer = self.task.train.chunk_mib, self.task.train.optimizer.by_layer
+        program = ScoreProgram(models[0], backend, precision, self.rows.buckets, chunk_mib=chunk_mib, by_layer=by_layer)
         program.load(weights)
         scored = self._score(backend, program.scores, order, SCORE_PARTS)
-        pairs = PairProgram(models[1], backend, precision, weights, chunk_mib=chunk_mib)
+        pairs = PairProgram(models[1], backend, precision, weights, chunk_mib=chunk_mib, by_layer=by_layer)
         embedded = self._score(backend, pairs.vectors, self._sample(order), VECTOR_PARTS)
         return self._score_set(backend, scored, embedded)
 

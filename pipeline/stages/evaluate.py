@@ -56,6 +56,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _inputs(settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet]) -> dict[str, str]:
     """What is judged by what: all that decides the verdict, and whether it is acted on."""
     acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
+    dimensions = settings.embed.output.dimensions
     return {
         "candidate": models.candidate.digest,
         "incumbent": models.compared.digest if models.compared else "",
@@ -64,6 +65,7 @@ def _inputs(settings: Settings, ctx: StageContext, models: Models, sets: list[To
         "gate": fingerprint(settings.gate.model_dump(mode="json")),
         "precision": settings.train.precision,
         "code_version": ctx.code_version,
+        **({"dimensions": str(dimensions)} if dimensions else {}),
     }
 
 

@@ -1,7 +1,7 @@
 """Retrieval with the embeddings of a model, kept in the cycle: found there, or searched on all ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipeline.backends import Backend
@@ -13,6 +13,7 @@ from pipeline.core.scored import PerQuery
 from pipeline.data.token_set import SPLITS
 from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embedding.output import check_dimensions
 from pipeline.evaluation.catalogue import CatalogueFile, open_catalogue
 from pipeline.evaluation.fusion import Ranked
 from pipeline.evaluation.holdout_rows import Holdout
@@ -35,11 +36,16 @@ class Found:
     per_query: PerQuery | None
     report: MetricReport
     ranked: Ranked | None
+    by_width: dict[int, MetricReport] = field(default_factory=dict)
+    """With vectors cut to other widths than those that are judged."""
 
 
 @dataclass
 class ModelSearch:
-    """Searches with one model after the other, for the same queries in the same items."""
+    """Searches with one model after the other, for the same queries in the same items.
+
+    What is judged are the vectors as they are embedded: cut to embed.output.dimensions.
+    """
 
     settings: Settings
     ctx: StageContext
@@ -60,30 +66,47 @@ class ModelSearch:
         task = self.task
         if isinstance(task, str):
             return self._without(task)
+        widths = self._widths(checkpoint)
         key = self._key(checkpoint)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
-            return self.load(task, key)
+            return self.load(task, key, widths[1:])
         with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-            ranked = search(task, vectors, self.depth, self.gang, ctx.stop, advance)
-        if isinstance(ranked, str):
-            return self._without(ranked)
-        return self.save(task, key, ranked)
+            found = search(task, vectors, self.depth, self.gang, ctx.stop, advance, widths)
+        if isinstance(found, str):
+            return self._without(found)
+        return self.save(task, key, found[0], dict(zip(widths[1:], found[1:], strict=True)))
 
-    def save(self, task: RetrievalTask, key: str, ranked: Ranked) -> Found:
+    def _widths(self, checkpoint: Checkpoint) -> list[int]:
+        """Of the vectors: as they are embedded, then those that are only looked at. Raises ConfigError."""
+        width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
+        check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
+        for one in config.dimensions:
+            check_dimensions("evaluate.retrieval.dimensions", one, width)
+        return [self.settings.embed.output.dimensions, *config.dimensions]
+
+    def save(
+        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Ranked] | None = None
+    ) -> Found:
         """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
         per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
         if self.ctx.world.is_main:
             lists = {"items": ranked.items, "scores": ranked.scores}
             figures = {"query_id": per_query.query_id, **per_query.values}
+            lists |= {_items_of(width): one.items for width, one in (by_width or {}).items()}
             save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
-        return Found(per_query, report, ranked)
+        return Found(per_query, report, ranked, self._by_width(task, by_width or {}))
 
-    def load(self, task: RetrievalTask, key: str) -> Found:
+    def _by_width(self, task: RetrievalTask, lists: Mapping[int, Ranked]) -> dict[int, MetricReport]:
+        metrics = self.settings.evaluate.metrics
+        return {width: task.report(one.items, metrics)[1] for width, one in lists.items()}
+
+    def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
         """What was committed. Raises DataError."""
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
         ranked = Ranked(arrays["items"], arrays["scores"])
         per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
-        return Found(per_query, report, ranked)
+        cut = {width: Ranked(arrays[_items_of(width)], ranked.scores) for width in widths}
+        return Found(per_query, report, ranked, self._by_width(task, cut))
 
     @property
     def depth(self) -> int:
@@ -113,7 +136,7 @@ class ModelSearch:
             "valid": self.valid if isinstance(self.valid, str) else self.valid.name,
             "valid_queries": config.baselines.valid_queries,
             "catalogue": self._catalogue.content if self._catalogue else "",
-            "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue"}),
+            "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
             "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
         }
 
@@ -130,5 +153,11 @@ class ModelSearch:
 
     def _key(self, checkpoint: Checkpoint) -> str:
         embed = self.settings.embed.model_dump(mode="json", include={"precision"})
-        decides = fingerprint({**self.decides, "embed": embed, "device": self.backend.device_name()})
+        widths: list[Json] = [*self._widths(checkpoint)]
+        decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})
         return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
+
+
+def _items_of(width: int) -> str:
+    """Name of the lists that vectors of this width gave."""
+    return f"items_of_{width}"

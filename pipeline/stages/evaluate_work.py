@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
@@ -32,6 +32,9 @@ from pipeline.stages.evaluate_search import Found, ModelSearch
 from pipeline.telemetry.console import Console
 
 CANDIDATE, INCUMBENT = "candidate", "incumbent"
+_UNTRAINED = (
+    "it was trained for retrieval alone (train.loss.graded_weight 0), the scores of its relevance head mean nothing"
+)
 VALID: Split = "valid"
 
 
@@ -204,11 +207,13 @@ class Evaluation:
         with self.notes.timed(f"searching_{role}"):
             found = self.search.run(role, checkpoint, vectors)
         rows_of = None if scores is None else judged_slices(to_rows(scores), self._new)
+        if rows_of is not None and not checkpoint.state.trained_head:
+            rows_of = replace(rows_of, meaningless=_UNTRAINED)
         return Side(checkpoint, rows_of, key, threshold, found)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, holdout: Holdout, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
-        if len(holdout.sets[0].info.labels) != 2:
+        if len(holdout.sets[0].info.labels) != 2 or not checkpoint.state.trained_head:
             return None
         try:
             if holdout.split != VALID:
@@ -269,6 +274,7 @@ class Evaluation:
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=side.found.report if side.found else None,
+            retrieval_by_width=side.found.by_width if side.found else {},
             hybrids=self.baselines.hybrids(scored, side.found.ranked) if side.found else (),
             slices=slice_reports(rows, metrics, side.threshold),
             threshold=side.threshold,

@@ -16,6 +16,8 @@ from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
 
 NAME = "train"
+_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
+"""Figures of a holdout that do not come from the relevance head."""
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
@@ -35,8 +37,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     outcome = TrainRun(run_config(settings), _surroundings(ctx), inputs, tokenizer).run()
-    result = _commit(ctx, inputs, outcome.prefix, _figures(outcome), started)
-    _tell(ctx, outcome, (result.finished - started).total_seconds())
+    with_scores = settings.train.loss.trains_head
+    result = _commit(ctx, inputs, outcome.prefix, _figures(outcome, with_scores), started)
+    _tell(ctx, outcome, (result.finished - started).total_seconds(), with_scores)
     return result
 
 
@@ -93,17 +96,23 @@ def _surroundings(ctx: StageContext) -> Surroundings:
     return Surroundings(**{name: getattr(ctx, name) for name in names})
 
 
-def _figures(outcome: Outcome) -> dict[str, Figure]:
+def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:
+    """By split; without what a relevance head that was not trained would score."""
     figures: dict[str, Figure] = {"step": outcome.step, "steps_done": outcome.steps_done, "late": outcome.late}
     for split, values in outcome.holdouts.items():
         figures |= {
-            f"{split}_{name}": value for name, value in asdict(values).items() if value is not None and value == value
+            f"{split}_{name}": value
+            for name, value in asdict(values).items()
+            if value is not None and value == value and (with_scores or name in _WITHOUT_SCORES)
         }
     return figures
 
 
-def _tell(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
+def _tell(ctx: StageContext, outcome: Outcome, seconds: float, with_scores: bool) -> None:
     for split, values in outcome.holdouts.items():
+        if not with_scores:
+            ctx.console.info(f"{split}: {values.rows} rows | no scores: train.loss.graded_weight is 0")
+            continue
         ctx.console.info(
             f"{split}: {values.rows} rows | accuracy {values.accuracy:.4f} | macro F1 {values.macro_f1:.4f} | "
             f"positive F1 {values.positive_f1:.4f} | nDCG@10 {values.ndcg:.4f} | loss {values.loss:.4f}"

@@ -20,6 +20,13 @@ class OptimizerConfig(BaseModel):
         le=1000,
         description="Multiple of learning_rate for what stands behind the encoder",
     )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Each layer of the encoder learns at this multiple of the rate of the layer after it, the last at"
+        " learning_rate, the embeddings at the lowest; 1: all alike",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
     final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
@@ -28,6 +35,11 @@ class OptimizerConfig(BaseModel):
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this")
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers have rates of their own, and so no vector in common."""
+        return self.layer_decay != 1.0
 
 
 class GuardConfig(BaseModel):
@@ -124,6 +136,15 @@ class TrainConfig(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     guard: GuardConfig = GuardConfig()
+
+    @model_validator(mode="after")
+    def _metric_is_trained(self) -> Self:
+        if not self.loss.trains_head and self.metric != "retrieval_ndcg":
+            raise ValueError(
+                f"metric {self.metric} with loss.graded_weight 0 (loss.purpose {self.loss.purpose}): the relevance head"
+                " is not trained, its scores mean nothing; expected metric retrieval_ndcg"
+            )
+        return self
 
     @model_validator(mode="after")
     def _mined_are_negatives(self) -> Self:

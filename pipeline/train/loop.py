@@ -20,7 +20,7 @@ from pipeline.telemetry.console import Console, StepFigures
 from pipeline.train.batches import BatchStream, add_digests, schedule_of
 from pipeline.train.config import TrainConfig
 from pipeline.train.pace import Pace
-from pipeline.train.program import TrainProgram
+from pipeline.train.program import TEMPERATURE, TrainProgram
 
 Emit = Callable[..., None]
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
@@ -178,6 +178,7 @@ class TrainLoop:
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config, self.step, self.max_steps)
+        learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
         left_s = None if self.deadline_s is None else self.deadline_s - (time.monotonic() - self._started)
         outlook = forecast(
             steps_left=self.max_steps - self.step,
@@ -197,6 +198,7 @@ class TrainLoop:
             data_wait_share=round(interval.data_wait_share, 4),
             memory_bytes=self.backend.memory_bytes(),
             eta_s=round(outlook.eta_s, 1),
+            **learnt,
         )
         self.console.step_line(
             StepFigures(
@@ -212,7 +214,13 @@ class TrainLoop:
             )
         )
         self.hooks.scalars(
-            self.step, {"train/loss": losses[-1], "train/grad_norm": last["grad_norm"], "train/rate": rate}
+            self.step,
+            {
+                "train/loss": losses[-1],
+                "train/grad_norm": last["grad_norm"],
+                "train/rate": rate,
+                **{f"train/{name}": value for name, value in learnt.items()},
+            },
         )
         self._note_compiles()
         self._judge(last)

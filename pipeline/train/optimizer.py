@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeline.model.flat import Chunk
 from pipeline.train.config import OptimizerConfig
 
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
@@ -22,6 +23,17 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
     return torch.tensor(
         [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
     )
+
+
+def rate_of(chunk: Chunk, num_layers: int, config: OptimizerConfig) -> float:
+    """Multiple of the learning rate for the parameters of a chunk; the encoder has `num_layers`.
+
+    Layer l of L learns at layer_decay^(L - l), the embeddings are layer 0 (Howard and Ruder, "Universal Language Model
+    Fine-tuning for Text Classification", ACL 2018, 3.2, as BERT-like models have it since ELECTRA).
+    """
+    if not chunk.encoder:
+        return config.head_rate
+    return 1.0 if chunk.layer is None else config.layer_decay ** (num_layers - chunk.layer)
 
 
 class AdamW:

@@ -29,21 +29,28 @@ from pipeline.model.forward import flat_forward
 from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
+from pipeline.model.temperature import LARGEST_LOG_SCALE, Temperature, temperature_of
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SpikeGuard
-from pipeline.train.optimizer import AdamW
+from pipeline.train.optimizer import AdamW, rate_of
 from pipeline.train.share import needs_two_passes, rows_of_batch
 
 _GUARD, _SERVED, _MASTERS = "guard", "served", "masters"
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
+TEMPERATURE = "temperature"
+"""One figure more, where the temperature is learnt."""
 
 
 class Contrast(NamedTuple):
-    """The contrastive loss of a global batch, and its gradient by the embeddings of all its queries and products."""
+    """The contrastive loss of a global batch, and its gradient by the embeddings of all its queries and products.
+
+    And by the parameter of the temperature, where that is learnt.
+    """
 
     loss: Tensor
     query: Tensor
     product: Tensor
+    log_scale: Tensor | None = None
 
 
 class TrainProgram:
@@ -71,11 +78,16 @@ class TrainProgram:
         self._watch: GraphWatch = watch or NoWatch()
         self._buckets = {bucket.name for bucket in buckets}
         self._rows = {str(length) for length in rows_of_batch(config, buckets)}
-        self.layout = FlatLayout.of(model, config.chunk_mib)
+        config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
+        if config.loss.learn_temperature:
+            model.temperature = Temperature(config.loss.temperature)
+        self.layout = FlatLayout.of(model, config.chunk_mib, by_layer=config.optimizer.by_layer)
         self.has_dropout = model.encoder.dropout > 0
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
         decayed = [chunk.decayed for chunk in self.layout.chunks]
-        rates = [1.0 if chunk.encoder else config.optimizer.head_rate for chunk in self.layout.chunks]
+        self._log_scale = self.masters[-1] if config.loss.learn_temperature else None
+        num_layers = len(model.encoder.layers)
+        rates = [rate_of(chunk, num_layers, config.optimizer) for chunk in self.layout.chunks]
         self.optimizer = AdamW(self.masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
         self.averages = [master.detach().clone() for master in self.masters] if config.average_decay else []
         self.guard = SpikeGuard(config.guard, backend.device)
@@ -86,7 +98,8 @@ class TrainProgram:
         self._accumulation, self._world_size = accumulation, world_size
         self._host_mean, self._host_gather = host_mean, host_gather
         self._sums: list[Tensor] | None = None  # gradient by chunk, and the loss, of this step so far
-        self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
+        self.figures = FIGURES if self._log_scale is None else (*FIGURES, TEMPERATURE)
+        self._figures = torch.zeros(figure_rows, len(self.figures), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
         self._micro_steps = 0
         self._place = Place("start")
@@ -181,11 +194,21 @@ class TrainProgram:
         query, product, targets = self._everybody(mine[0], mine[1], Targets(*mine[2:]))
         with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
             query, product = query.requires_grad_(), product.requires_grad_()
-            loss = contrastive_loss(query, product, targets, self._loss_config)
-            contrast = Contrast(loss.detach(), *torch.autograd.grad(loss, (query, product)))
-        del query, product, loss, targets
-        self._cut("contrast", list(contrast))
+            loss = contrastive_loss(query, product, targets, self._loss_config, self._temperature())
+            by = (query, product) if self._log_scale is None else (query, product, self._log_scale)
+            contrast = Contrast(loss.detach(), *torch.autograd.grad(loss, by))
+        del query, product, by, loss, targets
+        self._cut("contrast", [tensor for tensor in contrast if tensor is not None])
         return contrast
+
+    def _temperature(self, share: float = 1.0) -> Tensor | None:
+        """That is learnt, fp32 [1]; `share` of its gradient reaches the parameter. None: it is fixed."""
+        if self._log_scale is None:
+            return None
+        if share == 1.0:
+            return temperature_of(self._log_scale)
+        fixed = self._log_scale.detach()
+        return temperature_of(fixed + (self._log_scale - fixed) * share)
 
     def _everybody(self, query: Tensor, product: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Targets]:
         """The rows of all ranks, in the order of the global batch."""
@@ -219,9 +242,11 @@ class TrainProgram:
         """
         targets, weight = _targets([batch]), self._loss_config.contrastive_weight
         if not weight or (contrast is None and self._world_size == 1):
-            loss = relevance_loss(outputs, targets, self._loss_config, self._config.mined_per_query)
+            loss = relevance_loss(
+                outputs, targets, self._loss_config, self._config.mined_per_query, self._temperature()
+            )
             return loss, loss
-        pairs = pair_loss(outputs, targets, self._loss_config, self._config.mined_per_query)
+        pairs = pair_loss(outputs, targets, self._loss_config, self._config.mined_per_query, self._temperature())
         parts = self._accumulation * self._world_size
         if contrast is None:
             contrastive = self._gathered_loss(outputs, targets, batch["place"])
@@ -230,13 +255,15 @@ class TrainProgram:
         products = contrast.product.view(groups, -1).index_select(0, place).view(-1, width)
         stand_in = (outputs.query.float() * contrast.query.index_select(0, place)).sum()
         stand_in = stand_in + (outputs.product.float() * products).sum()
+        if self._log_scale is not None and contrast.log_scale is not None:  # the same for all, so each has its part
+            stand_in = stand_in + (self._log_scale * contrast.log_scale).sum() / parts
         return pairs + weight * parts * stand_in, pairs + weight * contrast.loss
 
     def _gathered_loss(self, outputs: RelevanceOutputs, targets: Targets, place: Tensor) -> Tensor:
         """The loss of the global batch in this rank's graph, differentiable by this rank's embeddings alone.
 
-        The other ranks' come without a gradient. Where this rank's stand is data, not structure: the graph is the same
-        on every rank.
+        The other ranks' come without a gradient, and the temperature's is shared by all ranks. Where this rank's stand
+        is data, not structure: the graph is the same on every rank.
         """
         query, product = outputs.query.float(), outputs.product.float()
         everybody = self._everybody(query.detach(), product.detach(), targets)
@@ -246,7 +273,13 @@ class TrainProgram:
         # Zeros, with the gradient of this rank's.
         of_query = torch.matmul(at, query - query.detach())
         of_product = torch.matmul(at, (product - product.detach()).view(groups, -1)).view(-1, width)
-        return contrastive_loss(everybody[0] + of_query, everybody[1] + of_product, everybody[2], self._loss_config)
+        return contrastive_loss(
+            everybody[0] + of_query,
+            everybody[1] + of_product,
+            everybody[2],
+            self._loss_config,
+            self._temperature(1.0 / self._world_size),
+        )
 
     def _reduce_and_step(self, control: Tensor) -> None:
         *grads, loss = self.reduced()
@@ -254,8 +287,12 @@ class TrainProgram:
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
+        figures = [loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]]
+        if self._log_scale is not None:
+            self._log_scale.copy_(torch.clamp(self._log_scale, max=LARGEST_LOG_SCALE))
+            figures.append(temperature_of(self._log_scale)[0])
         self._average(control[3])
-        row = torch.stack([loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]])
+        row = torch.stack(figures)
         # A shift, not an indexed write: static on every device.
         self._figures = torch.cat([self._figures[1:], row[None]])
 
@@ -293,7 +330,9 @@ class TrainProgram:
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
         (rows,) = self.backend.to_host([self._figures])
-        return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
+        return (
+            [dict(zip(self.figures, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
+        )
 
     def _cut_micro_step(self) -> None:
         is_first = self._micro_steps <= self._config.batches_per_execution

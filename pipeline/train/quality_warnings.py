@@ -27,6 +27,11 @@ def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], 
             f"{groups.mined.fill:.0%} of the {train.mined_per_query} slots of a query for mined negatives hold one:"
             " lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
         )
+    if not train.loss.trains_head:
+        found.append(
+            "train.loss.graded_weight is 0: the relevance head is not trained, evaluate has no figures of pairs, and"
+            " gate.floors, gate.drops and gate.baseline_drops must name metrics of retrieval (retrieval_ndcg@10=0.01)"
+        )
     return found + _of_judgements(groups.judged, train, labels, buckets)
 
 

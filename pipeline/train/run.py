@@ -34,6 +34,7 @@ from pipeline.io.storage import Storage
 from pipeline.mining.negatives import open_negatives
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
+from pipeline.model.temperature import start_values
 from pipeline.parallel.device import open_ranks
 from pipeline.parallel.world import World
 from pipeline.registry.protected import in_use
@@ -235,7 +236,6 @@ class TrainRun:
         model = initial_model(config.model, inputs.spec, config.train.seed, around.scratch)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
-        template = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self.program = TrainProgram(
             model,
             self.backend,
@@ -248,6 +248,7 @@ class TrainRun:
             buckets=self.valid.buckets,
             watch=self._watch(),
         )
+        template = model.state_dict()  # without content: the program has taken the model over
         store = CheckpointStore(
             around.workspace_after_stop, around.cycle, cache_dir=around.scratch / "checkpoints", emit=around.events.emit
         )
@@ -265,6 +266,7 @@ class TrainRun:
             parent=inputs.parent_record,
             best=None,
             max_tokens=inputs.max_tokens,
+            trained_head=config.train.loss.trains_head,
             settings_hash=around.settings_hash,
             code_version=around.code_version,
         )
@@ -275,7 +277,17 @@ class TrainRun:
             before_commit=lambda: around.events.flush(durable=True),  # on another machine there is no journal
             in_use=lambda: in_use(around.workspace_after_stop),
         )
-        self.saver = Saver(self.program, store, writer, self.gang, base, template, self._tokenizer, around.console.warn)
+        self.saver = Saver(
+            self.program,
+            store,
+            writer,
+            self.gang,
+            base,
+            template,
+            self._tokenizer,
+            around.console.warn,
+            start_values(config.train.loss),
+        )
 
     def _watch(self) -> GraphWatch:
         """What holds graphs against the manifest of this way of running."""

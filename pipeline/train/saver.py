@@ -1,6 +1,6 @@
 """From the state on the device to a checkpoint handed to the background, and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.core.errors import TransientError
 from pipeline.model.hf import from_hf, hf_config, to_hf
+from pipeline.model.temperature import LOG_SCALE
 from pipeline.parallel.gang import Gang
 from pipeline.train.program import TrainProgram
 
@@ -28,6 +29,8 @@ class Saver:
     """Names and shapes of the model's tensors (on the meta device)."""
     tokenizer: bytes
     warn: Callable[[str], None]
+    start_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of what is learnt in this run, and which a parent may lack."""
     best: Best | None = field(default=None)
     _told: str = field(init=False, default="")
 
@@ -48,8 +51,13 @@ class Saver:
         self.best = checkpoint.state.best
 
     def start_from(self, parent: Checkpoint) -> None:
-        """Take over a parent's weights; the optimizer starts anew."""
-        self.program.restore(self._weights(parent), None)
+        """Take over a parent's weights, with the temperature it learnt where this run learns one; else that of the
+        settings. The optimizer starts anew.
+        """
+        weights = parent.weights()
+        if LOG_SCALE in weights and LOG_SCALE not in self.template:
+            self.warn(f"{parent.prefix} learnt a temperature, which is left out: train.loss.learn_temperature is off")
+        self.program.restore(from_hf({**self.start_values, **weights}, self.template, source=parent.prefix), None)
 
     def _weights(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         return from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)

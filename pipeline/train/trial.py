@@ -173,8 +173,15 @@ class Trial:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
         model = build_model(self.model, self.spec, self.train.seed)
         weights = model.state_dict()
-        precision, chunk_mib = self.train.precision, self.train.chunk_mib
-        program = ScoreProgram(model, self.backend, precision, self.buckets, self.watch, chunk_mib=chunk_mib)
+        program = ScoreProgram(
+            model,
+            self.backend,
+            self.train.precision,
+            self.buckets,
+            self.watch,
+            chunk_mib=self.train.chunk_mib,
+            by_layer=self.train.optimizer.by_layer,
+        )
         program.load(weights)
         self._score(program.outputs)
         del program

@@ -25,12 +25,13 @@ from pipeline.embedding.config import EmbedConfig
 from pipeline.evaluation.program import ScoreProgram
 from pipeline.graphs.hlo import parse, stable_key
 from pipeline.graphs.watch import Recorder
+from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.device import open_device
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import TrainProgram
 from pipeline.train.trial import Trial
@@ -143,9 +144,18 @@ def test_a_step_holds_one_all_reduce_for_each_chunk(
     assert not [phase for phase, text in graphs.items() if "all-reduce" in text]
 
 
+OF_LAYERS = {
+    "loss": LossConfig(learn_temperature=True, matryoshka_sizes=(8,), listwise_weight=0.5),
+    "optimizer": OptimizerConfig(layer_decay=0.5),
+}
+
+
 @pytest.mark.usefixtures("_replicas")
-def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(rows: TokenRows) -> None:
-    config = TRAIN.model_copy(update={"global_batch_size": 16})
+@pytest.mark.parametrize("changes", [{}, OF_LAYERS])
+def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(
+    rows: TokenRows, changes: dict[str, object]
+) -> None:
+    config = TRAIN.model_copy(update={"global_batch_size": 16, **changes})
     _, training = texts(config, rows)
     recorder = Recorder(Replica(0, 2, 2), {})
     Trial(

@@ -176,7 +176,12 @@ def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
             "global_batch_size": 32,
             "micro_batch_size": 32,
             "candidates_per_query": 1,
-            "loss": LossConfig(symmetric_share=0.3, head_gradient=0.5),
+            "loss": LossConfig(
+                symmetric_share=0.3,
+                head_gradient=0.5,
+                learn_temperature=world_size > 1,
+                matryoshka_sizes=(4,) if world_size > 1 else (),
+            ),
         }
     )
     whole, _ = reduced(CpuBackend(), rows, config, 1, 1)

@@ -15,6 +15,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_store import TokenSet
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
+from pipeline.embedding.output import shorten_vectors
 from pipeline.evaluation.catalogue import open_catalogue
 from pipeline.evaluation.config import RetrievalConfig
 from pipeline.evaluation.fusion import Ranked
@@ -25,6 +26,7 @@ from pipeline.evaluation.retrieval import RetrievalTask, search
 from pipeline.evaluation.retrieval_sources import from_catalogue, from_products
 from pipeline.evaluation.texts import join_tokens
 from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
 from tests.evaluation.gangs import on_ranks
 from tests.train.rows import make_rows, token_set_info
 
@@ -169,11 +171,21 @@ def test_ranks_find_the_same(holdout: Holdout, world_size: int, window_rows: int
     scores = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
     expected = np.lexsort((np.broadcast_to(np.arange(len(items)), scores.shape), -scores))[:, :4]
 
-    def work(gang: Gang) -> Ranked | str:
-        return search(task, embed, 4, gang, StopSignal())
+    def work(gang: Gang) -> list[Ranked] | str:
+        return search(task, embed, 4, gang, StopSignal(), widths=(0, 3))
 
-    for found in on_ranks(world_size, work):
-        assert isinstance(found, Ranked)
+    def narrow(windows: Iterable[Tokens]) -> Iterator[Float32s]:
+        return (shorten_vectors(vectors, 3) for vectors in embed(windows))
+
+    alone = search(task, narrow, 4, Gang(World(), timeout_s=1.0), StopSignal())
+    assert not isinstance(alone, str)
+    (cut,) = alone
+    for both in on_ranks(world_size, work):
+        assert not isinstance(both, str)
+        found, narrower = both
+        np.testing.assert_array_equal(narrower.items, cut.items)
+        np.testing.assert_array_equal(narrower.scores, cut.scores)
+        assert not np.array_equal(narrower.items, found.items)
         np.testing.assert_array_equal(found.items, expected)
         np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, expected, axis=1))
 

@@ -14,6 +14,7 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.exchange.reading import read_model
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
+from pipeline.model.temperature import LOG_SCALE
 from tests.exchange.conftest import MODEL, SPEC, Folder, bert_json, given, source_of, tokenizer_bytes
 
 
@@ -230,6 +231,8 @@ def test_a_bare_file_of_a_whole_model_must_be_whole(folder: Folder) -> None:
     model = bare(folder, tokenizer=tokenizer)
     assert model.new_head is None
     assert all(torch.equal(tensor, whole[name]) for name, tensor in to_hf(model.weights).items())
+    save_file({**whole, LOG_SCALE: torch.ones(1)}, path)  # as training writes it that learns the temperature
+    assert bare(folder, tokenizer=tokenizer).weights.keys() == model.weights.keys()
     for changes, seen in (
         ({"head.weight": torch.zeros(3, 20)}, r"head.weight: shape \[3, 20\]"),
         ({"head.bias": None}, "head.bias: no such tensor"),

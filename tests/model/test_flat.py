@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.relevance import RelevanceInputs, build_model
+from pipeline.model.temperature import Temperature
 
 CONFIG = ModelConfig(
     hidden_size=16, num_layers=2, num_heads=2, intermediate_size=32, interaction_size=8, mlp_sizes=(12,)
@@ -97,6 +98,33 @@ def test_a_chunk_holds_whole_parameters_up_to_its_limit_or_one_segment() -> None
     for kind in kinds:
         sizes = [chunk.size for chunk in small.chunks if (chunk.decayed, chunk.encoder) == kind]
         assert all(size % 16 == 0 for size in sizes[:-1])
+
+
+def test_layers_apart_change_the_chunks_and_not_the_order() -> None:
+    module = build_model(CONFIG.model_copy(update={"num_layers": 3}), SPEC, 1)
+    for chunk_mib in (WHOLE_MIB, SMALL_MIB):
+        mixed, apart = FlatLayout.of(module, chunk_mib), FlatLayout.of(module, chunk_mib, by_layer=True)
+        assert {chunk.layer for chunk in mixed.chunks} == {None}
+        for decayed in (True, False):
+            orders = [[n for c in one.chunks if c.decayed == decayed for n in c.names] for one in (mixed, apart)]
+            assert orders[0] == orders[1], "what a checkpoint holds as one vector"
+        for chunk in apart.chunks:
+            layers = {name.split(".")[2] if name.startswith("encoder.layers.") else "" for name in chunk.names}
+            assert layers == {str(chunk.layer - 1) if chunk.layer else ""}
+            assert {name.startswith("encoder.") for name in chunk.names} == {chunk.layer is not None} == {chunk.encoder}
+    kinds = [(chunk.decayed, chunk.layer) for chunk in FlatLayout.of(module, WHOLE_MIB, by_layer=True).chunks]
+    assert kinds == [(decayed, layer) for decayed in (True, False) for layer in (0, 1, 2, 3, None)]
+
+
+@EITHER
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_learnt_temperature_leaves_the_other_chunks_as_they_are(chunk_mib: float, by_layer: bool) -> None:
+    model = build_model(CONFIG, SPEC, 1)
+    plain = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+    model.temperature = Temperature(0.05)
+    *others, last = FlatLayout.of(model, chunk_mib, by_layer=by_layer).chunks
+    assert tuple(others) == plain.chunks
+    assert (last.names, last.decayed, last.encoder, last.size) == (("temperature.log_scale",), False, False, 1)
 
 
 def test_odd_parameters_are_not_parted() -> None:

@@ -1,13 +1,20 @@
 """Losses: their value against loops, what they leave out, and that cutting a batch does not change the gradient."""
 
+import math
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor
 
+from pipeline.core.errors import ConfigError
 from pipeline.model.config import LossConfig
-from pipeline.model.losses import Targets, contrastive_loss, graded_loss, listwise_loss, pair_loss
+from pipeline.model.losses import Targets, contrastive_loss, graded_loss, listwise_loss, pair_loss, relevance_loss
 from pipeline.model.relevance import RelevanceOutputs
+from pipeline.model.temperature import Temperature, temperature_of
 
 QUERIES, SLOTS, CLASSES, WIDTH = 5, 3, 3, 6
 CONFIG = LossConfig(contrastive_weight=0.7, graded_weight=1.3, temperature=0.2)
@@ -83,6 +90,78 @@ def test_contrastive_loss_by_hand(change: dict[str, float]) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("change", [{}, {"symmetric_share": 0.4}, {"false_negative_margin": 0.1}])
+def test_matryoshka_is_the_mean_over_leading_dimensions(change: dict[str, float]) -> None:
+    config = CONFIG.model_copy(update={**change, "matryoshka_sizes": (2, 3), "graded_weight": 0.0})
+    seen, wanted = outputs(), targets()
+    query, product = (side.double().requires_grad_() for side in seen[1:])
+    mine = contrastive_loss(query, product, wanted, config)
+    parts = [contrastive_by_hand(query[:, :k], product[:, :k], wanted, config) for k in (WIDTH, 2, 3)]
+    theirs = torch.stack(parts).mean()
+    torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-6)
+    pairs = zip(torch.autograd.grad(mine, (query, product)), torch.autograd.grad(theirs, (query, product)), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    listed = [listwise_loss(seen.query[:, :k], seen.product[:, :k], wanted, config.temperature) for k in (WIDTH, 2, 3)]
+    both = pair_loss(seen, wanted, config.model_copy(update={"listwise_weight": 0.5}))
+    torch.testing.assert_close(both, 0.5 * torch.stack(listed).mean())
+
+
+def test_a_learnt_temperature_has_the_gradient_by_hand() -> None:
+    config = CONFIG.model_copy(update={"symmetric_share": 0.3, "matryoshka_sizes": (3,), "listwise_weight": 0.5})
+    seen, wanted, step = outputs(), targets(), 1e-3
+    log_scale = Temperature(0.2).log_scale
+    loss = relevance_loss(seen, wanted, config, temperature=temperature_of(log_scale))
+    torch.testing.assert_close(loss, relevance_loss(seen, wanted, config))
+    (gradient,) = torch.autograd.grad(loss, log_scale)
+    hotter, colder = (
+        relevance_loss(seen, wanted, config.model_copy(update={"temperature": 0.2 * math.exp(sign * step)}))
+        for sign in (1, -1)
+    )
+    assert float(gradient) == pytest.approx(float(colder - hotter) / (2 * step), rel=1e-2)
+    assert abs(float(gradient)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"purpose": "retrieval", "graded_weight": 2},
+            "graded_weight 2 with purpose retrieval: expected graded_weight",
+        ),
+        ({"purpose": "retrieval", "contrastive_weight": 0}, "no term of the loss has a weight"),
+        ({"purpose": "ranking", "contrastive_weight": 0.5}, "contrastive_weight 0.5 and graded_weight 1 with purpose"),
+        ({"purpose": "ranking", "graded_weight": 0}, "expected contrastive_weight 0 and graded_weight above 0"),
+        ({"graded_weight": 0, "contrastive_weight": 0}, "no term of the loss has a weight"),
+        ({"learn_temperature": True, "temperature": 0.005}, "expected 0.01 or above"),
+        ({"learn_temperature": True, "purpose": "ranking"}, "nothing has a temperature"),
+        ({"matryoshka_sizes": (64, 32)}, "expected rising widths"),
+        ({"matryoshka_sizes": (0,)}, "greater than or equal to 1"),
+        ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "nothing is learnt of vectors"),
+    ],
+)
+def test_terms_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        LossConfig(**given)
+
+
+def test_a_purpose_turns_the_other_term_off_and_keeps_its_own_weight() -> None:
+    assert LossConfig() == LossConfig(purpose="both", graded_weight=1.0, contrastive_weight=1.0)
+    vectors = LossConfig(purpose="retrieval", contrastive_weight=0.3)
+    assert (vectors.graded_weight, vectors.contrastive_weight, vectors.trains_head) == (0.0, 0.3, False)
+    scores = LossConfig(purpose="ranking", graded_weight=2.0)
+    assert (scores.graded_weight, scores.contrastive_weight, scores.trains_head) == (2.0, 0.0, True)
+    for one in (vectors, scores):
+        assert LossConfig.model_validate(one.model_dump(mode="json")) == one
+
+
+def test_matryoshka_sizes_are_below_the_width() -> None:
+    LossConfig(matryoshka_sizes=(8, 15)).check_width(16)
+    with pytest.raises(ConfigError, match=r"matryoshka_sizes has 16, the model's vectors have 16") as caught:
+        LossConfig(matryoshka_sizes=(8, 16)).check_width(16)
+    assert caught.value.next_command == "--train.loss.matryoshka-sizes 8"
+
+
 def test_a_batch_without_positives_is_zero() -> None:
     _, query, product = outputs()
     nothing = targets()._replace(gain=torch.zeros(QUERIES * SLOTS))
@@ -122,7 +201,7 @@ def test_listwise_loss_by_hand() -> None:
         gains = wanted.gain[slots]
         scores = F.cosine_similarity(seen.query[one], seen.product[slots], dim=1) / CONFIG.temperature
         total = total - (gains / (gains.sum() + 1e-6) * F.log_softmax(scores, 0)).sum()
-    torch.testing.assert_close(listwise_loss(seen, wanted, CONFIG.temperature), total / QUERIES)
+    torch.testing.assert_close(listwise_loss(seen.query, seen.product, wanted, CONFIG.temperature), total / QUERIES)
 
 
 def with_mined(mined: int) -> tuple[RelevanceOutputs, Targets]:
@@ -173,7 +252,9 @@ def test_mined_negatives_stand_against_all_queries_and_in_the_list_of_their_own(
     cosines = torch.stack([F.cosine_similarity(seen.query[0], seen.product[j], dim=0) for j in first])
     shares = wanted.gain[: SLOTS + 1] / wanted.gain[: SLOTS + 1].sum()
     alone = seen._replace(query=seen.query[:1], product=seen.product[: SLOTS + 1])
-    listed = listwise_loss(alone, wanted._replace(gain=wanted.gain[: SLOTS + 1]), CONFIG.temperature)
+    listed = listwise_loss(
+        alone.query, alone.product, wanted._replace(gain=wanted.gain[: SLOTS + 1]), CONFIG.temperature
+    )
     torch.testing.assert_close(listed, -(shares * F.log_softmax(cosines / CONFIG.temperature, 0)).sum())
 
 

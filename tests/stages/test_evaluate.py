@@ -108,6 +108,33 @@ def test_scores_that_are_no_numbers_are_refused(promoted: Case) -> None:
     assert promoted.report().candidate.metrics.values == {}
 
 
+def test_scores_of_a_head_that_was_not_trained_are_no_figures(case: Case) -> None:
+    """A model for retrieval alone: what needs scores refuses it and says why; judged by retrieval it is promoted."""
+    candidate = f"--evaluate.candidate={case.made('c0', trained_head=False)}"
+    floor = "--gate.floors=ndcg@10=0.1"
+    told = case.run(candidate, floor, code=80)
+    report = case.report()
+    assert "trained for retrieval alone (train.loss.graded_weight 0)" in told and "cannot be computed" in told
+    assert not report.candidate.metrics.values and "accuracy" in report.candidate.metrics.missing
+    assert report.candidate.retrieval is not None and report.candidate.retrieval.values
+    told = case.run(candidate, "--gate.floors=retrieval_ndcg@10=0.01", "--gate.drops=retrieval_ndcg@10=0.05")
+    assert "promoted" in told and case.pointer is not None
+
+
+def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(case: Case) -> None:
+    told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=4,8")
+    whole = case.report().candidate
+    assert whole.retrieval is not None and list(whole.retrieval_by_width) == [4, 8]
+    assert "search with vectors cut to fewer dimensions" in told and "candidate 8" in told
+    narrow = whole.retrieval_by_width[4].values
+    assert narrow.keys() == whole.retrieval.values.keys() and narrow != whole.retrieval.values
+    case.run("--no-evaluate.promote", "--embed.output.dimensions=4")
+    cut = case.report().candidate
+    assert cut.retrieval is not None and cut.retrieval.values == narrow and not cut.retrieval_by_width
+    told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
+    assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
+
+
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
     def change(weights: dict[str, Any]) -> None:
         next(tensor for name, tensor in weights.items() if "word_embeddings" in name)[:] = float("nan")

@@ -1,6 +1,9 @@
 """The training program on CPU: gradients, guard, figures, state."""
 
+import math
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,13 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
+from pipeline.model.temperature import LOG_SCALE, start_values
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import FIGURES, TrainProgram
+from pipeline.train.saver import Saver
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
@@ -123,13 +129,20 @@ def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
             "mined_per_query": mined,
             "global_batch_size": 64,
             "micro_batch_size": 64,
-            "loss": LossConfig(symmetric_share=0.3, listwise_weight=0.2, head_gradient=0.5),
+            "loss": LossConfig(
+                symmetric_share=0.3,
+                listwise_weight=0.2,
+                head_gradient=0.5,
+                learn_temperature=bool(mined),
+                matryoshka_sizes=(4, 8) if mined else (),
+            ),
             "optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9),
         }
     )
     whole = gradients(rows, config, 1, 1, two_passes=False)[0]
     cut = gradients(rows, config, world_size, accumulation, two_passes)
     assert float(whole[1:].abs().max()) > 1e-2
+    assert float(whole[-1].abs()) > 1e-2 or not mined, "the gradient by the temperature, the last parameter"
     for rank in cut:
         torch.testing.assert_close(rank, whole, rtol=1e-5, atol=1e-6)
 
@@ -259,6 +272,102 @@ def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: Tok
     fresh = make_program(CpuBackend(), AVERAGED)
     fresh.restore(weights, None)  # a run that starts from a promoted model
     assert all(torch.equal(a, m) for a, m in zip(fresh.averages, fresh.masters, strict=True))
+
+
+LEARNT = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=True, temperature=0.05)})
+
+
+def test_a_learnt_temperature_is_one_more_tensor_of_a_checkpoint_and_changes_nothing_but_itself_at_first(
+    rows: TokenRows,
+) -> None:
+    """One step from equal weights: the gradient of the weights is that at the fixed temperature."""
+    ((batch,),) = batches_of(rows, 1)
+    plain, learnt = make_program(CpuBackend()), make_program(CpuBackend(), LEARNT)
+    for one in (plain, learnt):
+        step(one, [batch], control(1))
+    (weights, _), (expected, _) = learnt.snapshot(), plain.snapshot()
+    assert weights.keys() - expected.keys() == {LOG_SCALE}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+    (figures,) = learnt.read_figures(1)
+    assert figures["temperature"] == pytest.approx(math.exp(-float(weights[LOG_SCALE])))
+    assert figures["temperature"] != pytest.approx(0.05, rel=1e-3) and "temperature" not in plain.read_figures(1)[0]
+
+
+def test_a_learnt_temperature_stays_at_a_hundredth_or_above(rows: TokenRows) -> None:
+    program = make_program(CpuBackend(), LEARNT)
+    ((batch,),) = batches_of(rows, 1)
+    with torch.no_grad():
+        program.masters[-1].fill_(5.0)
+    step(program, [batch], control(1))
+    assert program.read_figures(1)[0]["temperature"] == pytest.approx(0.01)
+    assert float(program.snapshot()[0][LOG_SCALE]) == pytest.approx(math.log(100))
+
+
+def test_a_run_that_learns_the_temperature_is_restored_bit_by_bit(rows: TokenRows) -> None:
+    config = LEARNT.model_copy(update={"average_decay": 0.9})
+    steps = batches_of(rows, 3)
+    program, other = (make_program(CpuBackend(), one) for one in (config, config.model_copy(update={"seed": 99})))
+    train(program, steps[:2])
+    other.restore(*program.snapshot())
+    for one in (program, other):
+        step(one, steps[2], control(3))
+    left, right = state_of(program), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(("learns", "knows"), [(True, True), (True, False), (False, True)])
+def test_a_parent_gives_the_temperature_it_learnt(rows: TokenRows, learns: bool, knows: bool) -> None:
+    """One that did not learn it leaves the start value; a run that does not learn it leaves the parent's out."""
+    parent = make_program(CpuBackend(), LEARNT if knows else TRAIN)
+    train(parent, batches_of(rows, 1))
+    config = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=learns, temperature=0.03)})
+    program, said = make_program(CpuBackend(), config), list[str]()
+    weights = to_hf(parent.snapshot()[0])
+    template = {name: tensor.to("meta") for name, tensor in program.snapshot()[0].items()}
+    saver: Any = Saver(program, None, None, None, None, template, b"", said.append, start_values(config.loss))  # type: ignore[arg-type]
+    saver.start_from(SimpleNamespace(weights=lambda: weights, prefix="checkpoints/c/step-1"))
+    found = program.snapshot()[0]
+    assert torch.equal(found["head.weight"], weights["head.weight"])
+    if learns:
+        expected = weights[LOG_SCALE] if knows else torch.tensor([-math.log(0.03)])
+        torch.testing.assert_close(found[LOG_SCALE], expected)
+    assert ["learnt a temperature, which is left out" in message for message in said] == ([] if learns else [True])
+
+
+DECAYING = TRAIN.model_copy(update={"optimizer": OptimizerConfig(layer_decay=0.5, weight_decay=0.0)})
+
+
+def test_a_layer_moves_at_its_own_rate(rows: TokenRows) -> None:
+    """One step of Adam from nothing moves each parameter by its rate, whatever the gradient."""
+    model = MODEL.model_copy(update={"num_layers": 2})
+    program = make_program(CpuBackend(), DECAYING, model)
+    before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
+    train(program, batches_of(rows, 1), rate=0.01)
+    after = program.snapshot()[0]
+    moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
+    assert moved["encoder.word_embeddings.weight"] == pytest.approx(0.0025, rel=1e-2)
+    assert moved["encoder.embedding_norm.bias"] == pytest.approx(0.0025, rel=1e-2)
+    assert moved["encoder.layers.0.output.weight"] == pytest.approx(0.005, rel=1e-2)
+    assert moved["encoder.layers.1.output.weight"] == pytest.approx(0.01, rel=1e-2)
+    assert moved["head.weight"] == pytest.approx(0.01, rel=1e-2)
+
+
+def test_layers_apart_have_the_state_of_one_vector_and_the_same_bits_in_any_chunks(rows: TokenRows) -> None:
+    steps = batches_of(rows, 3)
+    model = MODEL.model_copy(update={"num_layers": 2})
+    small = DECAYING.model_copy(update={"chunk_mib": 0.002})
+    whole, chunked = (make_program(CpuBackend(), config, model) for config in (DECAYING, small))
+    assert len(whole.masters) == 8 < len(chunked.masters)
+    assert train(whole, steps[:2]) == train(chunked, steps[:2])
+    other = make_program(CpuBackend(), small, model)
+    other.restore(*whole.snapshot())
+    for one in (whole, other):
+        step(one, steps[2], control(3))
+    found, expected = state_of(other), state_of(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    alike = make_program(CpuBackend(), TRAIN, model)  # all layers at one rate: what it saves has the same form
+    assert {n: t.shape for n, t in state_of(alike).items()} == {n: t.shape for n, t in expected.items()}
 
 
 CHUNKED = TRAIN.model_copy(update={"chunk_mib": 0.002})

@@ -1,6 +1,7 @@
 """Whole runs on the CPU: from committed partitions to a candidate, through stops, lost files and missing data."""
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -23,11 +25,15 @@ from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
 from pipeline.mining.parts import empty_folder
+from pipeline.model.config import LossConfig
+from pipeline.model.hf import from_hf
+from pipeline.model.relevance import RelevanceModel
+from pipeline.model.temperature import LOG_SCALE
 from pipeline.parallel.world import World
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Rungs, Surroundings, TrainRun
 from tests.shown import Shown
@@ -140,6 +146,39 @@ def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
     assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
     evaluations = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert len(evaluations) >= 3 and sum(fields["seconds"] for fields in evaluations) > 0
+
+
+def test_a_run_for_retrieval_alone_that_learns_its_temperature_and_the_cycle_after_it(cycle: Cycle) -> None:
+    """Its checkpoint says that the head was not trained, and is read by what has no temperature and by what has one."""
+    changes = {
+        "loss": LossConfig(purpose="retrieval", learn_temperature=True, matryoshka_sizes=(4, 8)),
+        "optimizer": OptimizerConfig(layer_decay=0.8),
+        "metric": "retrieval_ndcg",
+    }
+    cycle.train = CONFIG.model_copy(update=changes)
+    cycle.run()
+    first = cycle.open(6)
+    assert not first.state.trained_head and "the relevance head is not trained" in cycle.said.getvalue()
+    told = [fields["temperature"] for name, fields in cycle.events if name == EventName.TRAIN_STEPS]
+    learnt = first.weights()[LOG_SCALE]
+    assert told[-1] == pytest.approx(math.exp(-float(learnt))) and told[-1] != 0.05
+    cycle.partition(2, ROWS)
+    model = RelevanceModel(MODEL, first.state.inputs)
+    model.load_state_dict(from_hf(first.weights(), model.state_dict(), source="x"))
+    for name, loss in (("goes-on", changes["loss"]), ("without", LossConfig())):
+        cycle.name, cycle.train = name, CONFIG.model_copy(update={**changes, "loss": loss, "max_steps": 1})
+        cycle.run(first)
+        weights = cycle.open(1).weights()
+        assert (LOG_SCALE in weights) == (name == "goes-on")
+        assert abs(float(weights.get(LOG_SCALE, learnt) - learnt)) <= 1.01 * cycle.train.optimizer.learning_rate
+    assert cycle.open(1).state.trained_head
+    assert cycle.said.getvalue().count("learnt a temperature, which is left out") == 1
+
+
+def test_a_metric_of_scores_needs_a_head_that_is_trained() -> None:
+    with pytest.raises(ValidationError, match=r"metric accuracy with loss.graded_weight 0 \(loss.purpose retrieval\)"):
+        TrainConfig(loss=LossConfig(purpose="retrieval"))
+    assert not TrainConfig(loss=LossConfig(purpose="retrieval"), metric="retrieval_ndcg").loss.trains_head
 
 
 class _Rungs:

@@ -59,6 +59,8 @@ class RowMetrics:
         """One metric of these rows."""
         if name.of_retrieval:
             return Missing("retrieval was not evaluated")
+        if self.rows.meaningless:
+            return Missing(self.rows.meaningless)
         if self.rows.unusable.any():
             bad, rows = int(self.rows.unusable.sum()), self.rows.num_rows
             return Missing(f"{bad:,} of {rows:,} rows have NaN or infinite scores")
