@@ -118,7 +118,7 @@ def test_fewer_queries_and_items(holdout: Holdout) -> None:
 
 
 def test_valid_queries_are_asked_beside_those_that_are_judged(holdout: Holdout, tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(20, 9)], first_id=301)
+    rows = make_rows(tmp_path, [(120, 60)], first_id=301)
     shared = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)  # the holdout's own queries
     for asking, found_at_all in ((rows, True), (shared, False)):
         valid = Holdout("valid", holdout.sets, asking, HoldoutOrder(tuple(map(np.arange, asking.sizes))), 0)

@@ -65,8 +65,9 @@ def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequenc
         first_id += count
         rng = np.random.default_rng(ids[0])
         label = rng.integers(0, 2, count)
-        topic = rng.integers(3, VOCAB, (count, 2 + index))
-        other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, topic.shape))
+        topic = rng.integers(3, VOCAB, (count, 2))
+        other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, (count, 2)))
+        topic, other = (np.concatenate([ids, ids[:, :index]], axis=1) for ids in (topic, other))
         tensors |= {
             f"b{index}.query": _framed(topic, bucket.query_tokens),
             f"b{index}.product": _framed(other, bucket.product_tokens),
