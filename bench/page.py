@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from bench.results import Result
-from bench.words import script_of, spread_text, target_text, value_text, verdict_text, where_text
+from bench.results import Result, Target
+from bench.words import claim_rows, script_of, spread_text, target_text, value_text, where_text
 
 _TOP = """\
 # Benchmarks
@@ -12,7 +12,8 @@ Made by `python -m bench.table --write` from the files in [bench/results](../ben
 wrote; nothing here is written by hand. `make bench` measures most of them again on your machine (about half an hour)
 and rewrites this page; the command of each is below its figures.
 
-A figure is the median of its repeats, with the smallest and the largest beside it. Nothing was measured on Trainium."""
+A figure is the median of its repeats, over seeds the mean, with the smallest and the largest beside it. Nothing was
+measured on Trainium."""
 
 
 def page_of(results: Sequence[Result]) -> str:
@@ -23,22 +24,21 @@ def page_of(results: Sequence[Result]) -> str:
 def _contents(results: Sequence[Result]) -> Iterator[str]:
     rows = ["| claim | measured | target | |", "|---|---|---|---|"]
     for result in results:
-        if result.target is not None:
-            rows.append(
-                f"| [{result.title}](#{result.bench}) | {value_text(result.figure(result.target.figure))} "
-                f"| {target_text(result)} | {verdict_text(result)} |"
-            )
+        rows += claim_rows(result, f"#{result.bench}")
     yield "\n".join(rows)
     others = [f"- [{result.title}](#{result.bench})" for result in results if result.target is None]
     if others:
         yield "\n".join(["Measured without a target:\n", *others])
 
 
+def _verdict(result: Result, target: Target) -> str:
+    judged, met = result.figure(target.figure), "pass" if result.holds(target) else "**fail**"
+    what = "" if target is result.target else f" ({judged.text})"
+    return f"\n\nTarget{what}: {target_text(result, target)}. Measured: {value_text(judged)}, {met}."
+
+
 def _section(result: Result) -> str:
-    judged = ""
-    if result.target is not None:
-        measured = value_text(result.figure(result.target.figure))
-        judged = f"\n\nTarget: {target_text(result)}. Measured: {measured}, {verdict_text(result)}."
+    judged = "".join(_verdict(result, target) for target in result.targets)
     rows = ["| figure | value | range | repeats |", "|---|---|---|---|"]
     rows += [f"| {one.text} | {value_text(one)} | {spread_text(one)} | {one.repeats} |" for one in result.figures]
     notes = [f"How: {result.method}", f"Measured on {where_text(result)}. Again: `{script_of(result.bench)}`."]

@@ -1,7 +1,8 @@
 """What a bench leaves: figures with unit and spread, the target, pass or fail, versions, machine, date."""
 
+import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench"
 """Where --quick writes: such numbers prove that a script works, nothing else."""
+_COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
+
+
+Centre = Callable[[Sequence[float]], float]
 
 
 class _Record(BaseModel):
@@ -21,7 +26,7 @@ class _Record(BaseModel):
 
 
 class Figure(_Record):
-    """One measured number: the median of its repeats, with the smallest and the largest."""
+    """One measured number: the median of its repeats (of seeds the mean), with the smallest and the largest."""
 
     name: str
     value: float
@@ -36,17 +41,15 @@ class Target(_Record):
     """The claim: a bound on one figure."""
 
     figure: str
-    comparison: Literal["<=", "<", ">="]
+    comparison: Literal["<=", "<", ">=", ">"]
     value: float
 
     def holds(self, measured: float) -> bool:
-        if self.comparison == ">=":
-            return measured >= self.value
-        return measured <= self.value if self.comparison == "<=" else measured < self.value
+        return bool(_COMPARE[self.comparison](measured, self.value))
 
 
 class Result(_Record):
-    """One bench, as in results/<bench>.json. `passed` is null for a bench without a target."""
+    """One bench, as in results/<bench>.json. `passed` says that every target holds; null for a bench without one."""
 
     schema_version: int = 1
     bench: str
@@ -56,6 +59,7 @@ class Result(_Record):
     date: str = Field(description="UTC, ISO 8601")
     figures: tuple[Figure, ...]
     target: Target | None
+    further: tuple[Target, ...] = Field((), description="Targets beside the first")
     passed: bool | None
     also: tuple[str, ...] = Field((), description="Figures the table shows: beside the judged one, or instead of all")
     settings: dict[str, str | int | float]
@@ -64,12 +68,23 @@ class Result(_Record):
 
     @model_validator(mode="after")
     def _passed_as_measured(self) -> "Result":
-        expected = None if self.target is None else self.target.holds(self.figure(self.target.figure).value)
+        if self.further and self.target is None:
+            raise ValueError(f"{self.bench}: further targets without a first one")
+        expected = all(self.holds(target) for target in self.targets) if self.target else None
         if self.passed is not expected:
             raise ValueError(f"{self.bench}: passed is {self.passed}, the figures say {expected}")
         for name in self.also:
             self.figure(name)
         return self
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All of them, the first first."""
+        return () if self.target is None else (self.target, *self.further)
+
+    def holds(self, target: Target) -> bool:
+        """Whether what was measured meets one of the targets."""
+        return target.holds(self.figure(target.figure).value)
 
     def figure(self, name: str) -> Figure:
         """One figure by name. Raises ValueError for a name that was not measured."""
@@ -79,12 +94,14 @@ class Result(_Record):
         raise ValueError(f"{self.bench} has no figure {name!r}; it has {[f.name for f in self.figures]}")
 
 
-def figure(name: str, values: Sequence[float] | float, unit: str, text: str) -> Figure:
-    """The median of repeated measurements."""
+def figure(
+    name: str, values: Sequence[float] | float, unit: str, text: str, *, centre: Centre = statistics.median
+) -> Figure:
+    """The median of repeated measurements, or another `centre` of them."""
     repeats = [values] if isinstance(values, int | float) else list(values)
     return Figure(
         name=name,
-        value=_digits(statistics.median(repeats)),
+        value=_digits(centre(repeats)),
         unit=unit,
         low=_digits(min(repeats)),
         high=_digits(max(repeats)),
@@ -101,11 +118,13 @@ def finish(
     *,
     quick: bool,
     target: Target | None = None,
+    further: Sequence[Target] = (),
     also: Sequence[str] = (),
     settings: dict[str, str | int | float] | None = None,
 ) -> Result:
     """Judge, write the JSON file, print the figures."""
     measured = {f.name: f.value for f in figures}
+    targets = () if target is None else (target, *further)
     result = Result(
         bench=bench,
         title=title,
@@ -114,7 +133,8 @@ def finish(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         figures=tuple(figures),
         target=target,
-        passed=None if target is None else target.holds(measured[target.figure]),
+        further=tuple(further),
+        passed=all(one.holds(measured[one.figure]) for one in targets) if targets else None,
         also=tuple(also),
         settings=settings or {},
         versions=versions(),
@@ -133,9 +153,8 @@ def text_of(result: Result) -> str:
     for f in result.figures:
         spread = f"  [{f.low:g} to {f.high:g}, {f.repeats} repeats]" if f.repeats > 1 else ""
         lines.append(f"  {f.name:<28} {f.value:>10g} {f.unit:<10}{spread}  {f.text}")
-    if result.target:
-        target = result.target
-        verdict = "pass" if result.passed else "FAIL"
+    for target in result.targets:
+        verdict = "pass" if result.holds(target) else "FAIL"
         lines.append(f"  {verdict}: {target.figure} {target.comparison} {target.value:g}")
     return "\n".join(lines)
 

@@ -8,25 +8,20 @@ from pathlib import Path
 
 from bench.page import page_of
 from bench.results import RESULTS, ROOT, Result, load_results
-from bench.words import machines_text, target_text, value_text, verdict_text
+from bench.words import claim_rows, machines_text
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 README, PAGE = Path("README.md"), Path("docs/benchmarks.md")
 
 
 def table_of(results: Sequence[Result]) -> str:
-    """One row a claim, with a link to its section of the page, and the machines below. Markdown."""
+    """One row a target, with a link to its section of the page, and the machines below. Markdown."""
     claims = [result for result in results if result.target is not None]
     if not claims:
         return "No result yet: `make bench`."
-    rows = ["| claim | measured | target | |", "|---|---|---|---|"]
-    return "\n".join([*rows, *map(_row, claims), "", f"Measured on {machines_text(claims)}."])
-
-
-def _row(result: Result) -> str:
-    measured = "-" if result.target is None else value_text(result.figure(result.target.figure))
-    link = f"[{result.title}]({PAGE}#{result.bench})"
-    return f"| {link} | {measured} | {target_text(result)} | {verdict_text(result)} |"
+    rows = [row for result in claims for row in claim_rows(result, f"{PAGE}#{result.bench}")]
+    heading = ["| claim | measured | target | |", "|---|---|---|---|"]
+    return "\n".join([*heading, *rows, "", f"Measured on {machines_text(claims)}."])
 
 
 def replace_table(text: str, table: str) -> str:

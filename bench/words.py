@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from bench.__main__ import BENCHES
-from bench.results import ROOT, Figure, Result
+from bench.results import ROOT, Figure, Result, Target
 
-_COMPARISONS = {"<=": "at most", "<": "under", ">=": "at least"}
+_COMPARISONS = {"<=": "at most", "<": "under", ">=": "at least", ">": "above"}
 
 
 def value_text(figure: Figure) -> str:
@@ -27,18 +27,22 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def target_text(result: Result) -> str:
-    """The bound on the judged figure, in its unit; `none` without one."""
-    if result.target is None:
-        return "none"
-    bound, unit = result.target.value, result.figure(result.target.figure).unit
+def target_text(result: Result, target: Target) -> str:
+    """The bound on the judged figure, in its unit."""
+    bound, unit = target.value, result.figure(target.figure).unit
     shown = f"{100 * bound:g}%" if unit == "share" else f"{bound:,g} {unit}".rstrip()
-    return f"{_COMPARISONS[result.target.comparison]} {shown}"
+    return f"{_COMPARISONS[target.comparison]} {shown}"
 
 
-def verdict_text(result: Result) -> str:
-    """Whether the target is met; empty without one."""
-    return "" if result.passed is None else "pass" if result.passed else "**fail**"
+def claim_rows(result: Result, section: str) -> list[str]:
+    """Rows of a Markdown table, one a target: claim, measured, target, verdict. `section`: link to the figures."""
+    rows = []
+    for target in result.targets:
+        judged = result.figure(target.figure)
+        title = result.title if target is result.target else f"{result.bench}: {judged.text}"
+        verdict = "pass" if result.holds(target) else "**fail**"
+        rows.append(f"| [{title}]({section}) | {value_text(judged)} | {target_text(result, target)} | {verdict} |")
+    return rows
 
 
 def where_text(result: Result) -> str:

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bench.quality.tasks import SEARCH_FLAGS, Task
 from bench.results import ROOT
+from pipeline.core.fingerprint import fingerprint
 from pipeline.evaluation.report import EvaluationReport, load_report
 from pipeline.evaluation.saved_arrays import load_arrays
 from pipeline.io.storage import open_storage
@@ -17,6 +20,11 @@ BUCKETS = ("16x24", "24x32", "32x48", "64x64")
 CYCLE = "bench"
 OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
+
+
+def recipe() -> str:
+    """Names the content of configs/small.toml, and what this bench sets of the model and the data."""
+    return fingerprint({"config": tomllib.loads(CONFIG.read_text(encoding="utf-8")), "buckets": BUCKETS})
 
 
 def flags_of(
@@ -31,9 +39,9 @@ def flags_of(
     batch: int,
     precision: str,
 ) -> list[str]:
-    """Everything that is not the recipe of configs/small.toml."""
+    """Everything that is not the recipe of configs/small.toml. Where `split` is valid, no row of test is read."""
     flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", "cpu"]
-    flags += ["--data.path", str(data / task.pairs), *task.data_flags, "--data.buckets", ",".join(BUCKETS)]
+    flags += ["--data.path", str(data / task.pairs), *task.data_flags(split), "--data.buckets", ",".join(BUCKETS)]
     flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
     flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]
@@ -48,7 +56,7 @@ def flags_of(
     return flags
 
 
-def run(flags: list[str], more: list[str]) -> None:
+def run(flags: Sequence[str], more: Sequence[str]) -> None:
     """All three stages. Raises CalledProcessError; a refusal of the gate (80) is none."""
     for stage in ("prepare", "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, *flags, *more]
@@ -73,11 +81,10 @@ def figures_of(report: EvaluationReport) -> dict[str, float]:
     return pairs | {name.replace("retrieval_", ""): value for name, value in searched.items()}
 
 
-def ndcg_by_query(workspace: Path, scratch: Path) -> list[float]:
+def ndcg_by_query(workspace: Path, scratch: Path) -> tuple[float, ...]:
     """nDCG@10 of each query of the catalogue, ascending by id."""
     storage = open_storage(str(workspace))
     prefix = f"cycles/{CYCLE}/evaluate/retrieval"
     (name,) = storage.list_dirs(prefix)
     found, _ = load_arrays(storage, f"{prefix}/{name}", "retrieval", scratch)
-    values: list[float] = np.asarray(found["retrieval_ndcg@10"]).tolist()
-    return values
+    return tuple(np.asarray(found["retrieval_ndcg@10"], dtype=np.float64).tolist())

@@ -23,13 +23,11 @@ class Task:
     """Label of a pair that belongs together."""
     catalogue: str = ""
 
-    @property
-    def data_flags(self) -> list[str]:
-        """What `trnpipe prepare` is told of it."""
-        flags = ["--data.name", self.name]
-        if self.filter:
-            flags += ["--data.filter", ",".join(f"{key}={'|'.join(values)}" for key, values in self.filter.items())]
-        return flags
+    def data_flags(self, split: str) -> list[str]:
+        """What `trnpipe prepare` is told of it. For valid, test stays out: `train` scores each split that it finds."""
+        kept = dict(self.filter) | ({"split": ("train", "valid")} if split == "valid" else {})
+        wanted = ",".join(f"{key}={'|'.join(values)}" for key, values in kept.items())
+        return ["--data.name", self.name, *(["--data.filter", wanted] if wanted else [])]
 
 
 def _wdc(category: str, tier: str) -> Task:

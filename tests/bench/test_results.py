@@ -52,10 +52,12 @@ def test_a_figure_is_the_median_with_its_extremes() -> None:
         ("<", 0.009, True),
         (">=", 1.3, True),
         (">=", 1.2, False),
+        (">", 0.001, True),
+        (">", 0.0, False),
     ],
 )
 def test_targets(comparison: str, measured: float, holds: bool) -> None:
-    bound = {"<=": 0.1, "<": 0.01, ">=": 1.3}[comparison]
+    bound = {"<=": 0.1, "<": 0.01, ">=": 1.3, ">": 0.0}[comparison]
     target = Target.model_validate({"figure": "x", "comparison": comparison, "value": bound})
     assert target.holds(measured) is holds
 
@@ -99,6 +101,21 @@ def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
 def test_figures_beside_the_judged_one_must_exist() -> None:
     with pytest.raises(ValidationError, match="has no figure 'speed'"):
         result(changes={"also": ("speed",)})
+
+
+def test_further_targets_are_rows_of_their_own_and_all_must_hold() -> None:
+    figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("left", 0.0, "", "what is left"))
+    more = {"figures": figures, "further": (Target(figure="left", comparison=">", value=0.0),)}
+    with pytest.raises(ValidationError, match="passed is True"):
+        result(changes={**more, "passed": True})
+    both = result(changes={**more, "passed": False})
+    assert table_of([both]).splitlines()[2:4] == [
+        "| [title of speed](docs/benchmarks.md#speed) | 1.5 samples/s | at least 1.3 samples/s | pass |",
+        "| [speed: what is left](docs/benchmarks.md#speed) | 0 | above 0 | **fail** |",
+    ]
+    assert "Target (what is left): above 0. Measured: 0, **fail**." in page_of([both])
+    with pytest.raises(ValidationError, match="further targets without a first"):
+        result(target=None, changes={"further": more["further"]})
 
 
 def test_machines_are_told_apart() -> None:

@@ -1,0 +1,171 @@
+"""The tables of bench.quality, from made-up parts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.quality.part import Budget, PartResult, keep, read_parts, reads_of_test
+from bench.quality.table import Incomplete, Table, best_peer, sides_of, tables
+from bench.quality.tasks import TASKS
+
+pytestmark = pytest.mark.unit
+QUERIES = 40
+
+
+def part(name: str, value: float, *, task: str = "pricerunner", seed: int = 1, **changes: Any) -> PartResult:
+    """A part whose every query has the same nDCG@10, and with every figure that a table asks for."""
+    trained = name != "bm25"
+    figures = {"ndcg@10": value, "recall@10": value, "recall@100": value, "f1": value}
+    if name == "ours":
+        figures |= {"accuracy": 0.93, "boosting_accuracy": 0.84, "hybrid_weighted_ndcg@10": 0.85, "boosting_f1": 0.8}
+    fields: dict[str, object] = {
+        "task": task,
+        "part": name,
+        "split": "test",
+        "seed": seed,
+        "steps": 250 if trained else 0,
+        "batch": 64 if trained else 0,
+        "precision": "autocast" if trained else "",
+        "rate": 1e-4 if trained and name != "ours" else 0.0,
+        "figures": figures,
+        "ndcg_by_query": (value,) * (QUERIES - 1) + (value - 0.01,),
+        "train_seconds": 1.0,
+    }
+    return PartResult.model_validate(fields | changes)
+
+
+def whole(**changes: Any) -> list[PartResult]:
+    """Three seeds of ours and of a peer, another peer, and BM25."""
+    ours = [part("ours", value, seed=seed, **changes) for seed, value in enumerate((0.83, 0.84, 0.82), start=1)]
+    peers = [part("mnrl", value, seed=seed, **changes) for seed, value in enumerate((0.80, 0.81, 0.82), start=1)]
+    return [*ours, *peers, part("cached_mnrl", 0.79, **changes), part("bm25", 0.73)]
+
+
+def only(parts: list[PartResult]) -> Table:
+    made, missing = tables(parts)
+    assert missing == []
+    (table,) = made
+    return table
+
+
+def figures_of(table: Table) -> dict[str, tuple[float, float, float]]:
+    return {one.name: (one.value, one.low, one.high) for one in table.figures}
+
+
+def verdicts(table: Table) -> dict[str, bool]:
+    found = figures_of(table)
+    return {target.figure: target.holds(found[target.figure][0]) for target in table.targets}
+
+
+def test_ours_and_peers_are_means_over_seeds_with_their_range() -> None:
+    table = only(whole())
+    found = figures_of(table)
+    assert table.bench == "quality_pricerunner_16000"
+    assert found["ours_ndcg@10"] == (0.83, 0.82, 0.84)
+    assert found["mnrl@0.0001_ndcg@10"] == (0.81, 0.80, 0.82)
+    assert found["ahead_of_best_peer"][0] == pytest.approx(0.02)
+    assert found["hybrid_ahead"] == pytest.approx((0.02, 0.01, 0.03))
+    assert found["bm25_low"][0] == pytest.approx(0.1, abs=1e-6)
+    assert verdicts(table) == dict.fromkeys(
+        ("ahead_of_best_peer", "ours_ndcg@10", "bm25_low", "hybrid_ahead", "ours_accuracy"), True
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "failed"),
+    [(0.815, {"ours_ndcg@10", "ahead_of_best_peer"}), (0.86, {"hybrid_ahead"}), (0.73, {"bm25_low"})],
+)
+def test_each_target_can_fail(ours: float, failed: set[str]) -> None:
+    found = verdicts(only([part("ours", ours), *whole()[3:]]))
+    assert failed <= {name for name, holds in found.items() if not holds}
+
+
+def test_one_seed_at_both_ends_of_an_interval_that_holds_zero_does_not_pass() -> None:
+    worse = part("ours", 0.83).model_copy(update={"ndcg_by_query": (1.0, 0.46) * (QUERIES // 2)})
+    table = only([worse, *whole()[3:]])
+    assert figures_of(table)["bm25_low"][0] < 0 < figures_of(table)["bm25_high"][0]
+    assert not verdicts(table)["bm25_low"]
+
+
+def test_parts_of_other_budgets_are_other_tables() -> None:
+    longer = whole(steps=500)
+    made, missing = tables([*whole(), *longer, part("ours", 0.9, steps=750), part("ours", 0.9, precision="fp32")])
+    assert [table.bench for table in made] == ["quality_pricerunner_16000", "quality_pricerunner_32000"]
+    assert figures_of(made[0])["ours_ndcg@10"] == figures_of(made[1])["ours_ndcg@10"]
+    assert missing == [
+        "pricerunner, 16,000 pairs: no peer was run on test",
+        "pricerunner, 48,000 pairs: no peer was run on test",
+    ]
+    assert Budget(32000, 128, "fp32").name == "32000_batch_128_fp32"
+
+
+def test_the_best_peer_is_chosen_on_valid_where_all_were_run_there() -> None:
+    test = sides_of([part("mnrl", 0.7), part("cached_mnrl", 0.9)])
+    valid = sides_of([part("mnrl", 0.8, split="valid"), part("cached_mnrl", 0.7, split="valid"), part("bm25", 0.95)])
+    assert best_peer(test, valid, "ndcg@10") == (
+        "mnrl@0.0001",
+        "the best peer, mnrl@0.0001, was chosen on valid by ndcg@10 among 2",
+    )
+    chosen, how = best_peer(test, {"mnrl@0.0001": valid["mnrl@0.0001"]}, "ndcg@10")
+    assert chosen == "cached_mnrl@0.0001" and "chosen on test" in how and "favours it" in how
+    better = sides_of([part("mnrl", 0.99, split="valid", rate=2e-4)])
+    with pytest.raises(Incomplete, match=r"mnrl@0.0002, was not run on test"):
+        best_peer(test, {**valid, **better}, "ndcg@10")
+
+
+def test_the_table_says_how_often_test_was_read() -> None:
+    twice = part("cached_mnrl", 0.79, reads=2)
+    elsewhere = [
+        part("ours", 0.9, variant="cold", reads=4),
+        part("ours", 0.9, split="valid"),
+        part("ours", 0.9, task="shoes"),
+    ]
+    parts = [*whole()[:6], twice, whole()[-1], *elsewhere]
+    assert reads_of_test(parts, "pricerunner") == 13
+    table = tables(parts)[0][0]
+    assert "was read 9 times for this\ntable" in table.method and "and 4 more times by other parts" in table.method
+
+
+def test_seeds_of_another_recipe_or_other_queries_make_no_table() -> None:
+    changed = part("ours", 0.9, seed=4, recipe="other")
+    assert "with different recipes" in tables([*whole(), changed])[1][0]
+    asked = part("ours", 0.9, seed=4, ndcg_by_query=(0.5,))
+    assert "were asked different queries" in tables([*whole(), asked])[1][0]
+    bare = part("ours", 0.9, seed=4, figures={"ndcg@10": 0.9})
+    assert "has no hybrid_weighted_ndcg@10" in tables([*whole(), bare])[1][0]
+
+
+def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
+    ours = [part("ours", value, task="cameras", seed=seed) for seed, value in enumerate((0.84, 0.86), start=1)]
+    table = only([*ours, part("contrastive", 0.82, task="cameras"), part("mnrl", 0.86, task="cameras")])
+    found = figures_of(table)
+    assert table.bench == "quality_cameras_16000"
+    assert found["ours_f1"] == (0.85, 0.84, 0.86)
+    assert found["ahead_of_boosting"][0] == pytest.approx(0.05)
+    assert found["ahead_of_bi_encoder"][0] == pytest.approx(-0.01)
+    assert verdicts(table) == {"ahead_of_boosting": True, "ahead_of_bi_encoder": False}
+
+
+def test_a_part_survives_its_file_and_counts_its_runs(tmp_path: Path) -> None:
+    first = part("ours", 1 / 3)
+    assert keep(first, tmp_path).reads == 1
+    again = keep(part("ours", 2 / 3), tmp_path)
+    assert again.reads == 2
+    keep(part("ours", 0.5, variant="cold", settings=("--train.loss.temperature", "0.02")), tmp_path)
+    kept = {one.side: one for one in read_parts(tmp_path)}
+    assert kept.keys() == {"ours", "ours-cold"}
+    assert kept["ours"].figures["f1"] == 0.666667 and kept["ours"].ndcg_by_query[0] == 0.6667
+    assert kept["ours"].model_copy(update={"figures": {}, "ndcg_by_query": ()}) == again.model_copy(
+        update={"figures": {}, "ndcg_by_query": ()}
+    )
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"broken.json is no part"):
+        read_parts(tmp_path)
+
+
+def test_a_choice_on_valid_leaves_test_unread() -> None:
+    assert TASKS["cameras"].data_flags("valid")[-1] == "category=cameras,tier=large|test,split=train|valid"
+    assert TASKS["pricerunner"].data_flags("valid")[-1] == "split=train|valid"
+    assert "split" not in " ".join(TASKS["cameras"].data_flags("test"))
+    assert TASKS["pricerunner"].data_flags("test") == ["--data.name", "pricerunner"]
