@@ -4,20 +4,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.relevance import build_model
+from pipeline.model.initial import initial_model
+from pipeline.parallel.world import World
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram
-from pipeline.train.share import groups_of_batch, rows_of_batch
+from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
 
 ENDLESS = 1_000_000
 """Steps of the schedule; no bench gets near."""
@@ -50,24 +52,26 @@ class Stepper:
     batches: Iterator[Batch]
     plan: BatchPlan
     log_every: int
+    accumulation: int = 1
     position: int = 0
     tokens: int = 0
     """Without padding, of all steps so far."""
 
     def step(self) -> None:
         """One optimizer step; nothing waits for the device, as in the loop (figures are read every `log_every`)."""
-        batch = next(self.batches)
-        tokens, _, _ = self.stream.took(self.position)
-        self.program.step([batch])
+        micros = []
+        for _ in range(self.accumulation):
+            micros.append(next(self.batches))
+            self.tokens += self.stream.took(self.position)[0]
+        self.program.step(micros)
         self.position += 1
-        self.tokens += tokens
         if self.position % self.log_every == 0:
             self.program.read_figures(self.log_every)
 
     def warm_up(self) -> None:
-        """Steps until every bucket has been met twice, so that nothing is left to compile. From position 0."""
+        """Steps until every bucket has been met twice, or once, so that nothing is left to compile. From position 0."""
         buckets = [self.plan.batch(position).bucket for position in range(self.plan.batches_per_epoch)]
-        met = [index for index, bucket in enumerate(buckets) if buckets[:index].count(bucket) == 1]
+        met = [index for index, bucket in enumerate(buckets) if buckets[:index].count(bucket) <= 1]
         self.seconds(max(3, 1 + max(met, default=0)))
 
     def seconds(self, steps: int) -> float:
@@ -87,9 +91,10 @@ def open_stepper(
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
     plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
-    stream = BatchStream(groups, plan, RankShare(), config, 0, ENDLESS)
+    share = batch_share(config, World())
+    stream = BatchStream(groups, plan, share, config, 0, ENDLESS)
     with backend.loader(stream) as batches:
-        yield Stepper(program, backend, stream, batches, plan, log_every)
+        yield Stepper(program, backend, stream, batches, plan, log_every, share.accumulation)
 
 
 def make_program(
@@ -101,12 +106,12 @@ def make_program(
     log_every: int,
     kind: type[AnyProgram],
 ) -> AnyProgram:
-    """The program of one rank without accumulation, from freshly initialised weights."""
+    """The program of one rank, from freshly initialised weights or those of `model.init_from`, a local folder."""
     return kind(
-        build_model(model, spec, config.seed),
+        initial_model(model, spec, config.seed, Path()),
         backend,
         config,
-        accumulation=1,
+        accumulation=batch_share(config, World()).accumulation,
         host_mean=lambda tensors: tensors,
         figure_rows=log_every,
         buckets=buckets,

@@ -2,15 +2,14 @@
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-from bench.results import ROOT, Figure, Result, Target, figure, finish
+from bench.results import Figure, Result, Target, figure, finish
+from bench.side_process import Side
 from bench.trainer_side import ARCHITECTURES
 
 NAME = "trainer_ratio"
@@ -27,43 +26,6 @@ evaluation or tqdm, batches gathered at once by the dataset.
 """
 TARGET = Target(figure="ratio", comparison=">=", value=1.3)
 DEFAULT = "4x256"
-
-
-@dataclass
-class Side:
-    """A process that takes steps when asked (bench/trainer_side.py)."""
-
-    command: list[str]
-    seconds: list[float] = field(default_factory=list)
-    compiles: int = 0
-
-    def __enter__(self) -> "Side":
-        self._process = subprocess.Popen(
-            self.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self._warm_compiles = int(self._answer()[1])
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def block(self, steps: int) -> None:
-        """Take a block and note its seconds."""
-        assert self._process.stdin is not None
-        print(steps, file=self._process.stdin, flush=True)
-        seconds, compiles = self._answer()
-        self.seconds.append(float(seconds))
-        self.compiles = int(compiles) - self._warm_compiles
-
-    def _answer(self) -> list[str]:
-        assert self._process.stdout is not None
-        words = self._process.stdout.readline().split()
-        if len(words) != 2:
-            raise RuntimeError(f"a side ended without an answer; run it to see why: {' '.join(self.command)}")
-        return words
 
 
 @dataclass

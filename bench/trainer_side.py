@@ -1,17 +1,13 @@
 """One side of trainer_ratio in a process of its own, taking steps when told to over its standard input.
-
-Protocol: it prints `ready <graphs compiled>` after warm-up; a line with a number asks for as many steps and is answered
-by `<seconds> <graphs compiled>`; the end of input ends it.
+See bench/side_process.py for what is said.
 """
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
@@ -19,6 +15,7 @@ import torch
 from bench.catalogue import prepared_catalogue
 from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.rows import RandomRows, input_spec
+from bench.side_process import Line
 from bench.stepper import ENDLESS, BucketedRows, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.core.buckets import Bucket
@@ -83,26 +80,6 @@ def all_rows(rows: TokenRows) -> Arrays:
     return rows.read(pools, numbers, largest)
 
 
-@dataclass
-class Line:
-    """The conversation with the bench. Whatever libraries print goes to the standard error."""
-
-    answers: TextIO
-
-    def ready(self, compiles: int) -> int:
-        """Steps of the first block; 0 at the end."""
-        print("ready", compiles, file=self.answers, flush=True)
-        return self._asked()
-
-    def took(self, seconds: float, compiles: int) -> int:
-        """Steps of the next block; 0 at the end."""
-        print(seconds, compiles, file=self.answers, flush=True)
-        return self._asked()
-
-    def _asked(self) -> int:
-        return int(sys.stdin.readline().strip() or 0)
-
-
 def serve_ours(task: Task, line: Line) -> None:
     """Our loop: TrainProgram through MpDeviceLoader, default settings."""
     config, backend = train_config(task.shape.batch_size), open_backend("xla")
@@ -163,8 +140,7 @@ def main() -> None:
     parser.add_argument("--catalogue", type=Path, help="folder of a prepared catalogue; without it random rows")
     parser.add_argument("--num-queries", type=int, default=0, help="of the catalogue")
     arguments = parser.parse_args()
-    line = Line(os.fdopen(os.dup(1), "w"))
-    os.dup2(2, 1)
+    line = Line.open()
     shape = ARCHITECTURES[arguments.architecture]
     if arguments.catalogue:
         task = catalogue_task(shape, arguments.catalogue, arguments.num_queries)

@@ -22,9 +22,9 @@ OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
 
-def recipe() -> str:
-    """Names the content of configs/small.toml, and what this bench sets of the model and the data."""
-    return fingerprint({"config": tomllib.loads(CONFIG.read_text(encoding="utf-8")), "buckets": BUCKETS})
+def recipe(config: Path = CONFIG, *more: str) -> str:
+    """Names the content of a preset, and what this bench sets beside it."""
+    return fingerprint([tomllib.loads(config.read_text(encoding="utf-8")), *(more or BUCKETS)])
 
 
 def flags_of(
@@ -48,6 +48,8 @@ def flags_of(
     flags += ["--train.evaluate-every", "0"]
     flags += ["--embed.precision", "fp32" if precision == "fp32" else "bf16"]
     flags += ["--evaluate.split", split, "--evaluate.promote", "false", *OPEN_GATE]
+    if task.splits_pairs and split == "valid":
+        flags += ["--evaluate.leak", "warn"]
     if task.catalogue:
         flags += ["--evaluate.retrieval.catalogue", str(data / task.catalogue), *SEARCH_FLAGS]
         flags += ["--evaluate.retrieval.queries", f"split={split}"]
@@ -65,9 +67,9 @@ def run(flags: Sequence[str], more: Sequence[str]) -> None:
             raise subprocess.CalledProcessError(code, command)
 
 
-def report_of(workspace: Path) -> EvaluationReport:
+def report_of(workspace: Path, cycle: str = CYCLE) -> EvaluationReport:
     """What evaluate found. Raises SystemExit without it."""
-    report = load_report(open_storage(str(workspace)), CYCLE)
+    report = load_report(open_storage(str(workspace)), cycle)
     if report is None:
         raise SystemExit(f"{workspace} holds no evaluation")
     return report
@@ -81,10 +83,10 @@ def figures_of(report: EvaluationReport) -> dict[str, float]:
     return pairs | {name.replace("retrieval_", ""): value for name, value in searched.items()}
 
 
-def ndcg_by_query(workspace: Path, scratch: Path) -> tuple[float, ...]:
+def ndcg_by_query(workspace: Path, scratch: Path, cycle: str = CYCLE) -> tuple[float, ...]:
     """nDCG@10 of each query of the catalogue, ascending by id."""
     storage = open_storage(str(workspace))
-    prefix = f"cycles/{CYCLE}/evaluate/retrieval"
+    prefix = f"cycles/{cycle}/evaluate/retrieval"
     (name,) = storage.list_dirs(prefix)
     found, _ = load_arrays(storage, f"{prefix}/{name}", "retrieval", scratch)
     return tuple(np.asarray(found["retrieval_ndcg@10"], dtype=np.float64).tolist())

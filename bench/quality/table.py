@@ -1,22 +1,26 @@
 """The committed results of this bench, from the parts that are kept: one table a task and number of pairs seen."""
 
-import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from bench.quality.changes import changes_table
+from bench.quality.incremental import PART as INCREMENTAL
+from bench.quality.incremental import incremental_table
 from bench.quality.part import BM25, OURS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.sides import (
+    Incomplete,
+    Sides,
+    Table,
+    best_peer,
+    interval_figures,
+    mean,
+    mean_figure,
+    sides_of,
+    values,
+)
 from bench.quality.tasks import TASKS
-from bench.results import Figure, Result, Target, figure, finish
-from pipeline.core.bootstrap import paired_bootstrap
-from pipeline.core.metrics.statistic import mean_over_queries
+from bench.results import Figure, Result, Target, figure
 
-Sides = Mapping[str, list[PartResult]]
 NDCG, F1, ACCURACY, HYBRID = "ndcg@10", "f1", "accuracy", "hybrid_weighted_ndcg@10"
 RETRIEVAL = (NDCG, "recall@10", "recall@100")
 _START = """
@@ -36,41 +40,6 @@ rows. sentence-transformers: bi-encoders fine-tuned on the same pairs (contrasti
 ones), compared by cosine; the learning rate is in the name of the part."""
 
 
-class Incomplete(Exception):
-    """A table that cannot be made yet; why."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """What a result is made of."""
-
-    bench: str
-    title: str
-    method: str
-    figures: list[Figure]
-    targets: tuple[Target, ...]
-    also: list[str]
-    settings: dict[str, str | int | float] = field(default_factory=dict)
-
-    def finish(self) -> Result:
-        """Judge, write, print."""
-        first, *further = self.targets
-        return finish(
-            self.bench,
-            self.title,
-            self.method,
-            self.figures,
-            target=first,
-            further=further,
-            also=self.also,
-            settings=self.settings,
-            quick=False,
-        )
-
-
-mean_figure = partial(figure, centre=statistics.fmean)
-
-
 def write(folder: Path) -> list[Result]:
     """Make what the parts in `folder` allow, and say what is missing. Raises SystemExit when there is nothing."""
     made, missing = tables(read_parts(folder))
@@ -83,14 +52,22 @@ def write(folder: Path) -> list[Result]:
 
 def tables(parts: Sequence[PartResult]) -> tuple[list[Table], list[str]]:
     """Tables, and why there are no others. Parts of other budgets are never mixed; BM25 is trained on nothing."""
-    shipped = [part for part in parts if not part.variant and part.task in TASKS]
-    wanted = {(part.task, part.budget) for part in shipped if part.split == "test" and part.steps}
+    shipped = [part for part in parts if not part.variant]
+    test = [part for part in parts if part.split == "test" and part.steps]
     made, missing = [], []
-    for task, budget in sorted(wanted):
+    for task, budget in sorted({(part.task, part.budget) for part in test if not part.variant}):
         try:
             made.append(_table(task, budget, shipped, reads_of_test(parts, task)))
         except Incomplete as reason:
             missing.append(f"{task}, {budget.pairs:,} pairs: {reason}")
+    for task, budget in sorted({(part.task, part.budget) for part in test if part.part == INCREMENTAL}):
+        try:
+            made.append(incremental_table(task, budget, parts, reads_of_test(parts, task)))
+        except Incomplete as reason:
+            missing.append(f"{task} by day, {budget.pairs:,} pairs: {reason}")
+    for task, budget in sorted({(part.task, part.budget) for part in parts if part.part == OURS}):
+        table = changes_table(task, budget, parts)
+        made += [table] if table else []
     return made, missing
 
 
@@ -133,43 +110,6 @@ def _title(task: str, budget: Budget, best: str, *, searched: bool) -> str:
     return f"WDC {task}, {budget.pairs:,} pairs seen: F1 of match less that of boosting on lexical features"
 
 
-def sides_of(parts: Sequence[PartResult]) -> dict[str, list[PartResult]]:
-    """Seeds of one side together."""
-    sides: dict[str, list[PartResult]] = defaultdict(list)
-    for part in parts:
-        sides[part.side].append(part)
-    return dict(sides)
-
-
-def values(runs: Sequence[PartResult], name: str) -> list[float]:
-    """One figure of all seeds. Raises Incomplete for a seed without it."""
-    for run in runs:
-        if name not in run.figures:
-            raise Incomplete(f"{run.name} has no {name}; run it again")
-    return [run.figures[name] for run in runs]
-
-
-def mean(runs: Sequence[PartResult], name: str) -> float:
-    return statistics.fmean(values(runs, name))
-
-
-def best_peer(test: Sides, valid: Sides, metric: str) -> tuple[str, str]:
-    """(The peer to beat, how it was chosen): on valid where all peers of the table were run there, else on test.
-
-    Raises Incomplete without a peer, and when the best on valid has no part on test.
-    """
-    if not test:
-        raise Incomplete("no peer was run on test")
-    tried = {side: runs for side, runs in valid.items() if side not in (OURS, BM25)}
-    if set(test) <= set(tried):
-        best = max(sorted(tried), key=lambda side: mean(tried[side], metric))
-        if best not in test:
-            raise Incomplete(f"the best peer on valid, {best}, was not run on test")
-        return best, f"the best peer, {best}, was chosen on valid by {metric} among {len(tried)}"
-    best = max(sorted(test), key=lambda side: mean(test[side], metric))
-    return best, f"the best peer, {best}, was chosen on test by {metric} among {len(test)}, which favours it"
-
-
 def _of_sides(sides: Sides, names: Sequence[str]) -> list[Figure]:
     return [
         mean_figure(f"{side}_{name}", values(runs, name), "", f"{name}, {side}, {len(runs)} seed(s)")
@@ -191,7 +131,7 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
             "ahead_of_best_peer", mean(ours, NDCG) - mean(sides[best], NDCG), "", f"nDCG@10, mean less that of {best}"
         ),
         mean_figure(f"{OURS}_{NDCG}", values(ours, NDCG), "", f"nDCG@10 of retrieval, ours, {len(ours)} seed(s)"),
-        *_intervals(ours, {BM25: bm25, "best_peer": sides[best]}),
+        *interval_figures(ours, {BM25: bm25, "best_peer": sides[best]}),
         mean_figure("hybrid_ahead", gains, "", "nDCG@10, hybrid of ours and BM25 less the better of both"),
         mean_figure(f"{OURS}_{ACCURACY}", values(ours, ACCURACY), "", "accuracy of pairs, the same model of ours"),
         *_of_sides({OURS: ours}, ("boosting_accuracy", "macro_f1", "boosting_macro_f1", "hybrid_rrf_ndcg@10", HYBRID)),
@@ -209,31 +149,6 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
         targets,
         [f"{OURS}_{NDCG}", f"{best}_{NDCG}", f"{BM25}_{NDCG}", f"{OURS}_{HYBRID}", f"{OURS}_{ACCURACY}"],
     )
-
-
-def _intervals(ours: list[PartResult], others: Sides) -> list[Figure]:
-    """95 % intervals over queries of the difference of seed means. Raises Incomplete when queries are not the same."""
-    mine = mean_over_queries(_mean_by_query(ours))
-    found = paired_bootstrap(
-        {name: (mine, mean_over_queries(_mean_by_query(runs))) for name, runs in others.items()},
-        resamples=2000,
-        seed=1,
-        purpose="bench.quality",
-    )
-    made = []
-    for name, difference in found.items():
-        low, high = difference.interval(0.975)
-        text = f"nDCG@10, mean of ours less mean of {name.replace('_', ' ')}: 95 % interval over queries"
-        made += [figure(f"{name}_low", low, "", f"{text}, lower end")]
-        made += [figure(f"{name}_high", high, "", f"{text}, upper end")]
-    return made
-
-
-def _mean_by_query(runs: list[PartResult]) -> npt.NDArray[np.float64]:
-    if len({len(run.ndcg_by_query) for run in runs}) != 1:
-        raise Incomplete(f"seeds of {runs[0].side} were asked different queries; run them again")
-    average: npt.NDArray[np.float64] = np.mean([run.ndcg_by_query for run in runs], axis=0)
-    return average
 
 
 def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...], list[str]]:

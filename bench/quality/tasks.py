@@ -22,6 +22,8 @@ class Task:
     positive: str
     """Label of a pair that belongs together."""
     catalogue: str = ""
+    splits_pairs: bool = False
+    """Valid shares queries with train: only test asks new ones."""
 
     def data_flags(self, split: str) -> list[str]:
         """What `trnpipe prepare` is told of it. For valid, test stays out: `train` scores each split that it finds."""
@@ -31,7 +33,13 @@ class Task:
 
 
 def _wdc(category: str, tier: str) -> Task:
-    return Task(f"wdc-{category}", "wdc_lspc_pairs.parquet", {"category": (category,), "tier": (tier, "test")}, "match")
+    return Task(
+        f"wdc-{category}",
+        "wdc_lspc_pairs.parquet",
+        {"category": (category,), "tier": (tier, "test")},
+        "match",
+        splits_pairs=True,
+    )
 
 
 TASKS = {

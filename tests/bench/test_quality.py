@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from bench.quality.part import Budget, PartResult, keep, read_parts, reads_of_test
-from bench.quality.table import Incomplete, Table, best_peer, sides_of, tables
+from bench.quality.sides import Incomplete, Table, best_peer, sides_of
+from bench.quality.table import tables
 from bench.quality.tasks import TASKS
 
 pytestmark = pytest.mark.unit

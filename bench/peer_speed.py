@@ -1,0 +1,152 @@
+"""Training pairs/s against sentence-transformers' trainer, same texts, weights and loss: `python -m bench.peer_speed`.
+
+Needs the extra `dev` and `datasets`. `--data FILE.parquet` (query, title, gain, split) instead of made-up texts,
+`--model FOLDER` (a MiniLM of Hugging Face) instead of random weights.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.results import ROOT, Figure, Result, Target, figure, finish
+from bench.side_process import Side
+
+NAME = "peer_speed"
+TITLE = (
+    "Training pairs/s against sentence-transformers' trainer: same loss, batch of 64, texts and MiniLM-L6, fp32, CPU"
+)
+METHOD = """
+Processes, one a side, each as its user would start it, take blocks of steps in turn; a block ends with the device
+waited for, and warm-up (compiles) is left out. A repeat is one pass over the pairs with fresh processes: pairs/s are
+all pairs of the blocks over all their seconds, the ratio is ours / the peer's of the same repeat. The peer:
+MultipleNegativesRankingLoss with its trainer's default settings on the CPU in eager mode, without logging or saving;
+its collator tokenises texts as they come and pads to the longest of a batch. Ours: the contrastive loss alone
+(graded_weight 0), a query with each product, token shards that `trnpipe prepare` wrote before, four buckets, the
+default program on `cpu` and on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of the same
+texts are equal is checked first. No text comes twice in a pass. Memory: the most resident memory of each process,
+libraries and warm-up included.
+"""
+PRECISIONS, DEVICES = ("fp32", "autocast"), ("cpu", "xla")
+PEER = "peer"
+BATCH = 64
+
+
+@dataclass
+class Measured:
+    """Pairs/s and peak memory (MiB) of a side, one a repeat."""
+
+    rates: list[float] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+    compiles: int = 0
+
+
+Sides = dict[str, Measured]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often sides take turns."""
+
+    repeats: int
+    blocks: int
+    block: int
+    """Steps."""
+
+
+def command(side: str, folder: Path, *flags: str) -> list[str]:
+    """A side, or `make`."""
+    return [sys.executable, "-m", "bench.peer_speed_side", side, str(folder), *flags]
+
+
+def make(folder: Path, data: Path | None, model: Path | None, pairs: int) -> None:
+    """What the sides share. Raises CalledProcessError."""
+    flags = ["--pairs", str(pairs)]
+    flags += [word for name, path in (("--data", data), ("--model", model)) if path for word in (name, str(path))]
+    subprocess.run(command("make", folder, *flags), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def alternate(commands: dict[str, list[str]], turns: Turns, pairs: int = BATCH) -> Sides:
+    """Fresh processes for each repeat; the order of each round is that of the one before reversed."""
+    found = {name: Measured() for name in commands}
+    for _ in range(turns.repeats):
+        with ExitStack() as stack:
+            sides = {name: stack.enter_context(Side(words)) for name, words in commands.items()}
+            for number in range(turns.blocks):
+                for name in list(sides)[:: 1 if number % 2 else -1]:
+                    sides[name].block(turns.block)
+        for name, side in sides.items():
+            found[name].rates.append(pairs * turns.blocks * turns.block / sum(side.seconds))
+            found[name].peaks.append(side.peak_mib)
+            found[name].compiles += side.compiles
+        print("  " + "  ".join(f"{name} {one.rates[-1]:.2f} pairs/s" for name, one in found.items()), flush=True)
+    return found
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Repeat by repeat."""
+    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+
+
+def figures_of(precision: str, sides: Sides) -> list[Figure]:
+    """Ratios first."""
+    peer = sides[PEER]
+    ours = {name: one for name, one in sides.items() if name != PEER}
+    made = [
+        figure(f"{precision}_{name}_ratio", ratios(one.rates, peer.rates), "x", f"ours / the peer, {precision}, {name}")
+        for name, one in ours.items()
+    ]
+    for name, one in sides.items():
+        text = "sentence-transformers, cpu" if name == PEER else f"ours, {name}"
+        made.append(figure(f"{precision}_{name}", one.rates, "pairs/s", f"{text}, {precision}"))
+        made.append(figure(f"{precision}_{name}_memory", one.peaks, "MiB", f"peak memory, {text}, {precision}"))
+    compiles = sum(one.compiles for one in ours.values())
+    return [*made, figure(f"{precision}_compiles", compiles, "graphs", "compiled during the measured blocks")]
+
+
+def run(
+    *, quick: bool, data: Path | None, model: Path | None, precisions: Sequence[str], devices: Sequence[str]
+) -> Result:
+    """Every precision: the peer and ours on every device in turn."""
+    turns = Turns(1, 1, 2) if quick else Turns(3, 4, 8)
+    pairs = 4 * BATCH if quick else turns.blocks * turns.block * BATCH
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, data, model, pairs)
+        for precision in precisions:
+            commands = {PEER: command("peer", folder, "--precision", precision)}
+            for device in devices:
+                commands[device] = command("ours", folder, "--precision", precision, "--device", device)
+            figures += figures_of(precision, alternate(commands, turns))
+    targets = [
+        Target(figure=f"{precision}_{device}_ratio", comparison=">", value=1.0)
+        for precision in precisions
+        for device in devices
+    ]
+    return finish(
+        NAME,
+        TITLE,
+        METHOD,
+        figures,
+        quick=quick,
+        target=targets[0],
+        further=targets[1:],
+        also=[target.figure for target in targets],
+        settings={"pairs": pairs, "texts": "made up" if data is None else data.stem, "steps_per_block": turns.block},
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES), help="of ours")
+    told = parser.parse_args()
+    run(quick=told.quick, data=told.data, model=told.model, precisions=told.precision, devices=told.device)

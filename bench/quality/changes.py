@@ -1,0 +1,107 @@
+"""The recipe of ours with one thing changed at a time, each a part of its own, on valid."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.quality import ours
+from bench.quality.part import KEPT, OURS, Budget, PartResult, read_part
+from bench.quality.sides import Table, mean_figure, sides_of, values
+from bench.results import Figure
+from pipeline.config_sources import resolve
+
+METRICS = {"ndcg@10": "nDCG@10 of retrieval", "accuracy": "accuracy of pairs", "f1": "F1 of match"}
+METHOD = """
+Ours as in the other tables of this bench, with configs/small.toml and {pairs:,} pairs seen in {precision} and batches
+of {batch}: as it is, and with one setting changed at a time. Scored on valid; test was not read. Behind each change is
+the difference of its mean to that of the recipe. A change that the recipe has already is left out.
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, and a value that it might have."""
+
+    name: str
+    flag: str
+    value: str
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        return self.flag, self.value
+
+    @property
+    def is_the_recipe(self) -> bool:
+        """The recipe has this value already."""
+        return resolve([ours.CONFIG], {}, [self.flags]).settings == resolve([ours.CONFIG], {}, []).settings
+
+
+def _values(name: str, flag: str, *found: str) -> Iterator[Change]:
+    for value in found:
+        yield Change(f"{name}-{value}", flag, value)
+
+
+CHANGES = (
+    *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1"),
+    *_values("graded", "--train.loss.graded-weight", "1", "2"),
+    *_values("slots", "--train.candidates-per-query", "1", "4", "8"),
+    *_values("head-rate", "--train.optimizer.head-rate", "1", "10", "20"),
+    *_values("rate", "--train.optimizer.learning-rate", "5e-5", "1e-4", "2e-4", "4e-4"),
+    *_values("temperature", "--train.loss.temperature", "0.02", "0.05"),
+    *_values("symmetric", "--train.loss.symmetric-share", "0.5"),
+    *_values("listwise", "--train.loss.listwise-weight", "0.5"),
+    *_values("average", "--train.average-decay", "0.99"),
+    *_values("lexical", "--data.lexical", "false"),
+    *_values("margin", "--train.loss.false-negative-margin", "0.05"),
+)
+
+
+def chosen(names: Sequence[str]) -> tuple[Change, ...]:
+    """All that differ from the recipe, or those named. Raises SystemExit for a name that there is not."""
+    known = {change.name: change for change in CHANGES}
+    if wrong := sorted(set(names) - set(known)):
+        raise SystemExit(f"no change {', '.join(wrong)}; there are {', '.join(known)}")
+    wanted = [known[name] for name in names] or CHANGES
+    return tuple(change for change in wanted if not change.is_the_recipe)
+
+
+def is_kept(result: PartResult, folder: Path = KEPT) -> bool:
+    """This part was run, with the same recipe."""
+    path = folder / f"{result.name}.json"
+    return path.exists() and read_part(path).recipe == result.recipe
+
+
+def changes_table(task: str, budget: Budget, parts: Sequence[PartResult]) -> Table | None:
+    """Of the parts on valid: the recipe, then its changes; None without either."""
+    names = {change.name: change for change in CHANGES}
+    found = [part for part in parts if (part.task, part.split, part.budget, part.part) == (task, "valid", budget, OURS)]
+    recipe = [part for part in found if not part.variant]
+    changed = [part for part in found if part.variant in names and recipe and part.recipe == recipe[0].recipe]
+    sides = sides_of(sorted(changed, key=lambda part: list(names).index(part.variant)))
+    if not sides:
+        return None
+    shown = [name for name in METRICS if all(name in part.figures for part in [*recipe, *changed])]
+    figures = [
+        mean_figure(f"recipe_{name}", values(recipe, name), "", f"{METRICS[name]}, the recipe") for name in shown
+    ]
+    for runs in sides.values():
+        figures += _changed(names[runs[0].variant], runs, shown, recipe)
+    return Table(
+        bench=f"quality_changes_{task}_{budget.name}",
+        title=f"{task}, {budget.pairs:,} pairs seen: the recipe with one change at a time, on valid",
+        method=METHOD.format(**budget._asdict()),
+        figures=figures,
+        targets=(),
+        also=[],
+        settings={"seeds_of_recipe": len(recipe)},
+    )
+
+
+def _changed(change: Change, runs: list[PartResult], shown: list[str], recipe: list[PartResult]) -> list[Figure]:
+    figures = []
+    for name in shown:
+        made = mean_figure(f"{change.name}_{name}", values(runs, name), "", "")
+        other = sum(values(recipe, name)) / len(recipe)
+        text = f"{METRICS[name]}, {' '.join(change.flags)}: {made.value - other:+.4f}"
+        figures.append(made.model_copy(update={"text": text}))
+    return figures

@@ -1,0 +1,239 @@
+"""Five daily partitions trained one after the other by real cycles, beside one training on all of them."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bench.quality import ours
+from bench.quality.part import Budget, PartResult
+from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
+from bench.quality.tasks import TASKS
+from bench.results import ROOT, Target, figure
+from pipeline.config_sources import resolve
+from pipeline.core.fingerprint import hash63
+from pipeline.io.storage import open_storage
+from pipeline.stages.code_version import code_version
+from pipeline.stages.result import load_result
+
+PART, SYNTHETIC, NDCG = "incremental", "synthetic", "ndcg@10"
+DAYS = 5
+WORK = ROOT / "build" / "quality"
+"""Workspaces of chains that have not ended; a chain that is started again goes on in its own."""
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+_FIRST_DAY = date(2026, 1, 1)
+_CHEAP = ("--evaluate.split", "valid", "--evaluate.retrieval.enabled", "false", "--evaluate.baselines.bm25", "false")
+_CHEAP += ("--evaluate.baselines.boosting", "false", "--evaluate.baselines.hybrid", "false")
+"""Of the days before the last: they are promoted, and nothing is told of them."""
+_PROMOTE = ("--evaluate.promote", "true", "--evaluate.incumbent", "none")
+_PROMOTE += ("--evaluate.force-reason", "bench: each day goes on from the one before")
+METHOD = """
+Rows are dealt to five days by a hash of their query. Five cycles (`trnpipe prepare`, `train` from the promoted model,
+`evaluate` with promotion), each with the newest day beside the older ones, against one training on all days; the same
+pairs seen in all ({pairs:,} in {precision} and batches of {batch}), shared evenly by the days. Every cycle has a
+schedule of its own: warm-up, peak, down to zero. `replay`: the share of a cycle's samples that are of older days. Then
+the last model is searched exactly, in the same catalogue for all. Mean and range over seeds. {source}
+The test split was read {reads} times for this table, and {others} more times by other parts that are kept."""
+_SOURCES = {
+    SYNTHETIC: "The built-in catalogue, {queries} queries a day, configs/quickstart.toml from scratch; the first day's "
+    "tokenizer is kept.",
+    "files": "configs/small.toml from published MiniLM-L6 weights.",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train on the days."""
+
+    replay: float | None = None
+    """Share of a cycle's samples; None: all days in one training."""
+    later_rate: float = 1.0
+    """Peak learning rate of the days after the first, as a share of the first's."""
+
+    @property
+    def name(self) -> str:
+        if self.replay is None:
+            return "together"
+        return f"replay-{self.replay:g}" + ("" if self.later_rate == 1.0 else f"-later-rate-{self.later_rate:g}")
+
+    @property
+    def cycles(self) -> int:
+        return 1 if self.replay is None else DAYS
+
+
+TOGETHER, NO_REPLAY = Arm(), Arm(0.0)
+
+
+def config_of(task: str) -> Path:
+    """The preset of a task."""
+    return QUICKSTART if task == SYNTHETIC else ours.CONFIG
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One arm on one task."""
+
+    arm: Arm
+    task: str
+    data: Path | None
+    model: Path | None
+    split: str
+    steps: int
+    """Of all cycles together."""
+    batch: int
+    precision: str
+    seed: int
+    queries_per_day: int
+    """Of the synthetic catalogue."""
+
+    @property
+    def result(self) -> PartResult:
+        """The part, with nothing found yet."""
+        queries = (f"queries_per_day={self.queries_per_day}",) if self.task == SYNTHETIC else ()
+        return PartResult(
+            task=self.task,
+            part=PART,
+            variant=self.arm.name,
+            split=self.split,
+            seed=self.seed,
+            steps=self.steps,
+            batch=self.batch,
+            precision=self.precision,
+            rate=0.0,
+            settings=queries,
+            recipe=ours.recipe(config_of(self.task), *queries),
+            figures={},
+            train_seconds=0.0,
+            code_version=code_version(),
+        )
+
+    def run(self) -> PartResult:
+        """Every cycle that has not ended, then the figures of the last. Raises CalledProcessError, SystemExit."""
+        if self.steps % DAYS:
+            raise SystemExit(f"--steps {self.steps}: expected a multiple of {DAYS}, a share for each day")
+        place, started = self.place, time.monotonic()
+        workspace = place / "workspace"
+        storage = open_storage(str(workspace))
+        for cycle in range(1, self.arm.cycles + 1):
+            if load_result(storage, self._name(cycle), "evaluate") is None:
+                day = DAYS if self.arm.replay is None else cycle
+                ours.run(self.flags(workspace, place / "days", day, cycle), ())
+        last = self._name(self.arm.cycles)
+        found = ours.figures_of(ours.report_of(workspace, last))
+        by_query = ours.ndcg_by_query(workspace, place / "scratch", last)
+        seconds = time.monotonic() - started
+        update = {"figures": found, "ndcg_by_query": by_query, "train_seconds": seconds}
+        return self.result.model_copy(update=update)
+
+    def forget(self) -> None:
+        """Remove the workspace; its figures are kept."""
+        shutil.rmtree(self.place)
+
+    @property
+    def place(self) -> Path:
+        """Of its workspace: another recipe has another one."""
+        return WORK / f"{self.result.name}-{self.result.recipe[:8]}"
+
+    @staticmethod
+    def _name(cycle: int) -> str:
+        return f"day-{cycle}"
+
+    def flags(self, workspace: Path, days: Path, day: int, cycle: int) -> list[str]:
+        """Of the cycle that is the first to see `day`."""
+        steps = self.steps // self.arm.cycles
+        flags = (
+            self._synthetic(workspace, day, steps)
+            if self.task == SYNTHETIC
+            else self._files(workspace, days, day, steps)
+        )
+        flags += ["--cycle", self._name(cycle), *_PROMOTE]
+        if self.arm.replay is not None:
+            flags += ["--train.replay-share", f"{self.arm.replay:g}"]
+        if cycle > 1 and self.arm.later_rate != 1.0:
+            peak = resolve([config_of(self.task)], {}, []).settings.train.optimizer.learning_rate
+            flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]
+        return flags + list(_CHEAP if cycle < self.arm.cycles else ())
+
+    def _synthetic(self, workspace: Path, day: int, steps: int) -> list[str]:
+        """The quickstart; its rows have no split, so a choice on valid is made without a test split."""
+        flags = ["--config", str(QUICKSTART), "--workspace", str(workspace), "--backend", "cpu"]
+        flags += ["--data.synthetic.num-queries", str(self.queries_per_day), "--data.synthetic.num-days", str(day)]
+        flags += ["--data.synthetic.first-day", str(_FIRST_DAY), "--train.max-steps", str(steps)]
+        flags += ["--train.seed", str(self.seed), "--train.precision", self.precision, "--train.evaluate-every", "0"]
+        flags += ["--train.global-batch-size", str(self.batch), "--train.micro-batch-size", str(self.batch)]
+        flags += ["--evaluate.split", self.split]
+        return flags + (["--data.test-fraction", "0"] if self.split == "valid" else [])
+
+    def _files(self, workspace: Path, days: Path, day: int, steps: int) -> list[str]:
+        """Published weights and a file; days that have come by then are folders of it."""
+        if self.data is None or self.model is None:
+            raise SystemExit(f"{self.task} needs --data and --model")
+        task = TASKS[self.task]
+        if not task.catalogue:
+            raise SystemExit(f"{self.task} has no catalogue to search; there are pricerunner and {SYNTHETIC}")
+        deal_days(self.data / task.pairs, days, day)
+        flags = ours.flags_of(
+            task,
+            self.data.resolve(),
+            self.model.resolve(),
+            workspace,
+            split=self.split,
+            seed=self.seed,
+            steps=steps,
+            batch=self.batch,
+            precision=self.precision,
+        )
+        return [*flags, "--data.path", str(days.resolve())]
+
+
+def deal_days(file: Path, folder: Path, day: int) -> None:
+    """The first `day` days of a file of judgements as dt= folders. Raises OSError, pyarrow.ArrowInvalid."""
+    table = pq.read_table(file)
+    dealt = np.array([hash63(f"day|{query}") % DAYS for query in table["query_id"].to_pylist()])
+    for number in range(day):
+        place = folder / f"dt={_FIRST_DAY + timedelta(days=number)}" / "part-0.parquet"
+        if place.exists():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = place.parent / "_part-0.parquet"
+        pq.write_table(table.filter(pa.array(dealt == number)), unfinished)
+        unfinished.replace(place)
+
+
+def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -> Table:
+    """The five days beside one training on all of them, on test. Raises Incomplete."""
+    runs = [one for one in parts if (one.part, one.task, one.split, one.budget) == (PART, task, "test", budget)]
+    if len({(one.recipe, one.settings) for one in runs}) > 1:
+        raise Incomplete(f"chains of {task} with different recipes; run all of them again")
+    sides = {runs[0].variant: runs for runs in sides_of(runs).values()}
+    shipped = Arm(resolve([config_of(task)], {}, []).settings.train.replay_share).name
+    for wanted in (TOGETHER.name, shipped, NO_REPLAY.name):
+        if wanted not in sides:
+            raise Incomplete(f"{wanted} was not run on test")
+    whole = mean(sides[TOGETHER.name], NDCG)
+    figures = [
+        figure("behind", whole - mean(sides[shipped], NDCG), "", f"nDCG@10, together less {shipped}, means over seeds"),
+        figure(
+            "behind_without_replay", whole - mean(sides[NO_REPLAY.name], NDCG), "", "nDCG@10, together less no replay"
+        ),
+        *(mean_figure(f"{name}_{NDCG}", values(found, NDCG), "", f"{NDCG}, {name}") for name, found in sides.items()),
+        *interval_figures(sides[TOGETHER.name], {shipped: sides[shipped], NO_REPLAY.name: sides[NO_REPLAY.name]}),
+    ]
+    used = sum(one.reads for one in runs)
+    queries = dict(word.split("=") for word in runs[0].settings).get("queries_per_day", "")
+    source = _SOURCES[SYNTHETIC if task == SYNTHETIC else "files"].format(queries=queries)
+    return Table(
+        bench=f"quality_incremental_{task}_{budget.name}",
+        title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.pairs:,} pairs",
+        method=METHOD.format(**budget._asdict(), source=source, reads=used, others=reads - used),
+        figures=figures,
+        targets=(Target(figure="behind", comparison="<=", value=0.01),),
+        also=[f"{TOGETHER.name}_{NDCG}", f"{shipped}_{NDCG}", f"{NO_REPLAY.name}_{NDCG}"],
+        settings={"seeds": len(sides[shipped]), "days": DAYS},
+    )

@@ -1,0 +1,62 @@
+"""Cost of the loss over a whole global batch under accumulation: `python -m bench.two_pass`."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.peer_speed import BATCH, DEVICES, Sides, Turns, alternate, command, make, ratios
+from bench.results import Figure, Result, figure, finish
+
+NAME = "two_pass"
+TITLE = "Time of a step of 64 pairs in micro-batches, two forward passes, over that of the same step in one"
+METHOD = """
+One program in three processes that take blocks of steps in turn, as in bench.peer_speed: MiniLM-L6 in fp32, the
+contrastive loss over the products of all 64 pairs, cut into one micro-batch of 64, 4 of 16 or 8 of 8. Cut, a step
+embeds every micro-batch without a gradient, computes the loss of the whole batch, and embeds each again to carry its
+gradient: the loss is the same number, the memory that of a micro-batch. A repeat is one pass over the pairs.
+"""
+MICROS = (64, 16, 8)
+
+
+def figures_of(device: str, sides: Sides) -> list[Figure]:
+    """Ratios of times first."""
+    whole = sides[str(MICROS[0])]
+    made = [
+        figure(f"{device}_{BATCH // micro}x{micro}_ratio", ratios(whole.rates, sides[str(micro)].rates), "x", text)
+        for micro in MICROS[1:]
+        for text in (f"time of {BATCH // micro} micro-batches of {micro} / of one of {BATCH}, {device}",)
+    ]
+    for micro in MICROS:
+        one, text = sides[str(micro)], f"{BATCH // micro} x {micro}, {device}"
+        made.append(figure(f"{device}_{BATCH // micro}x{micro}", one.rates, "pairs/s", text))
+        made.append(figure(f"{device}_{BATCH // micro}x{micro}_memory", one.peaks, "MiB", f"peak memory, {text}"))
+    compiles = sum(one.compiles for one in sides.values())
+    return [*made, figure(f"{device}_compiles", compiles, "graphs", "compiled during the measured blocks")]
+
+
+def run(*, quick: bool, data: Path | None, model: Path | None, devices: Sequence[str]) -> Result:
+    """Every device: three cuts in turn."""
+    turns = Turns(1, 1, 2) if quick else Turns(3, 4, 8)
+    pairs = 4 * BATCH if quick else turns.blocks * turns.block * BATCH
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, data, model, pairs)
+        for device in devices:
+            commands = {
+                str(micro): command("ours", folder, "--device", device, "--micro", str(micro)) for micro in MICROS
+            }
+            figures += figures_of(device, alternate(commands, turns))
+    settings: dict[str, str | int | float] = {"pairs": pairs, "texts": "made up" if data is None else data.stem}
+    return finish(NAME, TITLE, METHOD, figures, quick=quick, settings=settings)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
+    parser.add_argument("--data", type=Path, help="Parquet file with query, title, gain, split; none: made-up texts")
+    parser.add_argument("--model", type=Path, help="folder of a MiniLM of Hugging Face; none: random weights")
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES))
+    told = parser.parse_args()
+    run(quick=told.quick, data=told.data, model=told.model, devices=told.device)
