@@ -36,6 +36,12 @@ BENCHES: dict[str, Bench] = {
         "negatives of 100,000 queries from 1 million items in under 4 GiB (half an hour: --only)",
         by_default=False,
     ),
+    "peer_speed": Bench(
+        "peer_speed",
+        "training faster than sentence-transformers' trainer, same loss and batch (needs datasets: --only)",
+        by_default=False,
+    ),
+    "two_pass": Bench("two_pass", "what the loss over a whole batch costs in micro-batches (--only)", by_default=False),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
     "chaos": Bench(
         "chaos", "98.5 % of jobs and 49 of 50 cycles survive random faults (over 30 minutes: --only)", by_default=False

@@ -176,13 +176,13 @@ def serve_ours(place: Place, line: Line, device: str, precision: str, micro: int
 
 def serve_peer(place: Place, line: Line, precision: str) -> None:
     """sentence-transformers' trainer on the texts, on the CPU."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "USE_TORCH_XLA": "0"}  # read on import
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
     from bench.hf_pair import BlockCallback
-    from bench.quality import peers  # first of all that imports transformers: it says that XLA is not wanted
+    from bench.quality import peers
 
     model = peers.open_model(place.model)
     query, title = place.texts()

@@ -1,14 +1,21 @@
 """The tables of bench.quality, from made-up parts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from bench.quality import incremental, ours
+from bench.quality.changes import CHANGES, chosen, is_kept
+from bench.quality.incremental import DAYS, SYNTHETIC, TOGETHER, Arm, Chain, deal_days
 from bench.quality.part import Budget, PartResult, keep, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
 from bench.quality.tasks import TASKS
+from pipeline.config_sources import resolve
 
 pytestmark = pytest.mark.unit
 QUERIES = 40
@@ -170,3 +177,100 @@ def test_a_choice_on_valid_leaves_test_unread() -> None:
     assert TASKS["pricerunner"].data_flags("valid")[-1] == "split=train|valid"
     assert "split" not in " ".join(TASKS["cameras"].data_flags("test"))
     assert TASKS["pricerunner"].data_flags("test") == ["--data.name", "pricerunner"]
+
+
+def change(name: str, value: float, **changes: Any) -> PartResult:
+    return part("ours", value, variant=name, split="valid", **changes)
+
+
+def test_changes_stand_beside_the_recipe_of_the_same_budget() -> None:
+    recipe = [part("ours", value, split="valid", seed=seed) for seed, value in enumerate((0.80, 0.82), start=1)]
+    changed = [change("temperature-0.02", 0.83), change("slots-1", 0.79), change("slots-8", 0.9, steps=500)]
+    parts = [*recipe, *changed, change("ad-hoc", 0.5), change("rate-4e-4", 0.5, recipe="other")]
+    table = only(parts)
+    assert table.bench == "quality_changes_pricerunner_16000" and table.targets == ()
+    shown = {one.name: (one.value, one.text) for one in table.figures}
+    assert shown["recipe_ndcg@10"][0] == 0.81
+    assert shown["slots-1_ndcg@10"] == (0.79, "nDCG@10 of retrieval, --train.candidates-per-query 1: -0.0200")
+    assert shown["temperature-0.02_ndcg@10"][1].endswith("--train.loss.temperature 0.02: +0.0200")
+    assert not any(name.startswith(("slots-8", "ad-hoc", "rate")) for name in shown)
+
+
+def test_a_change_that_the_recipe_has_already_is_not_run() -> None:
+    wanted = {one.name for one in chosen([])}
+    assert len({one.name for one in CHANGES}) == len(CHANGES)
+    settings = resolve([ours.CONFIG], {}, []).settings
+    assert f"slots-{settings.train.candidates_per_query}" not in wanted
+    assert wanted <= {one.name for one in CHANGES} and "lexical-false" in wanted
+    assert [one.flags for one in chosen(["symmetric-0.5"])] == [("--train.loss.symmetric-share", "0.5")]
+    with pytest.raises(SystemExit, match=r"no change colder; there are contrastive-0\.2"):
+        chosen(["colder"])
+
+
+def test_a_part_of_another_recipe_is_run_again(tmp_path: Path) -> None:
+    first = part("ours", 0.8, recipe="a")
+    assert not is_kept(first, tmp_path)
+    keep(first, tmp_path)
+    assert is_kept(first, tmp_path) and not is_kept(part("ours", 0.8, recipe="b"), tmp_path)
+
+
+def by_day(arm: str, value: float, **changes: Any) -> PartResult:
+    return part("incremental", value, variant=arm, rate=0.0, **changes)
+
+
+def test_five_days_are_held_against_one_training() -> None:
+    shipped = Arm(resolve([ours.CONFIG], {}, []).settings.train.replay_share).name
+    runs = [by_day("together", 0.80), by_day(shipped, 0.795, reads=2), by_day("replay-0", 0.77)]
+    table = only(runs)
+    found = figures_of(table)
+    assert found["behind"][0] == pytest.approx(0.005) and found["behind_without_replay"][0] == pytest.approx(0.03)
+    assert verdicts(table) == {"behind": True} and "was read 4 times" in table.method
+    late = by_day(shipped, 0.78, seed=2)
+    assert not verdicts(only([*runs, late]))["behind"]
+    assert tables(runs[1:])[1] == ["pricerunner by day, 16,000 pairs: together was not run on test"]
+
+
+def test_rows_of_a_query_are_of_one_day_and_days_come_one_by_one(tmp_path: Path) -> None:
+    queries = [f"q{number // 3}" for number in range(300)]
+    pq.write_table(pa.table({"query_id": queries, "row": list(range(300))}), tmp_path / "rows.parquet")
+    deal_days(tmp_path / "rows.parquet", tmp_path / "days", 2)
+    assert sorted(one.name for one in (tmp_path / "days").iterdir()) == ["dt=2026-01-01", "dt=2026-01-02"]
+    deal_days(tmp_path / "rows.parquet", tmp_path / "days", DAYS)
+    days = [pq.read_table(one, partitioning=None) for one in sorted((tmp_path / "days").glob("*/*.parquet"))]
+    assert len(days) == DAYS and sorted(row for day in days for row in day["row"].to_pylist()) == list(range(300))
+    asked = [set(day["query_id"].to_pylist()) for day in days]
+    assert sum(map(len, asked)) == 100 and len(set.union(*asked)) == 100
+    assert all(len(one) > 5 for one in asked)
+
+
+def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(Arm(0.2, 0.5), SYNTHETIC, None, None, "valid", 50, 64, "fp32", 1, 30)
+    ran: list[dict[str, str]] = []
+    done = {"day-1", "day-2"}
+    monkeypatch.setattr(incremental, "WORK", tmp_path)
+    monkeypatch.setattr(incremental, "load_result", lambda storage, cycle, stage: cycle if cycle in done else None)
+    monkeypatch.setattr(ours, "run", lambda flags, more: ran.append(dict(zip(flags[::2], flags[1::2], strict=True))))
+    monkeypatch.setattr(ours, "report_of", lambda workspace, cycle: cycle)
+    monkeypatch.setattr(ours, "figures_of", lambda report: {"ndcg@10": 0.5} if report == "day-5" else {})
+    monkeypatch.setattr(ours, "ndcg_by_query", lambda workspace, scratch, cycle: (0.5,))
+    found = chain.run()
+    assert found.figures == {"ndcg@10": 0.5} and found.variant == "replay-0.2-later-rate-0.5"
+    assert [flags["--cycle"] for flags in ran] == ["day-3", "day-4", "day-5"]
+    assert [flags["--data.synthetic.num-days"] for flags in ran] == ["3", "4", "5"]
+    assert {flags["--train.max-steps"] for flags in ran} == {"10"}
+    assert {flags["--train.replay-share"] for flags in ran} == {"0.2"}
+    peak = resolve([incremental.QUICKSTART], {}, []).settings.train.optimizer.learning_rate
+    assert {float(flags["--train.optimizer.learning-rate"]) for flags in ran} == {peak / 2}
+    assert [flags.get("--evaluate.retrieval.enabled") for flags in ran] == ["false", "false", None]
+    for flags in ran:
+        resolve([Path(flags.pop("--config"))], {}, list(flags.items()))  # every flag is one that trnpipe knows
+    with pytest.raises(SystemExit, match="a multiple of 5"):
+        replace(chain, steps=51).run()
+
+
+def test_all_days_in_one_training_see_as_many_pairs(tmp_path: Path) -> None:
+    whole = Chain(TOGETHER, SYNTHETIC, None, None, "test", 50, 64, "fp32", 1, 30)
+    flags = whole.flags(tmp_path, tmp_path, DAYS, 1)
+    assert flags[flags.index("--train.max-steps") + 1] == "50" and "--train.replay-share" not in flags
+    assert whole.result.budget == replace(whole, arm=Arm(0.1)).result.budget
+    assert whole.result.recipe != replace(whole, queries_per_day=31).result.recipe
