@@ -26,7 +26,7 @@ waited for, and warm-up (compiles) is left out. A repeat is one pass over the pa
 all pairs of the blocks over all their seconds, the ratio is ours / the peer's of the same repeat. The peer:
 MultipleNegativesRankingLoss with its trainer's default settings on the CPU in eager mode, without logging or saving;
 its collator tokenises texts as they come and pads to the longest of a batch. Ours: the contrastive loss alone
-(graded_weight 0), a query with each product, token shards that `trnpipe prepare` wrote before, four buckets, the
+(graded_weight 0), a query with each product, token shards that `trnpipe prepare` wrote before, packed rows, the
 default program on `cpu` and on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of the same
 texts are equal is checked first. No text comes twice in a pass. Memory: the most resident memory of each process,
 libraries and warm-up included.
