@@ -11,10 +11,11 @@ import pytest
 from bench.quality import incremental, ours
 from bench.quality.changes import CHANGES, chosen, is_kept
 from bench.quality.incremental import DAYS, SYNTHETIC, TOGETHER, Arm, Chain, deal_days
-from bench.quality.part import Budget, PartResult, keep, read_parts, reads_of_test
+from bench.quality.part import KEPT, Budget, PartResult, keep, read_part, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
 from bench.quality.tasks import TASKS
+from bench.results import ROOT
 from pipeline.config_sources import resolve
 
 pytestmark = pytest.mark.unit
@@ -274,3 +275,16 @@ def test_all_days_in_one_training_see_as_many_pairs(tmp_path: Path) -> None:
     assert flags[flags.index("--train.max-steps") + 1] == "50" and "--train.replay-share" not in flags
     assert whole.result.budget == replace(whole, arm=Arm(0.1)).result.budget
     assert whole.result.recipe != replace(whole, queries_per_day=31).result.recipe
+
+
+def test_kept_parts_are_small_and_name_no_machine() -> None:
+    for path in sorted(KEPT.glob("*.json")):
+        text = path.read_text(encoding="utf-8")
+        assert path.stem == read_part(path).name and len(text) < 20_000, path
+        assert not any(place in text for place in (str(ROOT), "/home/", "/tmp/")), path
+
+
+def test_a_part_of_all_test_queries_is_small(tmp_path: Path) -> None:
+    keep(part("ours", 2 / 3, ndcg_by_query=(0.6309297535714574,) * 1328), tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size < 11_000 and path.stem == "pricerunner-ours-test-250x64-autocast-s1"
