@@ -27,11 +27,13 @@ all pairs of the blocks over all their seconds, the ratio is ours / the peer's o
 MultipleNegativesRankingLoss with its trainer's default settings on the CPU in eager mode, without logging or saving;
 its collator tokenises texts as they come and pads to the longest of a batch. Ours: the contrastive loss alone
 (graded_weight 0), a query with each product, token shards that `trnpipe prepare` wrote before, packed rows, the
-default program on `cpu` and on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of the same
+default program on `cpu` and, in fp32, on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of the same
 texts are equal is checked first. No text comes twice in a pass. Memory: the most resident memory of each process,
 libraries and warm-up included.
 """
 PRECISIONS, DEVICES = ("fp32", "autocast"), ("cpu", "xla")
+DEVICES_OF = {"fp32": ("cpu", "xla"), "autocast": ("cpu",)}
+"""There is no autocast on XLA:CPU."""
 PEER = "peer"
 BATCH = 64
 
@@ -92,6 +94,16 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
+def of_precision(precision: str, devices: Sequence[str]) -> list[str]:
+    """Those devices of ours that have it. Raises SystemExit when none does."""
+    found = [device for device in devices if device in DEVICES_OF[precision]]
+    if not found:
+        raise SystemExit(
+            f"no {precision} on {', '.join(devices)}; {precision} runs on {', '.join(DEVICES_OF[precision])}"
+        )
+    return found
+
+
 def figures_of(precision: str, sides: Sides) -> list[Figure]:
     """Ratios first."""
     peer = sides[PEER]
@@ -120,13 +132,13 @@ def run(
         make(folder, data, model, pairs)
         for precision in precisions:
             commands = {PEER: command("peer", folder, "--precision", precision)}
-            for device in devices:
+            for device in of_precision(precision, devices):
                 commands[device] = command("ours", folder, "--precision", precision, "--device", device)
             figures += figures_of(precision, alternate(commands, turns))
     targets = [
         Target(figure=f"{precision}_{device}_ratio", comparison=">", value=1.0)
         for precision in precisions
-        for device in devices
+        for device in of_precision(precision, devices)
     ]
     return finish(
         NAME,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peer_speed import PEER, Measured, Turns, alternate, figures_of
+from bench.peer_speed import DEVICES, PEER, Measured, Turns, alternate, figures_of, of_precision
 from bench.side_process import Side, peak_resident_mib
 from bench.two_pass import figures_of as two_pass_figures
 
@@ -43,6 +43,12 @@ def test_ratios_are_those_of_the_same_repeat() -> None:
     assert (ratio.value, ratio.low, ratio.high, ratio.repeats) == (1.5, 1.25, 2.0, 3)
     assert (found["fp32_peer_memory"].value, found["fp32_cpu_memory"].value) == (900.0, 800.0)
     assert found["fp32_compiles"].value == 1
+
+
+def test_a_precision_that_a_device_lacks_is_left_out() -> None:
+    assert of_precision("fp32", DEVICES) == ["cpu", "xla"] and of_precision("autocast", DEVICES) == ["cpu"]
+    with pytest.raises(SystemExit, match="no autocast on xla; autocast runs on cpu"):
+        of_precision("autocast", ["xla"])
 
 
 def test_the_cost_of_a_cut_is_a_ratio_of_times() -> None:
