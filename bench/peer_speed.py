@@ -27,9 +27,9 @@ all pairs of the blocks over all their seconds, the ratio is ours / the peer's o
 MultipleNegativesRankingLoss with its trainer's default settings on the CPU in eager mode, without logging or saving;
 its collator tokenises texts as they come and pads to the longest of a batch. Ours: the contrastive loss alone
 (graded_weight 0), a query with each product, token shards that `trnpipe prepare` wrote before, packed rows, the
-default program on `cpu` and, in fp32, on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of the same
-texts are equal is checked first. No text comes twice in a pass. Memory: the most resident memory of each process,
-libraries and warm-up included.
+default program on `cpu` and, in fp32, on `xla` (XLA:CPU). Both sides start from the same weights; that their losses of
+the same texts are equal is checked first. No text comes twice in a pass. Memory: the most resident memory of each
+process, libraries and warm-up included.
 """
 PRECISIONS, DEVICES = ("fp32", "autocast"), ("cpu", "xla")
 DEVICES_OF = {"fp32": ("cpu", "xla"), "autocast": ("cpu",)}

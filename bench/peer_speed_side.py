@@ -158,6 +158,7 @@ def train_config(precision: str, micro: int) -> TrainConfig:
             "candidates_per_query": 1,
             "precision": precision,
             "loss": LOSS,
+            "metric": "retrieval_ndcg",
         }
     )
 
