@@ -92,7 +92,7 @@ class DataConfig(BaseModel):
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Share of bad rows above which the input is refused")
     quarantine_rows: int = Field(1000, ge=1, description="Bad rows kept, with reasons, per partition")
-    buckets: tuple[str, ...] = Field(("16x16", "16x32", "32x64"), description="Static shapes, QUERYxPRODUCT tokens")
+    buckets: tuple[str, ...] = Field(("16x16", "16x32", "64x64"), description="Static shapes, QUERYxPRODUCT tokens")
     rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one worker (bounds memory)")
     num_workers: int = Field(0, ge=0, description="Tokenising processes; 0: one per core")
     tokenizer: TokenizerConfig = TokenizerConfig()
