@@ -31,8 +31,8 @@ def test_three_epochs_over_random_lengths(place: Callable[..., Place]) -> None:
     assert started["max_steps"] == 3 * epoch
     assert len([e for e in here.events("holdout_evaluated") if e["step"] < 3 * epoch]) >= 3
     compiled = here.events("graph_compiled")
-    # The start, the contrastive loss; per length of rows the forward pass, the first and the second of three micro-steps,
-    # the third with the update; the evaluation of each of two buckets.
+    # The start, the contrastive loss; per length of rows the forward pass, the first and the second of three
+    # micro-steps, the third with the update; the evaluation of each of two buckets.
     assert compiled[-1]["total"] == 2 + 4 * met + 2
     assert sum(event["compile_s"] for event in compiled) > 0
     warm = max(epoch, 11) + 1
