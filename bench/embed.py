@@ -22,16 +22,16 @@ from sentence_transformers import SentenceTransformer
 
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.backends import Backend, open_backend
+from pipeline.compile.watch import NoWatch
 from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.embedding.config import EmbedConfig
-from pipeline.embedding.embedder import Embedder
-from pipeline.embedding.engines import Float32s, open_engine
-from pipeline.embedding.linear import PackedLinear, packs_weights
-from pipeline.embedding.program import row_shapes
-from pipeline.embedding.windows import distinct_texts, row_batches
-from pipeline.graphs.watch import NoWatch
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.embedder import Embedder
+from pipeline.embed.engines import Float32s, open_engine
+from pipeline.embed.linear import PackedLinear, packs_weights
+from pipeline.embed.program import row_shapes
+from pipeline.embed.windows import distinct_texts, row_batches
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.initial import initial_model
 

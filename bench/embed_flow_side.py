@@ -20,18 +20,18 @@ from pydantic import BaseModel, ConfigDict
 from pipeline.backends import Batch, open_backend
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.embedding.catalogue import CatalogueColumns, look_at
-from pipeline.embedding.catalogue_config import CatalogueConfig, OutputConfig
-from pipeline.embedding.embedder import Embedder
-from pipeline.embedding.engines import Float32s, Start, Wait
-from pipeline.embedding.feed import Texts, worker_processes
-from pipeline.embedding.finish import finish
-from pipeline.embedding.flow import Flow, embed_shards
-from pipeline.embedding.output import VectorLayout
-from pipeline.embedding.parts import PartRecord
-from pipeline.embedding.plan import EmbedPlan, ModelRef, pin_plan
-from pipeline.embedding.texts import TextRules
-from pipeline.embedding.windows import HostBatch, flat_batches
+from pipeline.embed.catalogue import CatalogueColumns, look_at
+from pipeline.embed.catalogue_config import CatalogueConfig, OutputConfig
+from pipeline.embed.embedder import Embedder
+from pipeline.embed.engines import Float32s, Start, Wait
+from pipeline.embed.feed import Texts, worker_processes
+from pipeline.embed.finish import finish
+from pipeline.embed.flow import Flow, embed_shards
+from pipeline.embed.output import VectorLayout
+from pipeline.embed.parts import PartRecord
+from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
+from pipeline.embed.texts import TextRules
+from pipeline.embed.windows import HostBatch, flat_batches
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS, TOKENS_PER_BATCH = 384, 128, 32_768

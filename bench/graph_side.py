@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.backends import TRACED, open_backend
+from pipeline.compile.watch import Recorder
 from pipeline.config_sources import resolve
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.watch import Recorder
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.mining_side import JUDGED, WIDTH, Passed, parts_at
 from bench.results import ROOT, Figure, Result, Target, figure, finish
-from pipeline.mining.config import MineConfig
+from pipeline.mine.config import MineConfig
 
 NAME = "mining"
 TITLE = "Memory of mining hard negatives: 100,000 queries against 1 million items"

@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict
 
 from bench.embed_flow_side import MemoryPeak
 from pipeline.core.stop import StopSignal
-from pipeline.evaluation.exact import UNIT
+from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
-from pipeline.mining.config import MineConfig
-from pipeline.mining.mine import all_negatives, mine_share
-from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mining.parts import MiningParts, empty_folder
-from pipeline.mining.search import VectorSearch
-from pipeline.mining.select import Judged
+from pipeline.mine.config import MineConfig
+from pipeline.mine.mine import all_negatives, mine_share
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
+from pipeline.mine.parts import MiningParts, empty_folder
+from pipeline.mine.search import VectorSearch
+from pipeline.mine.select import Judged
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
@@ -137,7 +137,7 @@ def mine(place: Path, num_items: int, num_queries: int) -> Passed:
 def recall(place: Path, num_items: int, num_queries: int, sample: int) -> float:
     """Share of the best items of the first `sample` queries, by a sort of all their scores in float64, that are found.
 
-    The vectors are those that a finished mining has left; numbers are rounded as evaluation/exact does, so that scores
+    The vectors are those that a finished mining has left; numbers are rounded as evaluate/exact does, so that scores
     are exact and ties go by number.
     """
     config = MineConfig()

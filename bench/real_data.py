@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.results import Target, figure, finish
-from pipeline.evaluation.report import EvaluationReport, load_report
+from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.storage import open_storage
 from pipeline.stages.result import load_result
 

@@ -10,11 +10,11 @@ from importlib import import_module
 
 from pipeline.command_line import hint, parse, take_action, take_arguments
 from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
+from pipeline.compile.neuron_command import drives_tool, use_neuron_cache
 from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.neuron_command import drives_tool, use_neuron_cache
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.runtime_signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
 from pipeline.settings import Settings

@@ -6,17 +6,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.main import IncEx
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.gate.config import GateConfig
 from pipeline.core.parity_config import ParityConfig
 from pipeline.core.tune.config import TuneConfig
 from pipeline.data.config import DataConfig
-from pipeline.embedding.config import EmbedConfig
-from pipeline.evaluation.config import EvaluateConfig
-from pipeline.graphs.config import CompileConfig, EstimateConfig
+from pipeline.embed.config import EmbedConfig
+from pipeline.evaluate.config import EvaluateConfig
 from pipeline.health.config import HealthConfig
 from pipeline.io.retry import RetryPolicy
-from pipeline.mining.config import MineConfig
+from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
 

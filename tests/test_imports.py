@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("core",),
     ("io", "backends", "telemetry", "runtime_signals", "settings_fields"),
-    ("data", "model", "parallel", "checkpoint", "graphs", "health"),
-    ("registry", "embedding"),
-    ("evaluation",),
-    ("mining",),
-    ("train", "exchange"),
+    ("data", "model", "parallel", "checkpoint", "compile", "health"),
+    ("registry", "embed"),
+    ("evaluate",),
+    ("mine",),
+    ("train", "convert"),
     ("settings",),
     ("config_sources", "settings_text", "command_table", "command_line"),
     ("stages",),
@@ -30,8 +30,8 @@ LAYERS = (
 JOBS_LAYERS = (
     ("core",),
     ("settings", "store"),
-    ("local", "batch", "entry", "ledger"),
-    ("targets",),
+    ("node", "ledger", "targets"),
+    ("setup",),
     ("commands",),
     ("cli",),
     ("__main__",),
@@ -46,16 +46,16 @@ ONLY_IN = {
     "matplotlib": ("pipeline/parity/plot.py",),
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),
-    "boto3": ("pipeline/io/", "jobs/batch/"),
-    "botocore": ("pipeline/io/", "jobs/batch/"),
+    "boto3": ("pipeline/io/", "jobs/targets/batch/"),
+    "botocore": ("pipeline/io/", "jobs/targets/batch/"),
     "s3transfer": ("pipeline/io/",),
     "torch": (
         "pipeline/backends/",
         "pipeline/checkpoint/",
         "pipeline/data/loader.py",  # turns memory-mapped rows into tensors; nothing else of data/ knows torch
-        "pipeline/embedding/",
-        "pipeline/evaluation/",
-        "pipeline/exchange/",
+        "pipeline/embed/",
+        "pipeline/evaluate/",
+        "pipeline/convert/",
         "pipeline/health/collectives.py",
         "pipeline/health/device.py",
         "pipeline/health/operations.py",
@@ -68,7 +68,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "graphs", "embedding", "health", "mining")
+TORCH_FREE_CONFIGS = ("data", "model", "train", "checkpoint", "compile", "embed", "health", "mine")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.core.records import JobRecord
-from jobs.local.files import LocalFiles
-from jobs.local.keeper import ENDED, STARTED
+from jobs.targets.local.files import LocalFiles
+from jobs.targets.local.keeper import ENDED, STARTED
 from pipeline.core.errors import TrnpipeError
-from pipeline.embedding.vector_set import open_vectors
+from pipeline.embed.vector_set import open_vectors
 from pipeline.io.storage import Storage
 from pipeline.io.verify import verify_dir
 from pipeline.registry.history import read_history

@@ -17,8 +17,8 @@ from bench.chaos.processes import Watch
 from bench.chaos.s3 import FailingServer
 from bench.results import ROOT
 from jobs.core.records import JobState
-from jobs.local.files import LocalFiles, local_files
 from jobs.store.cycle import CycleStore
+from jobs.targets.local.files import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.pointer import read_pointer

@@ -10,7 +10,7 @@ from typing import Literal
 
 import psutil
 
-from jobs.local.keeper import MARK
+from jobs.targets.local.keeper import MARK
 
 Role = Literal["keeper", "entry", "launcher", "torchrun", "rank", "worker"]
 SCAN_S = 0.1
@@ -124,7 +124,7 @@ def _role(words: Sequence[str], env: dict[str, str]) -> Role:
     line = " ".join(words)
     if "keeper.py" in line:
         return "keeper"
-    if "jobs.entry" in words:
+    if "jobs.node" in words:
         return "entry"
     if "torch.distributed.run" in words:
         return "torchrun"

@@ -11,8 +11,8 @@ import numpy as np
 from bench.quality.tasks import SEARCH_FLAGS, Task
 from bench.results import ROOT
 from pipeline.core.fingerprint import fingerprint
-from pipeline.evaluation.report import EvaluationReport, load_report
-from pipeline.evaluation.saved_arrays import load_arrays
+from pipeline.evaluate.report import EvaluationReport, load_report
+from pipeline.evaluate.saved_arrays import load_arrays
 from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"

@@ -10,7 +10,7 @@ from bench.quality.part import BM25, OURS, PartResult
 from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.tasks import TASKS, Catalogue, Task, read_catalogue, read_pairs
 from pipeline.core.metrics import MetricsConfig, best_threshold, metric_report
-from pipeline.evaluation.bm25 import Bm25
+from pipeline.evaluate.bm25 import Bm25
 from pipeline.stages.code_version import code_version
 
 PARTS = (OURS, BM25, *peers.LOSSES)

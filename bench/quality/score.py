@@ -8,7 +8,7 @@ import numpy.typing as npt
 from bench.quality.tasks import Catalogue
 from pipeline.core.metrics import Judgements, MetricsConfig, retrieval_report
 from pipeline.core.scored import PerQuery, ScoredRows
-from pipeline.evaluation.exact import ExactTopK
+from pipeline.evaluate.exact import ExactTopK
 
 Float32s = npt.NDArray[np.float32]
 Encode = Callable[[Sequence[str]], Float32s]

@@ -5,7 +5,7 @@ import argparse
 from jobs.commands.submit import finish
 from jobs.core.outcome import CANCELLED
 from jobs.core.records import Closed
-from jobs.targets import Say, open_cycle, open_target_of, submitted_plan, submitter
+from jobs.setup import Say, open_cycle, open_target_of, submitted_plan, submitter
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 

@@ -3,7 +3,7 @@
 import argparse
 
 from jobs.settings import SCHEMA
-from jobs.targets import Say
+from jobs.setup import Say
 from pipeline.core.errors import EXIT_OK
 from pipeline.settings_text import as_json, flags_text, table_text
 

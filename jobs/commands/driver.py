@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from jobs.commands.submit import ENGINE_GRACE_S, finish, submit_cycle
 from jobs.core.drive import drive, scheduled_time
 from jobs.settings import CycleSettings
+from jobs.setup import Say, open_cycle, open_target_of
 from jobs.store.cycle import claimed_cycles
-from jobs.targets import Say, open_cycle, open_target_of
 from pipeline.core.stop import StopSignal
 from pipeline.runtime_signals import stop_on_signals
 

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.batch.preflight import account_problems, account_warnings
-from jobs.batch.terraform_plan import read_planned
 from jobs.core.limits import check_plan
 from jobs.core.schedule import cycle_name
 from jobs.core.schedule_config import ScheduleConfig
 from jobs.settings import SCHEMA
-from jobs.targets import Say, make_plan
+from jobs.setup import Say, make_plan
+from jobs.targets.batch.preflight import account_problems, account_warnings
+from jobs.targets.batch.terraform_plan import read_planned
 from pipeline.core.errors import EXIT_OK, ConfigError
 
 

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 from jobs.core.records import JobState
 from jobs.core.table import aligned
+from jobs.setup import Say, open_cycle
 from jobs.store.cycle import CycleStore, claimed_cycles
-from jobs.targets import Say, open_cycle
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal

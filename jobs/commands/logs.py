@@ -3,7 +3,7 @@
 import argparse
 
 from jobs.core.records import JobRecord
-from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
+from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 

@@ -13,8 +13,8 @@ from jobs.core.records import JobRecord
 from jobs.core.requests import Request, definition_request, submit_request
 from jobs.core.show import plan_lines
 from jobs.core.spec import CyclePlan
+from jobs.setup import Say, make_plan, open_cycle, prices_of
 from jobs.store.cycle import CycleStore, claimed_cycles
-from jobs.targets import Say, make_plan, open_cycle, prices_of
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.stages.result import load_result
@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json:
         say(json.dumps(requests_of(plan), indent=1))
     elif arguments.diff:
-        from jobs.batch.client import BatchClient  # boto3 takes a while to import
-        from jobs.batch.connect import connect
-        from jobs.batch.diff import change_lines, definition_changes
+        from jobs.targets.batch.client import BatchClient  # boto3 takes a while to import
+        from jobs.targets.batch.connect import connect
+        from jobs.targets.batch.diff import change_lines, definition_changes
 
         for line in change_lines(definition_changes(BatchClient(connect("batch")), plan)):
             say(line)

@@ -10,8 +10,8 @@ from jobs.commands.submit import finish
 from jobs.ledger.read import read_ledger
 from jobs.ledger.show import summary
 from jobs.settings import CycleSettings
+from jobs.setup import Say, open_cycle, open_target_of, prices_of, submitted_plan
 from jobs.store.cycle import CycleStore, claimed_cycles
-from jobs.targets import Say, open_cycle, open_target_of, prices_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
 

@@ -8,7 +8,7 @@ from jobs.ledger.report import report_key
 from jobs.ledger.show import GOODPUT, cost_lines
 from jobs.ledger.write import write_page
 from jobs.settings import CycleSettings
-from jobs.targets import Say, open_cycle, open_target_of, submitted_plan
+from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 

@@ -13,8 +13,8 @@ from jobs.ledger.report import report_key
 from jobs.ledger.show import cost_lines
 from jobs.ledger.write import write_page
 from jobs.settings import CycleSettings, of_all_jobs
+from jobs.setup import Say, make_plan, open_cycle, open_target, prices_of, submitter
 from jobs.store.cycle import CycleStore
-from jobs.targets import Say, make_plan, open_cycle, open_target, prices_of, submitter
 from pipeline.core.errors import EXIT_OK, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.runtime_signals import stop_on_signals

@@ -13,7 +13,7 @@ from jobs.core.table import usd
 from jobs.ledger.report import CycleReport
 from jobs.ledger.show import DEADLINES, GOODPUT, money
 from pipeline.core.format import format_duration, format_share
-from pipeline.evaluation.table import table_lines
+from pipeline.evaluate.table import table_lines
 
 COLOURS = {
     Category.START_UP: "#9aa5b1",

@@ -10,7 +10,7 @@ from jobs.ledger.read import read_moments
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import DataError
 from pipeline.core.events import EventName
-from pipeline.evaluation.report import EvaluationReport, load_report
+from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.storage import Storage
 from pipeline.stages.result import Figure, load_result
 

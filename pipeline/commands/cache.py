@@ -10,16 +10,16 @@ from pathlib import Path
 
 from pipeline.command_table import ToolCall
 from pipeline.commands import cache_checksums
+from pipeline.compile.cache_entry import LOG_NAME
+from pipeline.compile.cache_host import Compilers, Mounts, live_compilers, mount_of, mounted, refuse_network_root
+from pipeline.compile.cache_repair import ActionKind, RepairReport, repair_local, repair_storage
+from pipeline.compile.cache_scan import CacheReport, Clock, scan_local, scan_storage
+from pipeline.compile.cache_sync import sync_cache
+from pipeline.compile.manifest import FOLDER, load_manifests
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.cache_entry import LOG_NAME
-from pipeline.graphs.cache_host import Compilers, Mounts, live_compilers, mount_of, mounted, refuse_network_root
-from pipeline.graphs.cache_repair import ActionKind, RepairReport, repair_local, repair_storage
-from pipeline.graphs.cache_scan import CacheReport, Clock, scan_local, scan_storage
-from pipeline.graphs.cache_sync import sync_cache
-from pipeline.graphs.manifest import FOLDER, load_manifests
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from pipeline.graphs import cache_ledger, cache_remote
-from pipeline.graphs.cache_entry import CacheEntry, EntryName, EntryState
-from pipeline.graphs.cache_scan import list_entry, list_storage
+from pipeline.compile import cache_ledger, cache_remote
+from pipeline.compile.cache_entry import CacheEntry, EntryName, EntryState
+from pipeline.compile.cache_scan import list_entry, list_storage
 from pipeline.io import atomic
 from pipeline.io.errors import os_errors
 from pipeline.io.storage import Storage

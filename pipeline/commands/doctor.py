@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from pipeline.backends import TRACED, open_backend
 from pipeline.command_table import ToolCall
+from pipeline.compile.lint import lint_all, lint_counters
+from pipeline.compile.watch import Recorder
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.lint import lint_all, lint_counters
-from pipeline.graphs.watch import Recorder
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings

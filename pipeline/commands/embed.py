@@ -10,15 +10,15 @@ from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embedding.ann import check_ann
-from pipeline.embedding.drift import check_drift
-from pipeline.embedding.embedder import open_embedder
-from pipeline.embedding.plan import pinned_plan
-from pipeline.embedding.vector_set import VectorSet, open_vectors
-from pipeline.embedding.verify_catalogue import Picked, check_catalogue, judge_processes
-from pipeline.embedding.verify_parts import check_files, check_numbers, check_unique
-from pipeline.embedding.verify_report import Check, VerifyReport, guarded, skipped
-from pipeline.embedding.verify_sample import check_sample
+from pipeline.embed.ann import check_ann
+from pipeline.embed.drift import check_drift
+from pipeline.embed.embedder import open_embedder
+from pipeline.embed.plan import pinned_plan
+from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.verify_catalogue import Picked, check_catalogue, judge_processes
+from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
+from pipeline.embed.verify_report import Check, VerifyReport, guarded, skipped
+from pipeline.embed.verify_sample import check_sample
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.embed_model import catalogue_storage, open_pinned

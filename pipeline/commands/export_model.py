@@ -7,16 +7,16 @@ from typing import get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.command_table import ToolCall
+from pipeline.convert.destination import destination
+from pipeline.convert.exporting import ExportPlan, check_plan, write_export
+from pipeline.convert.place import place_of
+from pipeline.convert.programs import default_shapes, parse_shapes
+from pipeline.convert.record import Format
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.data.token_store import read_token_sets
-from pipeline.exchange.destination import destination
-from pipeline.exchange.exporting import ExportPlan, check_plan, write_export
-from pipeline.exchange.place import place_of
-from pipeline.exchange.programs import default_shapes, parse_shapes
-from pipeline.exchange.record import Format
 from pipeline.io import atomic
 from pipeline.io.storage import Storage
 from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.command_table import ToolCall
+from pipeline.convert.importing import store_import
+from pipeline.convert.reading import ForeignModel, Given, read_model
+from pipeline.convert.source import open_source
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokenizer_store import given_tokenizer
-from pipeline.exchange.importing import store_import
-from pipeline.exchange.reading import ForeignModel, Given, read_model
-from pipeline.exchange.source import open_source
 from pipeline.io import atomic, locks
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line

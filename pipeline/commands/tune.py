@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable
 
 from pipeline.command_table import ToolCall
+from pipeline.compile.neuron_command import use_neuron_cache
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.neuron_command import use_neuron_cache
 from pipeline.settings import Settings
 from pipeline.stages.context import open_context
 

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.health import CheckResult, NodeReport, Verdict
-from pipeline.graphs.node_barrier import Nodes
 from pipeline.health.check import one_line
 from pipeline.health.report import from_json, to_json
 from pipeline.health.versions import DRIVER, VERSIONS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.graphs.neuron_process import host_memory_bytes
+from pipeline.compile.neuron_process import host_memory_bytes
 from pipeline.io.errors import os_errors
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written

@@ -9,9 +9,9 @@ import threading
 import time
 from pathlib import Path
 
+from pipeline.compile.neuron_command import use_neuron_cache
 from pipeline.core.errors import EXIT_OK, TrnpipeError, exit_code_of
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.neuron_command import use_neuron_cache
 from pipeline.parity.recording import record
 from pipeline.parity.task import SideTask
 from pipeline.runtime_signals import stop_on_signals

@@ -17,7 +17,7 @@ from pipeline.core.parity import (
     judge,
 )
 from pipeline.core.parity_config import ParityBars, ParityConfig
-from pipeline.evaluation.scores import to_rows
+from pipeline.evaluate.scores import to_rows
 from pipeline.parity.record import RecordedSide
 
 FULL = "fp32"

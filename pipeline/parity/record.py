@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import DataError
 from pipeline.core.parity import Curve, Evaluation
-from pipeline.evaluation.scores import ScoreSet, load_scores
+from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
 from pipeline.io.verify import require_manifest

@@ -15,8 +15,8 @@ from pipeline.core.parity import Curve, Evaluation
 from pipeline.core.partitions import Selection
 from pipeline.core.stop import StopSignal
 from pipeline.data.token_store import open_rows
-from pipeline.evaluation.holdout import figures
-from pipeline.evaluation.scores import ScoreSet, load_scores, save_scores
+from pipeline.evaluate.holdout import figures
+from pipeline.evaluate.scores import ScoreSet, load_scores, save_scores
 from pipeline.io import atomic, locks
 from pipeline.io.storage import Storage, open_storage
 from pipeline.io.verify import read_manifest, require_manifest

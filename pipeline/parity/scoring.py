@@ -14,11 +14,11 @@ from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Int64s, TokenRows
 from pipeline.data.token_set import Split
-from pipeline.evaluation.order import HoldoutOrder, choose_rows
-from pipeline.evaluation.parts import Arrays, PartStore
-from pipeline.evaluation.program import ScoreProgram
-from pipeline.evaluation.scorer import Score, Scorer
-from pipeline.evaluation.scores import ScoreInfo, ScoreSet, VectorSample
+from pipeline.evaluate.order import HoldoutOrder, choose_rows
+from pipeline.evaluate.parts import Arrays, PartStore
+from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.scorer import Score, Scorer
+from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample
 from pipeline.io.storage import Storage
 from pipeline.model.flat import FlatLayout
 from pipeline.model.forward import flat_forward

@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import Backend
+from pipeline.compile.hlo_store import store_texts
+from pipeline.compile.lint import lint_all, lint_counters
+from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
+from pipeline.compile.neuron_command import SCORING, TRACE_FILE, drives_tool
+from pipeline.compile.watch import Recorder
 from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.core.pjrt import pjrt_device
-from pipeline.graphs.hlo_store import store_texts
-from pipeline.graphs.lint import lint_all, lint_counters
-from pipeline.graphs.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.graphs.neuron_command import SCORING, TRACE_FILE, drives_tool
-from pipeline.graphs.watch import Recorder
 from pipeline.io import atomic
 from pipeline.parallel.device import open_ranks
 from pipeline.parallel.world import World

@@ -5,17 +5,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.compile.cache_entry import EntryState
+from pipeline.compile.cache_host import refuse_network_root
+from pipeline.compile.cache_scan import list_local, list_storage
+from pipeline.compile.cache_sync import Direction, sync_cache
+from pipeline.compile.config import ALL_THERE_S
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
+from pipeline.compile.neuron_command import SCORING, TRACE_FILE
+from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs
+from pipeline.compile.neuron_repair import repair_after_run
 from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.core.events import EventName
-from pipeline.graphs.cache_entry import EntryState
-from pipeline.graphs.cache_host import refuse_network_root
-from pipeline.graphs.cache_scan import list_local, list_storage
-from pipeline.graphs.cache_sync import Direction, sync_cache
-from pipeline.graphs.config import ALL_THERE_S
-from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests
-from pipeline.graphs.neuron_command import SCORING, TRACE_FILE
-from pipeline.graphs.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs
-from pipeline.graphs.neuron_repair import repair_after_run
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import NUM_NODES_VARIABLE
 from pipeline.settings import Settings

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.compile.neuron_command import TRACE_FILE
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
-from pipeline.embedding.share import ARRAY_INDEX
-from pipeline.graphs.neuron_command import TRACE_FILE
+from pipeline.embed.share import ARRAY_INDEX
 from pipeline.health.report import FOLDER_VARIABLE
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage

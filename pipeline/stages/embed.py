@@ -11,17 +11,17 @@ from pipeline.core.footprint import INSTANCES
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.prices import price_usd_per_hour
 from pipeline.core.work_shards import WorkShard, share_of
-from pipeline.embedding.carry import index_of, open_earlier
-from pipeline.embedding.feed import worker_processes
-from pipeline.embedding.finish import finish
-from pipeline.embedding.flow import Flow, embed_shards
-from pipeline.embedding.pace import Pace
-from pipeline.embedding.parts import finished_parts
-from pipeline.embedding.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
-from pipeline.embedding.planning import Surroundings, asked_for, make_plan
-from pipeline.embedding.share import worker_of
-from pipeline.embedding.texts import TextRules
-from pipeline.embedding.vector_set import VectorSet, open_vectors
+from pipeline.embed.carry import index_of, open_earlier
+from pipeline.embed.feed import worker_processes
+from pipeline.embed.finish import finish
+from pipeline.embed.flow import Flow, embed_shards
+from pipeline.embed.pace import Pace
+from pipeline.embed.parts import finished_parts
+from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
+from pipeline.embed.planning import Surroundings, asked_for, make_plan
+from pipeline.embed.share import worker_of
+from pipeline.embed.texts import TextRules
+from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import join_ranks
 from pipeline.settings import Settings

@@ -2,10 +2,10 @@
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.core.errors import CheckpointError
-from pipeline.embedding.embedder import Embedder, open_embedder
-from pipeline.embedding.plan import EmbedPlan, ModelRef
-from pipeline.graphs.watch import GraphWatch, NoWatch
+from pipeline.embed.embedder import Embedder, open_embedder
+from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.device import open_device
 from pipeline.settings import Settings

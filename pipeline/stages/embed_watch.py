@@ -4,11 +4,11 @@ import time
 from collections import Counter
 
 from pipeline.core.events import EventName
-from pipeline.embedding.feed import Texts
-from pipeline.embedding.finish import too_many_bad
-from pipeline.embedding.pace import Pace
-from pipeline.embedding.parts import PartRecord, records_prefix
-from pipeline.embedding.plan import EmbedPlan
+from pipeline.embed.feed import Texts
+from pipeline.embed.finish import too_many_bad
+from pipeline.embed.pace import Pace
+from pipeline.embed.parts import PartRecord, records_prefix
+from pipeline.embed.plan import EmbedPlan
 from pipeline.stages.context import StageContext
 from pipeline.stages.result import Figure
 

@@ -6,8 +6,8 @@ from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.token_store import TokenSet, read_token_sets
-from pipeline.evaluation.report import EvaluationReport, load_report, report_key, store_report
-from pipeline.evaluation.table import table_lines
+from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report
+from pipeline.evaluate.table import table_lines
 from pipeline.registry.author import who
 from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Author, Place, Pointer

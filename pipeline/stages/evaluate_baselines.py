@@ -13,14 +13,14 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.gate import Baseline
 from pipeline.core.metrics import best_threshold, metric_report
 from pipeline.data.token_store import TokenSet, open_rows
-from pipeline.evaluation import bm25, boosting
-from pipeline.evaluation.boosting import Boosting
-from pipeline.evaluation.fusion import Ranked
-from pipeline.evaluation.holdout_rows import Holdout
-from pipeline.evaluation.hybrid import hybrid_reports
-from pipeline.evaluation.report import BaselineReport, HybridReport
-from pipeline.evaluation.retrieval import RetrievalTask, lexical_search
-from pipeline.evaluation.saved_arrays import load_arrays, save_arrays
+from pipeline.evaluate import bm25, boosting
+from pipeline.evaluate.boosting import Boosting
+from pipeline.evaluate.fusion import Ranked
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.hybrid import hybrid_reports
+from pipeline.evaluate.report import BaselineReport, HybridReport
+from pipeline.evaluate.retrieval import RetrievalTask, lexical_search
+from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
 from pipeline.io.verify import read_manifest
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext

@@ -7,14 +7,14 @@ import torch
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.core.fingerprint import fingerprint
-from pipeline.evaluation.holdout_rows import Holdout
-from pipeline.evaluation.parts import PartStore
-from pipeline.evaluation.program import ScoreProgram
-from pipeline.evaluation.scorer import Scorer
-from pipeline.evaluation.scores import ScoreInfo, ScoreSet, load_scores, save_scores
-from pipeline.evaluation.vectors import Vectors
-from pipeline.graphs.watch import GraphWatch, NoWatch
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.parts import PartStore
+from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.scorer import Scorer
+from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
+from pipeline.evaluate.vectors import Vectors
 from pipeline.io.verify import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf

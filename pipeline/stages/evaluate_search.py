@@ -13,14 +13,14 @@ from pipeline.core.scored import PerQuery
 from pipeline.data.token_set import SPLITS
 from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embedding.output import check_dimensions
-from pipeline.evaluation.catalogue import CatalogueFile, open_catalogue
-from pipeline.evaluation.fusion import Ranked
-from pipeline.evaluation.holdout_rows import Holdout
-from pipeline.evaluation.retrieval import RetrievalTask, search
-from pipeline.evaluation.retrieval_sources import from_catalogue, from_products
-from pipeline.evaluation.saved_arrays import load_arrays, save_arrays
-from pipeline.evaluation.vectors import Vectors
+from pipeline.embed.output import check_dimensions
+from pipeline.evaluate.catalogue import CatalogueFile, open_catalogue
+from pipeline.evaluate.fusion import Ranked
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.retrieval import RetrievalTask, search
+from pipeline.evaluate.retrieval_sources import from_catalogue, from_products
+from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
+from pipeline.evaluate.vectors import Vectors
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings

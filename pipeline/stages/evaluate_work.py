@@ -15,11 +15,11 @@ from pipeline.core.partitions import select_partitions
 from pipeline.core.scored import ScoredRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
-from pipeline.evaluation.holdout_rows import Holdout, open_holdout
-from pipeline.evaluation.judged import judged_slices
-from pipeline.evaluation.leak import Leak, find_leak, judge_leak
-from pipeline.evaluation.report import EvaluationReport, HoldoutReport, ModelReport
-from pipeline.evaluation.scores import ScoreSet, to_rows
+from pipeline.evaluate.holdout_rows import Holdout, open_holdout
+from pipeline.evaluate.judged import judged_slices
+from pipeline.evaluate.leak import Leak, find_leak, judge_leak
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluate.scores import ScoreSet, to_rows
 from pipeline.health.after_error import informed
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import open_ranks

@@ -15,11 +15,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.node_barrier import Nodes
 from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.across_nodes import across_check, address_check
 from pipeline.health.check import Check, run_checks

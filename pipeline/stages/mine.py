@@ -16,16 +16,16 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.core.partitions import select_partitions
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
-from pipeline.embedding.share import worker_of
-from pipeline.evaluation.bm25 import K1, B
-from pipeline.evaluation.texts import decoded
-from pipeline.mining.config import DECIDES
-from pipeline.mining.mine import all_negatives, mine_share
-from pipeline.mining.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, find_negatives
-from pipeline.mining.parts import MiningParts, empty_folder
-from pipeline.mining.search import Bm25Search, Searcher, VectorSearch
-from pipeline.mining.task import MiningTask, make_task
-from pipeline.mining.vectors import ModelVectors
+from pipeline.embed.share import worker_of
+from pipeline.evaluate.bm25 import K1, B
+from pipeline.evaluate.texts import decoded
+from pipeline.mine.config import DECIDES
+from pipeline.mine.mine import all_negatives, mine_share
+from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, find_negatives
+from pipeline.mine.parts import MiningParts, empty_folder
+from pipeline.mine.search import Bm25Search, Searcher, VectorSearch
+from pipeline.mine.task import MiningTask, make_task
+from pipeline.mine.vectors import ModelVectors
 from pipeline.parallel.device import join_ranks
 from pipeline.settings import Settings
 from pipeline.stages.context import StageContext

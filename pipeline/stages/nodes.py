@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from pipeline.graphs.node_barrier import Nodes
+from pipeline.compile.node_barrier import Nodes
 from pipeline.stages.context import StageContext
 
 

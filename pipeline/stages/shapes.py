@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.backends import Backend
+from pipeline.compile.manifest import Plan
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_store import read_token_sets
-from pipeline.graphs.manifest import Plan
-from pipeline.graphs.watch import GraphWatch
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from pipeline.compile.config import CompileConfig
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests, plan_differences
+from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.core.errors import ConfigError
-from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.manifest import GraphManifest, Plan, load_manifest, load_manifests, plan_differences
-from pipeline.graphs.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.io.storage import Storage
 from pipeline.telemetry.console import Console
 from pipeline.train.plan import QUICK_COMPILER

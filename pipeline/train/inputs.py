@@ -10,7 +10,7 @@ from pipeline.core.partitions import Selection, select_partitions
 from pipeline.data.token_set import TokenSetInfo
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage
-from pipeline.mining.negatives import MINE, NegativeSet, check_negatives, find_negatives
+from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.identity import identity_parts

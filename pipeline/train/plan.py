@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from pipeline.compile.config import CompileConfig
+from pipeline.compile.manifest import PlanValue
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
-from pipeline.embedding.config import GRAPH_FIELDS, EmbedConfig
-from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.manifest import PlanValue
+from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean
+from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.graphs.watch import GraphWatch, NoWatch, Place
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout
 from pipeline.model.forward import flat_forward

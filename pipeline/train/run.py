@@ -13,6 +13,8 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter
+from pipeline.compile.config import CompileConfig
+from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
@@ -24,14 +26,12 @@ from pipeline.data.sampler import TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import open_rows
-from pipeline.embedding.config import EmbedConfig
-from pipeline.evaluation.holdout import HoldoutFigures, evaluate_holdout
-from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.watch import GraphWatch, NoWatch
+from pipeline.embed.config import EmbedConfig
+from pipeline.evaluate.holdout import HoldoutFigures, evaluate_holdout
 from pipeline.health.after_error import informed
 from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage
-from pipeline.mining.negatives import open_negatives
+from pipeline.mine.negatives import open_negatives
 from pipeline.model.config import ModelConfig
 from pipeline.model.initial import initial_model
 from pipeline.model.temperature import start_values

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.backends import Backend
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.batching import BatchPlan, Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.mined import MinedProducts
 from pipeline.data.sampler import GroupedRows
 from pipeline.data.shards import Arrays
-from pipeline.embedding.config import EmbedConfig
-from pipeline.embedding.program import EmbedProgram
-from pipeline.evaluation.holdout import Score, evaluate_holdout
-from pipeline.evaluation.program import ScoreProgram
-from pipeline.graphs.watch import GraphWatch
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.program import EmbedProgram
+from pipeline.evaluate.holdout import Score, evaluate_holdout
+from pipeline.evaluate.program import ScoreProgram
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang

@@ -17,15 +17,15 @@ from pipeline import backends
 from pipeline.backends import Backend, Batch
 from pipeline.backends import xla as xla_module
 from pipeline.backends.xla_tracer import XlaTracer
+from pipeline.compile.hlo import parse, stable_key
+from pipeline.compile.watch import Recorder
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
-from pipeline.embedding.config import EmbedConfig
-from pipeline.evaluation.program import ScoreProgram
-from pipeline.graphs.hlo import parse, stable_key
-from pipeline.graphs.watch import Recorder
+from pipeline.embed.config import EmbedConfig
+from pipeline.evaluate.program import ScoreProgram
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.device import open_device

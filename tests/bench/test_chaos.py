@@ -13,8 +13,8 @@ import pytest
 from bench.chaos.faults import draw
 from bench.chaos.lane import config_text
 from bench.chaos.processes import run_beside, scan
-from jobs.local.keeper import MARK
 from jobs.settings import SCHEMA
+from jobs.targets.local.keeper import MARK
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 
@@ -43,7 +43,7 @@ def process_of(workspace: Path, attempt: str, *words: str, **env: str) -> Iterat
 
 ROLES: Mapping[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "keeper": (("keeper.py",), {}),
-    "entry": (("-m", "jobs.entry"), {}),
+    "entry": (("-m", "jobs.node"), {}),
     "torchrun": (("-m", "torch.distributed.run"), {}),
     "launcher": (("-m", "pipeline", "train"), {}),
     "rank": (("-m", "pipeline", "train"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}),

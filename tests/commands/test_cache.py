@@ -14,18 +14,18 @@ import pytest
 from pipeline import cli, command_table
 from pipeline.command_table import ToolCall
 from pipeline.commands import cache
+from pipeline.compile.cache_entry import EntryState
+from pipeline.compile.cache_host import Compilers, Mount, Mounts
+from pipeline.compile.cache_ledger import LEDGER_DIR
+from pipeline.compile.cache_sync import sync_cache
+from pipeline.compile.manifest import GraphManifest, GraphRecord, store_manifest
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.cache_entry import EntryState
-from pipeline.graphs.cache_host import Compilers, Mount, Mounts
-from pipeline.graphs.cache_ledger import LEDGER_DIR
-from pipeline.graphs.cache_sync import sync_cache
-from pipeline.graphs.manifest import GraphManifest, GraphRecord, store_manifest
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
-from tests.graphs.cache_cases import (
+from tests.compile.cache_cases import (
     FAST,
     FILES,
     GRAPH,

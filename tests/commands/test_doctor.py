@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compile.traces import needs_xla
 from tests.fault.harness import ENV
-from tests.graphs.traces import needs_xla
 
 CONFIG_CODE = 78
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from pipeline import cli
 from pipeline.checkpoint.store import open_checkpoint
 from pipeline.io.storage import open_storage
-from tests.exchange.conftest import Folder, source_of
+from tests.convert.conftest import Folder, source_of
 
 CONFIG, CHECKPOINT = 78, 74
 DATA = (

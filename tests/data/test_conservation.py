@@ -20,12 +20,12 @@ from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FileSource, open_source
 from pipeline.data.token_set import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embedding.catalogue import CatalogueColumns, look_at
-from pipeline.embedding.gather import COLUMNS, gather_rows
-from pipeline.embedding.reading import CatalogueReader
-from pipeline.embedding.texts import judge_rows
-from pipeline.evaluation.catalogue import CatalogueFile
-from pipeline.evaluation.config import RetrievalConfig
+from pipeline.embed.catalogue import CatalogueColumns, look_at
+from pipeline.embed.gather import COLUMNS, gather_rows
+from pipeline.embed.reading import CatalogueReader
+from pipeline.embed.texts import judge_rows
+from pipeline.evaluate.catalogue import CatalogueFile
+from pipeline.evaluate.config import RetrievalConfig
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file

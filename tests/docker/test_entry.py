@@ -1,6 +1,6 @@
 """What an image executes, executed here: the installed commands on PATH, and no shell in between.
 
-How `trnjobs-entry` keeps nodes in step, passes signals on and reaps orphans as PID 1: tests/jobs/entry.
+How `trnjobs-entry` keeps nodes in step, passes signals on and reaps orphans as PID 1: tests/jobs/node.
 """
 
 import json

@@ -19,7 +19,7 @@ from tests.docs.markdown import ROOT
 from tests.docs.programs import problem_of
 from tests.docs.shell import NEEDS_AWS, runs, simple_commands
 from tests.docs.test_prose import rows
-from tests.jobs.batch.moto_account import make_environments, make_policy, make_queue
+from tests.jobs.targets.batch.moto_account import make_environments, make_policy, make_queue
 
 OPERATE = ROOT / "docs" / "operate.md"
 REGION = "us-west-2"

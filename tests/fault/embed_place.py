@@ -16,13 +16,13 @@ from pipeline import cli
 from pipeline.checkpoint.writer import Snapshot, commit_snapshot
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
-from pipeline.embedding.vector_set import open_vectors
+from pipeline.embed.vector_set import open_vectors
 from pipeline.io.storage import Storage
 from pipeline.io.verify import verify_dir
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
-from tests.embedding.checkpoints import state_of
+from tests.embed.checkpoints import state_of
 from tests.fault.harness import CYCLE, Place, Run
 from tests.fault.s3_server import S3Server
 from tests.registry.cases import put

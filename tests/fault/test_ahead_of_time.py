@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.graphs.manifest import GraphManifest, load_manifests
+from pipeline.compile.manifest import GraphManifest, load_manifests
 from tests.fault.harness import ON_XLA, Place
 
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]

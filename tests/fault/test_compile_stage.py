@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.compile.cache_scan import list_storage
+from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
+from pipeline.compile.neuron_command import TRACE_FILE
 from pipeline.core.neuron_flags import CompilerFlags, flags_hash
-from pipeline.graphs.cache_scan import list_storage
-from pipeline.graphs.manifest import GraphManifest, load_manifests, store_manifest
-from pipeline.graphs.neuron_command import TRACE_FILE
 from pipeline.io.storage import open_storage
+from tests.compile.fake_neuron.cache import VERSION
+from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared
 from tests.fault.s3_server import S3Server
-from tests.graphs.fake_neuron.cache import VERSION
-from tests.graphs.fake_neuron.toolchain import ToolChain
 from tests.s3 import lead_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,11 +6,11 @@ import pyarrow as pa
 import pytest
 
 from pipeline import cli
-from pipeline.embedding.vector_set import open_vectors
+from pipeline.embed.vector_set import open_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.io.verify import verify_dir
-from tests.embedding.catalogues import products, rows_of, write_catalogue
-from tests.embedding.checkpoints import make_checkpoint
+from tests.embed.catalogues import products, rows_of, write_catalogue
+from tests.embed.checkpoints import make_checkpoint
 from tests.io.conftest import FAST, Fault, Proxy, aws, moto_address, proxy, s3_uri
 
 __all__ = ["aws", "moto_address", "proxy", "s3_uri"]  # fixtures

@@ -22,17 +22,17 @@ from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.data.tokenizer_store import store_tokenizer
-from pipeline.evaluation.parts import PartStore
-from pipeline.evaluation.saved_arrays import save_arrays
-from pipeline.evaluation.scores import save_scores
+from pipeline.evaluate.parts import PartStore
+from pipeline.evaluate.saved_arrays import save_arrays
+from pipeline.evaluate.scores import save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mining.parts import MiningParts, empty_folder
-from pipeline.mining.select import Counts
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
+from pipeline.mine.parts import MiningParts, empty_folder
+from pipeline.mine.select import Counts
 from tests.checkpoint.test_checkpoints import snapshot
-from tests.evaluation.test_scores import scores
+from tests.evaluate.test_scores import scores
 from tests.killing import FORK, killed_at_byte
 
 pytestmark = pytest.mark.fault

@@ -26,7 +26,7 @@ from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.infra.iam import Request
 from tests.infra.policies import Fleet, Input
 from tests.infra.recorder import Call, Recorder
-from tests.jobs.batch.moto_account import make_account
+from tests.jobs.targets.batch.moto_account import make_account
 from tests.s3 import s3_env
 
 INPUT_KEY = "arn:aws:kms:us-east-1:123456789012:key/shop"
@@ -93,7 +93,7 @@ PARITY = (
 )
 FLAGS = tuple({flag.partition("=")[0]: flag for flag in _GIVEN}.values())
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PYTEST_XDIST_WORKER")
-_PROGRAMS = {"trnjobs-entry": "jobs.entry", "trnpipe": "pipeline", "trnjobs": "jobs"}
+_PROGRAMS = {"trnjobs-entry": "jobs.node", "trnpipe": "pipeline", "trnjobs": "jobs"}
 LIMIT_S = 150
 POINTER = "registry/relevance/production.json"
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ UNUSED = {
     f"* s3:PutObject {W}/compile-cache/neuronxcc-*": OF_COMPILER,
     f"* s3:AbortMultipartUpload {W}/compile-cache/neuronxcc-*": OF_COMPILER,
     f"* s3:DeleteObject {W}/compile-cache/neuronxcc-*": OF_COMPILER,
-    f"embed s3:DeleteObject {W}/embeddings/*/part-*": "parts that held an id twice (pipeline/embedding/finish.py)",
+    f"embed s3:DeleteObject {W}/embeddings/*/part-*": "parts that held an id twice (pipeline/embed/finish.py)",
     f"driver s3:DeleteObject {W}/cycles/*/jobs/claim.json": WITHDRAWN,
     f"driver s3:DeleteObject {W}/cycles/*/jobs/plan.json": WITHDRAWN,
     f"driver s3:DeleteObject {W}/cycles/*/jobs/settings.json": WITHDRAWN,

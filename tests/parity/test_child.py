@@ -22,7 +22,7 @@ from pipeline.parity.record import find_record, load_side
 from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
-from tests.graphs.traces import FAST_COMPILE, needs_xla
+from tests.compile.traces import FAST_COMPILE, needs_xla
 from tests.parity.case import PARITY, Case, make_case
 from tests.parity.test_recording import dropped_weight, wrong_epsilon
 

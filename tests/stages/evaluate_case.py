@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.state import KIND, STATE, WEIGHTS, TrainState
 from pipeline.cli import main
-from pipeline.evaluation.report import EvaluationReport, load_report
+from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import read_history

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
+from pipeline.compile.neuron_command import SCORING, TRACE_FILE
+from pipeline.compile.neuron_compile import Alone, NeuronCompileResult
 from pipeline.core.stop import StopSignal
-from pipeline.graphs.manifest import GraphManifest, Plan, load_manifests
-from pipeline.graphs.neuron_command import SCORING, TRACE_FILE
-from pipeline.graphs.neuron_compile import Alone, NeuronCompileResult
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages import compile as stage

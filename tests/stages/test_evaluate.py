@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
-from pipeline.evaluation.leak import Leak
-from pipeline.evaluation.scores import load_scores, to_rows
+from pipeline.evaluate.leak import Leak
+from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
 from pipeline.stages import evaluate, evaluate_work

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
-from pipeline.evaluation import boosting, saved_arrays
-from pipeline.evaluation.report import BaselineReport
-from pipeline.evaluation.saved_arrays import FILE
+from pipeline.evaluate import boosting, saved_arrays
+from pipeline.evaluate.report import BaselineReport
+from pipeline.evaluate.saved_arrays import FILE
 from pipeline.io.commit import commit_dir
 from pipeline.stages import evaluate_baselines
 from tests.stages.evaluate_case import FLAGS, Case, noisy

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
-from pipeline.evaluation.report import load_report
-from pipeline.evaluation.scores import ScoreSet, load_scores
+from pipeline.evaluate.report import load_report
+from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.storage import Storage
 from pipeline.registry.pointer import read_pointer
 from tests.fault.harness import Place

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from pipeline.data.token_store import open_rows, read_token_sets
-from pipeline.evaluation.texts import text_hashes
-from pipeline.mining.mine import all_negatives
-from pipeline.mining.negatives import Negatives, NegativeSet, find_negatives, open_negatives
-from pipeline.mining.parts import MiningParts
-from pipeline.mining.select import NONE
+from pipeline.evaluate.texts import text_hashes
+from pipeline.mine.mine import all_negatives
+from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
+from pipeline.mine.parts import MiningParts
+from pipeline.mine.select import NONE
 from pipeline.stages import mine as stage
 from pipeline.stages.result import load_result
 from tests.fault.harness import DATA, MODEL, TRAIN

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeline.compile.manifest import Plan, graph_key
 from pipeline.config_sources import resolve
-from pipeline.graphs.manifest import Plan, graph_key
 from pipeline.parallel.world import World
 from pipeline.stages.shapes import expected_shapes
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.compile.config import CompileConfig
+from pipeline.compile.manifest import GraphManifest, Plan, store_manifest
+from pipeline.compile.watch import GraphWatch, Guard, NoWatch
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError
-from pipeline.embedding.config import EmbedConfig
-from pipeline.graphs.config import CompileConfig
-from pipeline.graphs.manifest import GraphManifest, Plan, store_manifest
-from pipeline.graphs.watch import GraphWatch, Guard, NoWatch
+from pipeline.embed.config import EmbedConfig
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.console import Console
 from pipeline.train.guarding import open_guard, open_part_guard

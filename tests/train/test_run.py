@@ -23,8 +23,8 @@ from pipeline.data.mined import NONE
 from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.mining.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mining.parts import empty_folder
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
+from pipeline.mine.parts import empty_folder
 from pipeline.model.config import LossConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
@@ -403,7 +403,7 @@ def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept
     import pipeline.train.run as module
 
     def without_gains(*args: Any, **kwargs: Any) -> Any:
-        from pipeline.evaluation.holdout import HoldoutFigures
+        from pipeline.evaluate.holdout import HoldoutFigures
 
         return HoldoutFigures(rows=1, loss=1.0, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=float("nan"))
 

@@ -19,7 +19,7 @@ from jobs.core.records import Submission
 from jobs.store import cycle
 from pipeline.io.storage import open_storage
 from pipeline.stages.result import StageResult, store_result
-from tests.jobs.local.waiting import keepers_of, until
+from tests.jobs.targets.local.waiting import keepers_of, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 # Notes what runs, in a journal; waits while there is a file hold-<job>; ends with the code of its try in the file
@@ -83,7 +83,7 @@ class Trnjobs:
         written = self.page_file.read_bytes()
         with pytest.MonkeyPatch.context() as patch:
             later = time.time() + 86_400
-            patch.setattr("jobs.targets.time.time", lambda: later)
+            patch.setattr("jobs.setup.time.time", lambda: later)
             assert self("report")[0] == 0
         assert self.page_file.read_bytes() == written
         return written.decode()

@@ -11,9 +11,9 @@ from jobs.ledger.report import CycleReport, gather, losses_of
 from jobs.store.cycle import CycleStore
 from pipeline.core.events import EventName
 from pipeline.core.gate.verdict import GateCheck, Verdict
-from pipeline.evaluation.report import EvaluationReport
+from pipeline.evaluate.report import EvaluationReport
 from pipeline.io.storage import open_storage
-from tests.evaluation.test_table import HOLDOUT, model
+from tests.evaluate.test_table import HOLDOUT, model
 from tests.jobs.core.test_ledger import attempt, record
 from tests.jobs.ledger.test_show import GOOD
 

@@ -1,0 +1,112 @@
+"""What is left of a failed try for whoever looks into it: one bounded JSON object without secrets. Pure."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from jobs.node.command import ProcessSeen
+from jobs.node.roll import NodeSeen
+
+MAX_BYTES = 2**20
+MAX_EVENTS = 200
+MAX_LOG_LINES = 400
+SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA", "CCOM_", "GLOO_", "FI_")
+SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY"})
+HIDDEN = "***"
+_USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")
+
+
+class PostMortem(BaseModel):
+    """Why one node's try of a job failed, as far as that node can tell."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    job: str
+    job_id: str
+    attempt: int
+    node: int
+    num_nodes: int
+    host: str
+    command: tuple[str, ...]
+    exit_code: int = Field(description="Of this node's entry")
+    own_exit_code: int = Field(description="Of this node's command")
+    returncode: int | None = Field(description="Of the process: minus a signal; none: it never ran")
+    reason: str = Field(description="Why it was stopped; empty when it ended by itself")
+    killed: bool = Field(description="It did not stop within the grace")
+    out_of_memory_kills: int | None = Field(description="By the kernel in this container during the try; none: unknown")
+    started: datetime
+    ended: datetime
+    versions: Mapping[str, str]
+    environment: Mapping[str, str]
+    settings: JsonValue
+    nodes: tuple[NodeSeen, ...]
+    processes: tuple[ProcessSeen, ...]
+    stacks: Mapping[int, str]
+    log: tuple[str, ...]
+    events: tuple[str, ...] = Field(description="Last lines of the cycle's event log")
+    unread: tuple[str, ...] = Field((), description="What could not be read, and why")
+
+
+def file_name(job: str, attempt: int, node: int) -> str:
+    return f"{job}-{attempt}-node{node}.json"
+
+
+def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that say how the job was run; never one whose name tells of a secret."""
+    return {
+        name: value for name, value in sorted(env.items()) if name.startswith(SHOWN_PREFIXES) and not is_secret(name)
+    }
+
+
+def is_secret(name: str) -> bool:
+    """Whether a name tells of a secret, word by word: `HF_TOKEN` does, `MAX_TOKENS` does not."""
+    return not SECRET_WORDS.isdisjoint(re.split(r"[^A-Z0-9]+", name.upper()))
+
+
+def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Values that must not show up anywhere: commands print more than they should."""
+    return tuple(value for name, value in env.items() if is_secret(name) and len(value) >= 8)
+
+
+def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES) -> bytes:
+    """JSON without secrets, of `max_bytes` at most: the oldest lines go first, then stacks and settings."""
+    cut = one.model_copy(update={"events": one.events[-MAX_EVENTS:], "log": one.log[-MAX_LOG_LINES:]})
+    for shorten in _shortenings():
+        data = _dump(cut, secrets)
+        if len(data) <= max_bytes:
+            return data
+        cut = cut.model_copy(update=shorten(cut))
+    return _dump(cut, secrets)[:max_bytes]
+
+
+def _shortenings() -> Iterable[Callable[[PostMortem], dict[str, Any]]]:
+    for _ in range(8):
+        yield lambda cut: {"events": cut.events[len(cut.events) // 2 + 1 :]}
+        yield lambda cut: {"log": cut.log[len(cut.log) // 2 + 1 :]}
+    yield lambda cut: {"stacks": {pid: text[:4096] for pid, text in [*cut.stacks.items()][:32]}}
+    yield lambda cut: {"processes": cut.processes[:32]}
+    yield lambda cut: {"settings": "left out: too long", "environment": {}}
+    yield lambda cut: {"processes": (), "stacks": {}, "command": cut.command[:1], "nodes": cut.nodes[:32]}
+    yield lambda cut: {"reason": cut.reason[:1000], "unread": ()}
+
+
+def _dump(one: PostMortem, secrets: Sequence[str]) -> bytes:
+    return json.dumps(scrubbed(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
+
+
+def scrubbed(value: Any, secrets: Sequence[str]) -> Any:
+    """The value without these secrets, without passwords in URIs, and without what a secret's name stands before."""
+    if isinstance(value, Mapping):
+        return {name: HIDDEN if is_secret(str(name)) else scrubbed(one, secrets) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [scrubbed(one, secrets) for one in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+        return _USER_OF_URI.sub(f"{HIDDEN}@", value)
+    return value

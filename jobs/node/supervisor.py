@@ -1,0 +1,204 @@
+"""One loop: the command, the signals from outside, and the other nodes."""
+
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jobs.node.codes import exit_code_of_return
+from jobs.node.command import Command, ProcessSeen
+from jobs.node.place import Timing
+from jobs.node.roll import NodeSeen
+from jobs.node.signals import Signals
+from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
+
+STACKS_S = 1.0  # for processes to show their stacks before they are killed
+UNKILLABLE_S = 4.0
+MAX_WAIT_S = 0.5
+
+
+class Peers(Protocol):
+    """The other nodes of the job: see Hub and Link."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def trouble(self) -> str: ...
+    @property
+    def settled(self) -> bool: ...
+
+    def sockets(self) -> Iterator[socket.socket]: ...
+    def tick(self) -> None: ...
+    def report(self, code: int) -> None: ...
+    def stop(self, reason: str) -> None: ...
+    def exit_code(self, own: int, *, stopped: bool) -> int: ...
+    def seen(self) -> list[NodeSeen]: ...
+    def acknowledge(self) -> None: ...
+    def close(self, limit_s: float) -> None: ...
+
+
+class Alone:
+    """No other nodes."""
+
+    ready = settled = True
+    trouble = ""
+
+    def sockets(self) -> Iterator[socket.socket]:
+        return iter(())
+
+    def tick(self) -> None:
+        return
+
+    def report(self, code: int) -> None:
+        return
+
+    def stop(self, reason: str) -> None:
+        return
+
+    def exit_code(self, own: int, *, stopped: bool) -> int:
+        return own
+
+    def seen(self) -> list[NodeSeen]:
+        return []
+
+    def acknowledge(self) -> None:
+        return
+
+    def close(self, limit_s: float) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How this node's part ended."""
+
+    code: int
+    """Of the job, as far as this node decides it."""
+    own_code: int
+    returncode: int | None
+    """Of the process; None: it never ran."""
+    reason: str
+    """Why it was stopped or failed to start; empty when it ended by itself."""
+    stopped: bool
+    """By a signal from outside."""
+    killed: bool
+    """It did not stop within the grace."""
+    told_at: float | None
+    """When it was told to stop, by the clock of the loop."""
+    processes: tuple[ProcessSeen, ...] = ()
+    """What was left when it was killed."""
+
+
+@dataclass
+class Supervisor:
+    """Runs a command once all nodes are there, until every node's end is known. `start` may raise a TrnpipeError."""
+
+    start: Callable[[], Command]
+    peers: Peers
+    signals: Signals
+    timing: Timing
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    command: Command | None = None
+    _own: int | None = None
+    _returncode: int | None = None
+    _reason: str = ""
+    _told_at: float | None = None
+    _killed: bool = False
+    _asked_stacks: bool = False
+    _processes: tuple[ProcessSeen, ...] = field(default_factory=tuple)
+
+    def run(self) -> Outcome:
+        while self._own is None or not self.peers.settled:
+            self.peers.tick()
+            self._look()
+            self._stop_when_asked()
+            if self.command is None and self._own is None and self.peers.ready:
+                self._start()
+            elif self._own is None or not self.peers.settled:
+                self._wait()
+        stopped = self.signals.stop.is_set()
+        return Outcome(
+            code=self.peers.exit_code(self._own, stopped=stopped),
+            own_code=self._own,
+            returncode=self._returncode,
+            reason=self._reason or self.peers.trouble,
+            stopped=stopped,
+            killed=self._killed,
+            told_at=self._told_at,
+            processes=self._processes,
+        )
+
+    def _start(self) -> None:
+        try:
+            self.command = self.start()
+        except TrnpipeError as error:
+            self._reason = f"{type(error).__name__}: {error}"
+            self._end(error.exit_code)
+
+    def _look(self) -> None:
+        """Has the command ended?"""
+        if self.command is None or self._own is not None:
+            return
+        self._returncode = self.command.returncode()
+        if self._returncode is not None:
+            self.command.end()  # what it has started ends with it
+            self._end(self._code_when_killed() if self._killed else exit_code_of_return(self._returncode))
+
+    def _stop_when_asked(self) -> None:
+        asked = self.signals.asked
+        reason = f"{asked.name} from outside" if asked else self.peers.trouble
+        if not reason:
+            return
+        if self._told_at is None:
+            self._tell(reason, asked)
+        elif self.command is not None and self._own is None:
+            waited_s = self.clock() - self._told_at
+            if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
+                self._asked_stacks = True
+                self.command.ask_stacks()
+            if waited_s > self.timing.grace_s and not self._killed:
+                self._kill(self.command)
+            elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
+                self._end(self._code_when_killed())
+
+    def _tell(self, reason: str, asked: signal.Signals | None) -> None:
+        self._told_at = self.clock()
+        self.peers.stop(reason)
+        if self._own is not None:
+            return
+        self._reason = reason
+        self.say(f"stopping the command: {reason}")
+        if self.command is None:
+            self._end(self._code_when_killed())
+            return
+        if not asked:  # it may hang in a collective: that is the moment to see where
+            self.command.ask_stacks()
+        self.command.tell(asked or signal.SIGTERM)
+
+    def _kill(self, command: Command) -> None:
+        self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
+        self._killed = True
+        self._processes = command.processes()
+        command.end()
+
+    def _code_when_killed(self) -> int:
+        return Preempted.exit_code if self.signals.stop.is_set() else TransientError.exit_code
+
+    def _end(self, code: int) -> None:
+        self._own = code
+        self.peers.report(code)
+        if code != EXIT_OK:
+            self.peers.stop(f"the main node exited with {code}")
+        self.peers.tick()
+
+    def _wait(self) -> None:
+        """Until something happens, or it is time for a heartbeat."""
+        poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
+        for one in (self.signals.wake, *self.peers.sockets()):
+            poll.register(one, select.POLLIN)
+        poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
+        self.signals.drain()

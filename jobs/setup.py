@@ -1,0 +1,181 @@
+"""From settings to what a command works on: the cycle in its workspace, its plan, and the target."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+from jobs.core.config import JobsConfig, StageJob
+from jobs.core.cost import Prices
+from jobs.core.limits import INSTANCES
+from jobs.core.plan import plan_cycle
+from jobs.core.slots import Slots
+from jobs.core.spec import CyclePlan
+from jobs.settings import CycleSettings, pipeline_fingerprint
+from jobs.store.cycle import CycleStore, claimed_cycles
+from jobs.targets.base import Target
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.health.limits import stage_limit_s as health_limit_s
+from pipeline.io.storage import open_storage
+from pipeline.parallel.world import World
+from pipeline.train.share import batch_share
+
+_SHARE_BATCHES = ("compile", "train", "evaluate")
+Say = Callable[[str], object]
+Renew = Callable[[], None]
+
+
+def _nothing() -> None:
+    """No claim to keep."""
+
+
+def cycle_of(settings: CycleSettings) -> str:
+    """The cycle of the settings, else today's date: by the clocks of the schedule where there is one, else UTC."""
+    schedule = settings.jobs.schedule
+    zone = ZoneInfo(schedule.timezone) if schedule.expression else UTC
+    return settings.cycle or datetime.now(zone).date().isoformat()
+
+
+def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
+    """The jobs of a cycle in the workspace, whether there are any or not."""
+    storage = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    return CycleStore(storage, cycle_of(settings), time.time)
+
+
+def make_plan(settings: CycleSettings) -> CyclePlan:
+    """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
+    for mined negatives that nobody mines.
+    """
+    for name in _SHARE_BATCHES:
+        job = settings.jobs.stage(name)
+        batch_share(settings.train, World(world_size=_ranks(job)))
+    _check_compiled_ranks(settings)
+    if settings.train.mined_per_query and not settings.mine.enabled:
+        raise ConfigError(
+            f"train.mined_per_query is {settings.train.mined_per_query}, and no job of the cycle mines negatives",
+            expected="mine.enabled true, or no mined negatives",
+            next_command="--mine.enabled true, or --train.mined-per-query 0",
+        )
+    return plan_cycle(
+        settings.jobs,
+        cycle=cycle_of(settings),
+        workspace=_workspace_uri(settings.workspace),
+        settings=pipeline_fingerprint(settings),
+        mines=settings.mine.enabled,
+        stage_limits_s=_stage_limits_s(settings),
+    )
+
+
+def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
+    """Of stages that end themselves after some time, on the machines that their jobs are meant for."""
+    health, compile_ = settings.jobs.health, settings.jobs.compile
+    limits = {
+        "health": health_limit_s(
+            settings.health,
+            instance=health.instance,
+            on_neuron=_on_neuron(settings, health),
+            num_nodes=health.nodes,
+            processes=health.processes,
+        )
+    }
+    if _on_neuron(settings, compile_):
+        limits["compile"] = settings.compile.stage_limit_s(num_nodes=compile_.nodes)
+    return limits
+
+
+def _ranks(job: StageJob) -> int:
+    return job.nodes * job.processes
+
+
+def _check_compiled_ranks(settings: CycleSettings) -> None:
+    """Graphs are found again by as many ranks as they were compiled for. Raises ConfigError for a job of others."""
+    jobs = settings.jobs
+    both = _on_neuron(settings, jobs.compile) and _on_neuron(settings, jobs.train)
+    if settings.compile.on_unknown_graph != "error" or not both:
+        return
+    trained = _ranks(jobs.train)
+    if _ranks(jobs.compile) != trained:
+        raise ConfigError(
+            f"jobs.compile has {_ranks(jobs.compile)} ranks (nodes x processes), jobs.train {trained}",
+            expected="as many: the number of replicas is part of a compiled graph",
+            next_command=f"--jobs.compile.nodes {jobs.train.nodes} --jobs.compile.processes {jobs.train.processes}",
+        )
+    for name in ("evaluate", "embed", *(["mine"] if settings.mine.enabled else [])):
+        job = jobs.stage(name)
+        known = {trained, *settings.compile.scoring_ranks}
+        if _on_neuron(settings, job) and _ranks(job) not in known:
+            wanted = " ".join(str(ranks) for ranks in (*settings.compile.scoring_ranks, _ranks(job)))
+            raise ConfigError(
+                f"jobs.{name} has {_ranks(job)} ranks, graphs are compiled for {', '.join(map(str, sorted(known)))}",
+                expected="a number of ranks that graphs are compiled for",
+                next_command=f"--compile.scoring-ranks {wanted.replace(' ', ',')}",
+            )
+
+
+def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
+    return settings.backend in ("auto", "xla") and job.instance in INSTANCES
+
+
+def submitted_plan(store: CycleStore) -> CyclePlan:
+    """The plan that was submitted. Raises ConfigError when none was."""
+    plan = store.plan()
+    if plan is None:
+        others = ", ".join(claimed_cycles(store.storage)[-5:]) or "none"
+        raise ConfigError(
+            f"no jobs of cycle {store.cycle} in {store.storage.root} (cycles with jobs: {others})",
+            expected="a cycle that was submitted",
+            next_command="trnjobs submit, or another --cycle or --workspace",
+        )
+    return plan
+
+
+def prices_of(settings: CycleSettings) -> Prices:
+    return Prices(settings.jobs.usd_per_hour, settings.jobs.vcpu_usd_per_hour)
+
+
+def submitter() -> str:
+    """Who submits, for others to read: the job of AWS Batch, else this process."""
+    return os.environ.get("AWS_BATCH_JOB_ID") or f"{socket.gethostname()}:{os.getpid()}"
+
+
+def open_target(
+    settings: CycleSettings, store: CycleStore, name: str, say: Say, stop: StopSignal, renew: Renew = _nothing
+) -> Target:
+    """The target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
+
+    `renew` keeps the claim of the one who submits, while that takes long.
+    """
+    if name == "local":
+        from jobs.targets.local.target import LocalTarget, this_machine
+        from pipeline.stages.context import scratch_folder
+
+        scratch = scratch_folder(settings, store.storage, os.environ)
+        machine = _with_limits(this_machine(), settings.jobs)
+        return LocalTarget(store, scratch, machine, say, stop, settings.jobs.stop_grace_s)
+    from jobs.targets.batch.client import BatchClient  # boto3 takes a while to import
+    from jobs.targets.batch.connect import connect
+    from jobs.targets.batch.logs import LogsClient
+    from jobs.targets.batch.target import BatchTarget
+
+    client, logs = BatchClient(connect("batch"), stop=stop), LogsClient(connect("logs"), stop=stop)
+    return BatchTarget(client, logs, store, renew, say)
+
+
+def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: StopSignal) -> Target:
+    """Where the cycle was submitted to, whatever the settings say now."""
+    claim = store.claim()
+    return open_target(settings, store, claim.target if claim else settings.jobs.target, say, stop)
+
+
+def _with_limits(machine: Slots, jobs: JobsConfig) -> Slots:
+    vcpus, memory_mib = jobs.local_vcpus or machine.vcpus, jobs.local_memory_mib or machine.memory_mib
+    return machine.model_copy(update={"vcpus": vcpus, "memory_mib": memory_mib})
+
+
+def _workspace_uri(workspace: str) -> str:
+    """For jobs, wherever they start: a local path is made whole."""
+    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"

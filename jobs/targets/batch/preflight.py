@@ -1,0 +1,123 @@
+"""Would this account run the plan? Asked before anything is sent; nothing is changed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.core.limits import check_plan
+from jobs.core.spec import CyclePlan, JobSpec
+from jobs.targets.batch.client import BatchClient, Detail
+from pipeline.core.errors import ConfigError, TransientError
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the plan needs to know of the account: queues by the plan's word for them, compute environments by ARN and
+    by name, policies by ARN."""
+
+    queues: Mapping[str, Detail]
+    environments: Mapping[str, Detail]
+    policies: Mapping[str, Detail]
+
+
+def preflight(client: BatchClient, plan: CyclePlan) -> tuple[str, ...]:
+    """Warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
+    check_plan(plan)
+    account = look_up(client, plan.jobs)
+    problems = list(dict.fromkeys(account_problems(plan.jobs, account)))
+    if problems:
+        raise ConfigError(
+            "\n  ".join(["AWS Batch in this account would not run this plan:", *problems]),
+            expected="an enabled fair-share queue whose compute environments can hold every job",
+            next_command="aws batch describe-job-queues; correct [jobs] or the queue, then trnjobs plan",
+        )
+    changing = [name for name, queue in account.queues.items() if queue["status"] in ("CREATING", "UPDATING")]
+    if changing:
+        raise TransientError(
+            f"queue {changing[0]} is {account.queues[changing[0]]['status']}",
+            expected="VALID",
+            next_command="run the same command again in a minute",
+        )
+    return tuple(dict.fromkeys(account_warnings(plan.jobs, account)))
+
+
+def look_up(client: BatchClient, jobs: Sequence[JobSpec]) -> Account:
+    """The queues of these jobs and what stands behind them."""
+    names = list(dict.fromkeys(job.queue for job in jobs))
+    described = client.queues(names)
+    queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
+    arns = {one["computeEnvironment"] for queue in queues.values() for one in queue.get("computeEnvironmentOrder", ())}
+    policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
+    return Account(
+        queues,
+        {
+            word: one
+            for one in client.compute_environments(sorted(arns))
+            for word in (one["computeEnvironmentArn"], one["computeEnvironmentName"])
+        },
+        {one["arn"]: one for one in client.scheduling_policies(sorted(policies))},
+    )
+
+
+def account_problems(jobs: Sequence[JobSpec], account: Account) -> Iterator[str]:
+    """Why this account would refuse the jobs or never start them, one line each."""
+    for job in jobs:
+        queue = account.queues.get(job.queue)
+        if queue is None:
+            yield f"queue {job.queue}: does not exist in this account and region"
+            continue
+        if queue["state"] != "ENABLED":
+            yield f"queue {job.queue}: {queue['state']}, it takes no jobs"
+        if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
+            yield f"queue {job.queue}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
+        if job.share_identifier and not queue.get("schedulingPolicyArn"):
+            yield (
+                f"queue {job.queue}: has no scheduling policy, so it refuses share identifiers; "
+                "a policy cannot be added later, create the queue with one"
+            )
+        yield from _room(
+            job, [account.environments[arn] for arn in _environments(queue) if arn in account.environments]
+        )
+
+
+def account_warnings(jobs: Sequence[JobSpec], account: Account) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    for job in jobs:
+        policy = account.policies.get(account.queues[job.queue].get("schedulingPolicyArn", ""))
+        if policy is None:
+            continue
+        shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
+        if not any(_covers(share, job.share_identifier) for share in shares):
+            yield (
+                f"share identifier {job.share_identifier} is not in the policy of queue {job.queue}: it gets weight 1 "
+                f"(there: {', '.join(sorted(shares)) or 'none'})"
+            )
+
+
+def _room(job: JobSpec, environments: Sequence[Detail]) -> Iterator[str]:
+    """A gang must fit one compute environment; of an array one child."""
+    needs = job.resources.vcpus * max(1, job.num_nodes)
+    usable = [one for one in environments if one["state"] == "ENABLED" and one["status"] != "INVALID"]
+    if not usable:
+        yield f"queue {job.queue}: no enabled compute environment"
+        return
+    managed = [one.get("computeResources", {}) for one in usable if one.get("type") != "UNMANAGED"]
+    if job.num_nodes:
+        managed = [one for one in managed if one.get("type") == "EC2"]
+        if not managed:
+            yield f"{job.name}: {job.num_nodes} nodes; they need a managed on-demand EC2 compute environment"
+            return
+    most = max((one.get("maxvCpus", 0) for one in managed), default=needs)
+    if most < needs:
+        yield f"{job.name}: {needs:,} vCPU at once; the compute environments of {job.queue} go up to {most:,}"
+    offered = {kind for one in managed for kind in one.get("instanceTypes", ())}
+    wanted = job.resources.instance_type
+    if wanted and offered and not offered & {wanted, wanted.split(".")[0], "optimal"}:
+        yield f"{job.name}: instance type {wanted}; the compute environments offer {', '.join(sorted(offered))}"
+
+
+def _environments(queue: Detail) -> list[str]:
+    return [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
+
+
+def _covers(share: str, identifier: str) -> bool:
+    return identifier.startswith(share[:-1]) if share.endswith("*") else identifier == share

@@ -1,0 +1,183 @@
+"""AWS Batch as a target of cycles."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.core.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
+from jobs.core.records import JobRecord, JobState, Submission
+from jobs.core.requests import Request, definition_request, submit_request
+from jobs.core.spec import CyclePlan, JobSpec
+from jobs.store.cycle import CycleStore
+from jobs.targets.batch import parse
+from jobs.targets.batch.adopt import PLAN_TAG, Finder, name_in_round
+from jobs.targets.batch.client import BatchClient, Detail
+from jobs.targets.batch.definitions import ensure_definition
+from jobs.targets.batch.logs import LogsClient
+from jobs.targets.batch.preflight import preflight
+from pipeline.core.errors import ConfigError, TransientError
+
+KEPT_S = 7 * 86_400.0
+"""AWS Batch describes a job for at least so long after its end."""
+MAX_NAME_CHARACTERS = 128
+
+
+def _nothing(*_: object) -> None:
+    """Nobody to tell."""
+
+
+@dataclass(frozen=True)
+class BatchTarget:
+    """Jobs of one cycle on AWS Batch. `renew` renews the lease of the one who submits; `warn` takes one line."""
+
+    client: BatchClient
+    logs_client: LogsClient
+    store: CycleStore
+    renew: Callable[[], None] = _nothing
+    warn: Callable[[str], object] = _nothing
+
+    @property
+    def name(self) -> str:
+        return "batch"
+
+    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+        """Hand over the jobs in the plan's order, each recorded before the next.
+
+        Killed anywhere and run again, every job exists once: a job that is not on record is looked for by its name
+        before it is submitted. Raises ConfigError before anything is sent when the account would not run the plan.
+        """
+        ids = {name: one.id for name, one in self.store.submitted(round_).items()}
+        missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
+        if missing:
+            self.check(plan)
+            _check_names(plan, round_, missing)
+        finder = self._finder(plan)
+        self._end_unrecorded(finder, plan, range(1, round_), {job.name for job in missing})
+        for job in missing:
+            ids[job.name] = self._hand_over(finder, plan, round_, _among(job, jobs), ids)
+        self._end_unrecorded(finder, plan, [round_], ids)
+
+    def check(self, plan: CyclePlan) -> None:
+        """Ask the account; changes nothing. Raises ConfigError, and TransientError while a queue is changing."""
+        for warning in preflight(self.client, plan):
+            self.warn(warning)
+
+    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+        """The newest submission of each job; of jobs that AWS Batch has forgotten, what was last recorded."""
+        current = self.store.current()
+        known = {one.id: one for one in self.store.records()}
+        described = self.client.describe_jobs([one.id for one in current.values()])
+        described |= self.client.describe_jobs([one for job in described.values() for one in parse.parts(job)])
+        return tuple(self._record(current[job.name], described, known) for job in plan.jobs if job.name in current)
+
+    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+        """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""
+        streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
+        stream = streams[node] if 0 <= node < len(streams) else ""
+        plan = self.store.plan()
+        if not stream or plan is None:
+            raise ConfigError(
+                f"{record.name} ({record.state}): no log of attempt {attempt} on node {node}",
+                expected=f"one of {len(record.attempts)} attempts, on one of {max(1, record.num_nodes)} nodes",
+                next_command="trnjobs status",
+            )
+        return self.logs_client.lines(plan.job(record.name.partition(":")[0]).log_group, stream)
+
+    def cancel(self, plan: CyclePlan, reason: str) -> None:
+        """End everything that has not ended, from the sinks backwards, so that nothing starts meanwhile.
+
+        TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
+        """
+        finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=1) + 1)
+        running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
+        for job in reversed(plan.jobs):
+            named = [one for round_ in rounds for one in finder.live_ids(job.queue, name_in_round(plan, job, round_))]
+            for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
+                self.client.terminate_job(job_id, reason)
+
+    def check_blocked(
+        self,
+        records: Sequence[JobRecord],
+        *,
+        dwell_s: float = DWELL_S,
+        kinds: Collection[BlockKind] = NEVER_STARTS,
+    ) -> tuple[str, ...]:
+        """Why jobs cannot start, in words. Ends those whose reason is of these kinds and persisted for `dwell_s`."""
+        now = self.store.clock()
+        sightings = watch(records, self.store.sightings(), now)
+        self.store.save_sightings(sightings)
+        for one in overdue(sightings, now, dwell_s, kinds):
+            self.client.terminate_job(one.id.partition(":")[0], f"blocked for {now - one.since:.0f} s: {one.reason}")
+        return tuple(block_lines(sightings, now))
+
+    def _hand_over(self, finder: Finder, plan: CyclePlan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
+        self.renew()
+        definition = ensure_definition(self.client, definition_request(plan, job))
+        request = _round_request(plan, round_, job, submit_request(plan, job, definition=definition, ids=ids))
+        self.renew()  # nobody else may have taken over when the job is made
+        job_id = finder.adopt_or_submit(request)
+        submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
+        try:
+            self.store.save_submission(round_, submission)
+        except TransientError:
+            theirs = self.store.submitted(round_).get(job.name)
+            if theirs is not None and theirs.id != job_id:
+                self.client.terminate_job(job_id, f"the same job as {theirs.id}, which another process submitted")
+            raise
+        return job_id
+
+    def _end_unrecorded(self, finder: Finder, plan: CyclePlan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+        """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
+        recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
+        recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
+        for round_ in rounds:
+            for job in plan.jobs:
+                names = [name_in_round(plan, job, round_)] if job.name in jobs else []
+                for job_id in [one for name in names for one in finder.live_ids(job.queue, name)]:
+                    if job_id not in recorded:
+                        self.renew()
+                        self.client.terminate_job(
+                            job_id, f"{job.name} was submitted twice, and this one is not on record"
+                        )
+
+    def _finder(self, plan: CyclePlan) -> Finder:
+        claim = self.store.claim()
+        return Finder(self.client, plan.plan_id, since=claim.claimed_at if claim else 0.0)
+
+    def _record(
+        self, submission: Submission, described: Mapping[str, Detail], known: Mapping[str, JobRecord]
+    ) -> JobRecord:
+        detail = described.get(submission.id)
+        if detail is not None:
+            return parse.job_record(submission.job, detail, described)
+        last = known.get(submission.id)
+        if last is not None and last.state.is_final:
+            return last
+        forgotten = self.store.clock() - submission.submitted_at > KEPT_S
+        seen = last or JobRecord(
+            name=submission.job, id=submission.id, state=JobState.SUBMITTED, created_at=submission.submitted_at
+        )
+        if not forgotten:  # a new job is described some seconds after SubmitJob
+            return seen
+        reason = "AWS Batch has forgotten this job, and nobody recorded its end"
+        return seen.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
+
+
+def _among(job: JobSpec, jobs: Sequence[str]) -> JobSpec:
+    """Without dependencies on jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them."""
+    return job.model_copy(update={"depends_on": tuple(one for one in job.depends_on if not one.job or one.job in jobs)})
+
+
+def _check_names(plan: CyclePlan, round_: int, jobs: Sequence[JobSpec]) -> None:
+    """The number of the round makes names longer."""
+    longest = max((name_in_round(plan, job, round_) for job in jobs), key=len)
+    if len(longest) > MAX_NAME_CHARACTERS:
+        raise ConfigError(
+            f"job name {longest} of {len(longest)} characters",
+            expected=f"at most {MAX_NAME_CHARACTERS}",
+            next_command="a shorter jobs.name or --cycle",
+        )
+
+
+def _round_request(plan: CyclePlan, round_: int, job: JobSpec, request: Request) -> Request:
+    tags = request["tags"] | {PLAN_TAG: plan.plan_id, "round": str(round_)}
+    return request | {"jobName": name_in_round(plan, job, round_), "tags": tags}

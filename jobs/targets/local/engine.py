@@ -1,0 +1,200 @@
+"""Runs the jobs of a cycle on this machine, one tick after another.
+
+What is decided is written before it is done, and what was done is found again: an engine may die between any two
+lines, and the next one goes on with the same attempts. A tick that changed anything begins by writing that down; an
+attempt is started by a later tick alone.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from jobs.core import states
+from jobs.core.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
+from jobs.core.records import JobRecord, JobState
+from jobs.core.slots import Slots, admitted
+from jobs.core.spec import CyclePlan
+from jobs.core.states import Leaf
+from jobs.targets.local.environment import LOOPBACK, local_command, node_environment
+from jobs.targets.local.files import LocalFiles
+from jobs.targets.local.lines import change_line
+from jobs.targets.local.nodes import Nodes, NodeStart, Signal
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.errors import translate_os_error
+from pipeline.parallel.network import own_address
+
+DISK_PATIENCE_S = 300.0
+START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+MARGIN_S = 5.0  # for a keeper to end its node after the grace, before it is taken as one that hangs
+ALIVE = (Phase.STARTING, Phase.RUNNING)
+ACTIVE = (JobState.STARTING, JobState.RUNNING)
+
+
+@dataclass
+class Engine:
+    """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line a change of state.
+
+    `grace_s`: from SIGTERM to SIGKILL, which is what keepers do; what one of them leaves undone, the engine does.
+    """
+
+    plan: CyclePlan
+    leaves: Sequence[Leaf]
+    records: dict[str, JobRecord]
+    rounds: Mapping[str, int]
+    files: LocalFiles
+    nodes: Nodes
+    machine: Slots
+    stop: StopSignal
+    say: Callable[[str], object]
+    clock: Callable[[], float]
+    grace_s: float
+    poll_s: float = 0.1
+    pause: Callable[[float], None] = time.sleep
+    _unsaved: set[int] = field(default_factory=set)
+    _asked_at: dict[Path, float] = field(default_factory=dict)
+    """When a node was first seen to start, or was asked to end."""
+
+    def run(self) -> None:
+        """To the end of the last job. When stopped, what runs is ended, does not count, and Preempted is raised.
+
+        Raises TransientError when its files cannot be written for five minutes; the jobs go on without it.
+        """
+        trouble_since: float | None = None
+        while not self.is_done():
+            try:
+                changed = self.tick()
+                trouble_since = None
+            except OSError as error:
+                changed, now = False, self.clock()
+                if trouble_since is None:
+                    trouble_since = now
+                    self.say(f"cannot write below {self.files.folder}: {error}; nothing is started until it can be")
+                elif now - trouble_since > DISK_PATIENCE_S:
+                    raise translate_os_error(error, "writing", str(self.files.folder)) from error
+            if not changed:
+                self.pause(self.poll_s)
+        self.stop.raise_if_set("running the jobs of the cycle")
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, now that it is written down."""
+        left = self._active() if self.stop.is_set() else [r for r in self.records.values() if not r.state.is_final]
+        return not left and not self._unsaved
+
+    def tick(self) -> bool:
+        """One look at everything; whether anything changed. OSError passes through: the next tick goes on."""
+        self._save()
+        reasons = self.files.cancelled()
+        self._cancel_waiting(reasons)
+        for leaf in self._active():
+            self._drive(leaf, reasons.get(_job_id(self.records[leaf.name]), ""))
+        while changed := states.settle(self.leaves, self.records, self.clock()):
+            self._update(changed)
+        if not self.stop.is_set():
+            self._admit()
+        changed_any = bool(self._unsaved)
+        self._save()
+        return changed_any
+
+    def _cancel_waiting(self, reasons: Mapping[str, str]) -> None:
+        """From the sinks backwards, so that nobody is told that a job it waits for has failed."""
+        for leaf in reversed(self.leaves):
+            record = self.records[leaf.name]
+            reason = reasons.get(_job_id(record))
+            if reason and not record.state.is_final and record.state not in ACTIVE:
+                self._update({leaf.name: states.failed(record, reason, self.clock())})
+
+    def _drive(self, leaf: Leaf, cancelled: str) -> None:
+        """One attempt a step further."""
+        folders = self._folders(leaf)
+        views = [self.nodes.look(folder) for folder in folders]
+        main = views[0]
+        if main.started_at is not None and self.records[leaf.name].state is JobState.STARTING:
+            self._update({leaf.name: states.running(self.records[leaf.name], main.started_at)})
+        step = next_step(views, stopping=bool(cancelled) or self.stop.is_set())
+        for node in step.exclude:
+            self.nodes.exclude(folders[node])
+        by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
+        for node in step.stop:
+            self.nodes.stop(folders[node], by)
+        for node, cause in self._late(leaf, folders, views, step, by):
+            self.nodes.kill(folders[node], cause)
+        for node in step.start:
+            self.nodes.start(folders[node], self._node_start(leaf, node, main))
+        if step.is_over and main.end is not None:
+            end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
+            at = self.clock() if main.end.at is None else main.end.at
+            self._update({leaf.name: states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
+
+    def _late(
+        self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal
+    ) -> Iterator[tuple[int, StoppedBy]]:
+        """Nodes that their keepers should have ended by now, and why: a keeper may be suspended, or hang."""
+        now, main, to_end_s = self.clock(), views[0], self.grace_s + MARGIN_S
+        ran_s = now - main.started_at if main.phase is Phase.RUNNING and main.started_at is not None else 0.0
+        if ran_s > leaf.spec.timeout_s + to_end_s:
+            yield from ((node, "timeout") for node, view in enumerate(views) if view.phase in ALIVE)
+        if main.phase is Phase.STARTING and self._waited_s(folders[0] / "start", now) > START_PATIENCE_S:
+            yield 0, ""
+        yield from ((node, by) for node in step.stop if self._waited_s(folders[node] / "stop", now) > to_end_s)
+
+    def _waited_s(self, what: Path, now: float) -> float:
+        return now - self._asked_at.setdefault(what, now)
+
+    def _admit(self) -> None:
+        queue = states.queue(self.leaves, self.records)
+        for leaf in admitted(queue, self._active(), self.machine):
+            record = self.records[leaf.name]
+            attempt = len(record.attempts) + 1
+            nodes = range(max(1, leaf.spec.num_nodes))
+            streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
+            self._update({leaf.name: states.starting(record, streams)})
+
+    def _node_start(self, leaf: Leaf, node: int, main: NodeView) -> NodeStart:
+        """The time-out is that of the attempt: it runs from the start of the main node on."""
+        record = self.records[leaf.name]
+        gone_s = 0.0 if main.started_at is None else self.clock() - main.started_at
+        attempt = len(record.attempts)
+        return NodeStart(
+            command=local_command(leaf.spec.command),
+            environment=node_environment(os.environ, self.plan, leaf, record.id, attempt, node, _address()),
+            timeout_s=max(0.0, leaf.spec.timeout_s - gone_s),
+        )
+
+    def _folders(self, leaf: Leaf) -> list[Path]:
+        record = self.records[leaf.name]
+        nodes = range(max(1, leaf.spec.num_nodes))
+        return [self.files.node(record.id, len(record.attempts), node) for node in nodes]
+
+    def _active(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if self.records[leaf.name].state in ACTIVE]
+
+    def _update(self, changed: Mapping[str, JobRecord]) -> None:
+        for name, record in changed.items():
+            if record.state is not self.records[name].state:
+                self.say(change_line(record))
+            self.records[name] = record
+            self._unsaved.add(self.rounds[name])
+
+    def _save(self) -> None:
+        for round_ in sorted(self._unsaved):
+            mine = (record for name, record in self.records.items() if self.rounds[name] == round_)
+            self.files.save_state(round_, tuple(mine))
+            self._unsaved.remove(round_)
+
+
+def _job_id(record: JobRecord) -> str:
+    """Of the job that was submitted, where the record is of a child of its array."""
+    return record.id.partition(":")[0]
+
+
+@cache
+def _address() -> str:
+    """Of this machine; all nodes are here."""
+    try:
+        return own_address()
+    except ConfigError:  # no network but the loopback
+        return LOOPBACK

@@ -1,0 +1,160 @@
+"""Nodes as processes: start a keeper, look at what it wrote, tell it to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from jobs.core.gang import NodeEnd, NodeView, Phase, StoppedBy
+from jobs.targets.local import keeper
+from jobs.targets.local.files import is_locked, leaf_folder
+from pipeline.io.atomic import make_dirs, write_bytes_atomic
+
+T = TypeVar("T")
+KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
+Signal = Literal["SIGTERM", "SIGINT"]
+
+
+@dataclass(frozen=True)
+class NodeStart:
+    """What a keeper is told. `timeout_s`: from the start of the command."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    timeout_s: float
+
+
+class Nodes(Protocol):
+    """Nodes by their folders, each of which names one node of one try for ever."""
+
+    def look(self, folder: Path) -> NodeView: ...
+    def start(self, folder: Path, start: NodeStart) -> None:
+        """Returns at once. Of several starts of a node one runs."""
+
+    def stop(self, folder: Path, by: Signal) -> None:
+        """Returns at once; also several times."""
+
+    def kill(self, folder: Path, by: StoppedBy) -> None:
+        """End a node whose keeper does not, at once: it may be suspended, or hang. The node is then lost, by `by`."""
+
+    def exclude(self, folder: Path) -> None:
+        """See to it that a node that has not started never will."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    pid: int
+    at: float
+
+
+_STARTED = TypeAdapter(_Started)
+_END = TypeAdapter(NodeEnd)
+_KILLED_BY = TypeAdapter(StoppedBy)
+KILLED = "killed.json"
+_NEVER = 0  # the process id of a node that was excluded
+
+
+@dataclass
+class Processes:
+    """Keepers of this machine. `grace_s`: from SIGTERM to SIGKILL."""
+
+    grace_s: float
+    _own: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, folder: Path, start: NodeStart) -> None:
+        make_dirs(folder)
+        with (folder / "log.txt").open("ab") as log:
+            self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
+                [*KEEPER, str(folder), f"{start.timeout_s:.3f}", f"{self.grace_s:g}", *start.command],
+                env={**start.environment, keeper.MARK: _mark(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the engine
+            )
+
+    def look(self, folder: Path) -> NodeView:
+        own = self._own.get(folder)
+        own_ended = own is not None and own.poll() is not None  # before the rest: it wrote all it ever will
+        started = _read(folder / keeper.STARTED, _STARTED)
+        if started is None:
+            if own is None:
+                return NodeView(Phase.ABSENT)
+            return _ended(None, NodeEnd(error=_last_words(folder))) if own_ended else NodeView(Phase.STARTING)
+        if started.pid == _NEVER:
+            return _ended(None, NodeEnd(error="stopped before it began"))
+        is_alive = is_locked(folder / keeper.STARTED)  # before the end: a keeper writes it, then lets go
+        end = _read(folder / keeper.ENDED, _END)
+        if end is not None:
+            self._reap(folder)
+            return _ended(started, end)
+        if is_alive or keeper.kill_marked(_mark(folder)):
+            return NodeView(Phase.RUNNING, started.at)
+        return _ended(started, NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or ""))
+
+    def stop(self, folder: Path, by: Signal) -> None:
+        started = _read(folder / keeper.STARTED, _STARTED)
+        own = self._own.get(folder)
+        with suppress(ProcessLookupError):  # ended meanwhile
+            if started is not None and is_locked(folder / keeper.STARTED):
+                os.kill(started.pid, signal.Signals[by])
+            elif started is None and own is not None:
+                own.send_signal(signal.Signals[by])
+
+    def kill(self, folder: Path, by: StoppedBy) -> None:
+        if not (folder / KILLED).exists():  # the reason first: another engine may have to find it
+            write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
+        keeper.kill_marked(_mark(folder))
+
+    def exclude(self, folder: Path) -> None:
+        make_dirs(folder)
+        lock = keeper.take(str(folder), _NEVER)
+        if lock is not None:
+            os.close(lock)
+
+    def _reap(self, folder: Path) -> None:
+        own = self._own.pop(folder, None)
+        if own is not None:
+            with suppress(subprocess.TimeoutExpired):
+                own.wait(timeout=1.0)  # it has written its last file
+
+
+def _ended(started: _Started | None, end: NodeEnd) -> NodeView:
+    return NodeView(Phase.ENDED, started.at if started and not end.error else None, end)
+
+
+def end_leftovers(attempts: Mapping[str, int]) -> int:
+    """Kill what is left of attempts; how many processes. `attempts`: the last that is over, by id of leaf."""
+
+    def is_over(mark: str) -> bool:
+        leaf, _, rest = mark.partition("/")
+        attempt = rest.partition("/")[0]
+        return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
+
+    over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
+    return keeper.kill_where(is_over)
+
+
+def _mark(folder: Path) -> str:
+    """The id of the job, the attempt and the node: the same whatever the path to the workspace."""
+    return "/".join(folder.parts[-3:])
+
+
+def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
+    try:
+        return adapter.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _last_words(folder: Path) -> str:
+    """Of a keeper that ended before it began."""
+    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "its keeper ended before it began"

@@ -1,0 +1,175 @@
+"""This machine as a target: submit runs the jobs to the end."""
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from jobs.core.records import JobRecord, Submission
+from jobs.core.slots import Slots, check_fits
+from jobs.core.spec import CyclePlan
+from jobs.core.states import Leaf, leaves_of, new_record, parent_record
+from jobs.store.cycle import CycleStore
+from jobs.targets.local.engine import ACTIVE, Engine
+from jobs.targets.local.files import LocalFiles, is_locked, local_files
+from jobs.targets.local.nodes import Processes, end_leftovers
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.atomic import make_dirs
+from pipeline.io.errors import os_errors
+from pipeline.io.locks import exclusive
+
+GRACE_S = 30.0  # as AWS Batch gives
+
+
+def this_machine() -> Slots:
+    """All of it, one gang at a time."""
+    return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, gangs=1)
+
+
+@dataclass(frozen=True)
+class LocalTarget:
+    """Implements `Target`. `machine`: what the jobs may use at once. `scratch`: for a workspace elsewhere.
+
+    Stopped, it ends what runs, which takes up to `grace_s` and a moment: whoever sets `stop` at a signal must not end
+    this process before.
+    """
+
+    store: CycleStore
+    scratch: Path
+    machine: Slots
+    say: Callable[[str], object]
+    stop: StopSignal
+    grace_s: float = GRACE_S
+    poll_s: float = 0.1
+    new_id: Callable[[], str] = lambda: str(uuid.uuid4())
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+    @property
+    def files(self) -> LocalFiles:
+        return local_files(self.store.storage, self.scratch, self.store.cycle)
+
+    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+        """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
+        check_fits([plan.job(name) for name in jobs], self.machine)
+        with self._only_engine():
+            found, _, leaves = self._known(plan)
+            check_fits([leaf.spec for leaf in leaves if not found[leaf.name].state.is_final], self.machine)
+            done = self.store.submitted(round_)
+            new = [name for name in (job.name for job in plan.jobs) if name in jobs and name not in done]
+            self._refuse_running(new, round_)
+            for name in new:
+                submission = Submission(job=name, id=self.new_id(), submitted_at=self.store.clock())
+                self.store.save_submission(round_, submission)
+            self._run(plan)
+
+    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+        found, _, leaves = self._known(plan)
+        newest = self.store.current()
+        shown = []
+        for job in plan.jobs:
+            mine = [found[leaf.name] for leaf in leaves if leaf.spec.name == job.name]
+            if mine:
+                shown.append(parent_record(job, newest[job.name].id, mine) if job.array_size else mine[0])
+        return tuple(shown)
+
+    def check(self, plan: CyclePlan) -> None:
+        check_fits(plan.jobs, self.machine)
+
+    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
+        """Nothing here is blocked: what could never run was refused."""
+        return ()
+
+    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+        tries = record.attempts
+        streams = tries[attempt - 1].log_streams if 0 < attempt <= len(tries) else ()
+        path = self.files.log_path(streams[node]) if 0 <= node < len(streams) else None
+        if path is None or not path.is_file():
+            raise ConfigError(
+                f"{record.name}: no log of attempt {attempt}, node {node}",
+                expected=f"attempt 1 to {len(tries)}, node 0 to {max(0, len(streams) - 1)} (of an array: a child)",
+                next_command="trnjobs status",
+            )
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from (line.rstrip("\n") for line in lines)
+
+    def cancel(self, plan: CyclePlan, reason: str) -> None:
+        """Returns when all is final: the engine that runs does it, or this process in its place."""
+        ids = [record.id for record in self.records(plan) if not record.state.is_final]
+        if not ids:
+            return
+        make_dirs(self.files.folder)
+        with os_errors("writing", str(self.files.folder)):
+            self.files.cancel(ids, reason)
+        with self._only_engine():
+            self._run(plan)
+
+    def _run(self, plan: CyclePlan) -> None:
+        self._end_leftovers()
+        found, rounds, leaves = self._known(plan)
+        Engine(
+            plan=plan,
+            leaves=leaves,
+            records=found,
+            rounds=rounds,
+            files=self.files,
+            nodes=Processes(self.grace_s),
+            machine=self.machine,
+            stop=self.stop,
+            say=self.say,
+            clock=self.store.clock,
+            grace_s=self.grace_s,
+            poll_s=self.poll_s,
+        ).run()
+
+    def _end_leftovers(self) -> None:
+        """What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones."""
+        records = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
+        over = {record.id: len(record.attempts) - (record.state in ACTIVE) for record in records}
+        if number := end_leftovers(over):
+            self.say(f"ended {number} processes that earlier attempts had left")
+
+    def _known(self, plan: CyclePlan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
+        """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
+        records, rounds, leaves = dict[str, JobRecord](), dict[str, int](), dict[str, Leaf]()
+        for round_ in self.store.rounds():
+            saved = {record.id: record for record in self.files.state(round_)}
+            submitted = self.store.submitted(round_)
+            for job in plan.jobs:
+                if job.name not in submitted:
+                    continue
+                one = submitted[job.name]
+                for leaf in leaves_of(job):
+                    fresh = new_record(leaf, one.id, one.submitted_at)
+                    records[leaf.name], rounds[leaf.name] = saved.get(fresh.id, fresh), round_
+                    leaves[leaf.name] = leaf
+        order = [leaf.name for job in plan.jobs for leaf in leaves_of(job) if leaf.name in leaves]
+        return {name: records[name] for name in order}, rounds, [leaves[name] for name in order]
+
+    def _refuse_running(self, names: Sequence[str], round_: int) -> None:
+        """A job of an earlier round that may still run must not run twice."""
+        for earlier in self.store.rounds():
+            ids = {one.id for name, one in self.store.submitted(earlier).items() if name in names}
+            for record in self.files.state(earlier) if earlier < round_ else ():
+                if record.id.partition(":")[0] in ids and not record.state.is_final:
+                    raise ConfigError(
+                        f"{record.name} is {record.state} in round {earlier}",
+                        expected="a job that has ended",
+                        next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
+                    )
+
+    @contextmanager
+    def _only_engine(self) -> Iterator[None]:
+        """Wait for the engine of this cycle, if there is one; its lock dies with it."""
+        lock = self.files.lock
+        make_dirs(lock.parent)
+        if is_locked(lock):
+            self.say("another process runs the jobs of this cycle; waiting for it")
+        with exclusive(lock, self.stop):
+            yield

@@ -1,0 +1,171 @@
+"""Watches graphs as a program meets them: notes them during a trial run, holds them against the manifest otherwise.
+
+A graph is looked at where the program is about to cut it, before anything is compiled. Reading its text costs as much
+as tracing it, so a place in the program (phase, bucket) is looked at the first few times only, and again after the
+compile counter has moved.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pipeline.compile.hlo import Module, describe, difference, first_source, op_counts, parse, stable_key
+from pipeline.compile.manifest import GraphManifest, GraphRecord, Plan, graph_key
+from pipeline.core.errors import ConfigError
+
+COMPILE = "trnpipe compile, with the same settings"
+DEBUG = "XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1"  # off by default: slower, and it may change Neuron cache keys
+ENDS_STEP = ("step", "update")  # phases
+_LOOKS = 3  # at each place, before the compile counter alone is trusted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program a graph ends."""
+
+    phase: str
+    bucket: str = ""
+    batch_size: int = 0
+
+    def __str__(self) -> str:
+        shape = f" of {self.batch_size} x {self.bucket} tokens" if self.bucket else ""
+        return f"{self.phase}{shape}"
+
+
+class Counters(Protocol):
+    """What a backend counts."""
+
+    def compile_count(self) -> int: ...
+    def compile_seconds(self) -> float: ...
+
+
+class GraphWatch(Protocol):
+    """Called by a program around every graph it cuts."""
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        """The graph is complete and not yet compiled; `hlo` gives its text."""
+
+    def after(self, place: Place) -> None:
+        """It has been handed to the device."""
+
+
+class NoWatch:
+    """Where there is nothing to watch: devices that do not trace."""
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        return
+
+    def after(self, place: Place) -> None:
+        return
+
+
+@dataclass
+class Recorder:
+    """Notes every different graph of a trial run with what compiling it took."""
+
+    counters: Counters
+    plan: Plan
+    graphs: dict[str, GraphRecord] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """HLO text by key, for the cache."""
+    modules: dict[str, Module] = field(default_factory=dict)
+    """By key, for the lint."""
+    outside: list[str] = field(default_factory=list)
+    """Places at which more was compiled than the graph looked at."""
+    _keys: dict[str, str] = field(default_factory=dict)
+    _pending: str = ""
+    _seconds: float = 0.0
+    _count: int = 0
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        text = hlo()
+        if text not in self._keys:
+            module = parse(text)
+            key = self._keys[text] = graph_key(stable_key(module), self.plan)
+            if key not in self.graphs:
+                self.graphs[key] = _record(key, place, module, text)
+                self.texts[key], self.modules[key] = text, module
+        self._pending = self._keys[text]
+        self._seconds, count = self.counters.compile_seconds(), self.counters.compile_count()
+        if count > self._count:
+            self.outside.append(f"{place}, before its graph")
+        self._count = count
+
+    def after(self, place: Place) -> None:
+        seconds = self.counters.compile_seconds() - self._seconds
+        count = self.counters.compile_count()
+        compiled, self._count = count - self._count, count
+        known = self.graphs[self._pending]
+        self.graphs[self._pending] = known.model_copy(
+            update={"compiles": known.compiles + compiled, "compile_s": round(known.compile_s + seconds, 3)}
+        )
+        if compiled > 1:
+            self.outside.append(str(place))
+
+
+@dataclass
+class Guard:
+    """Holds what a run is about to compile against the manifest."""
+
+    counters: Counters
+    manifest: GraphManifest
+    on_unknown: Literal["error", "warn"]
+    warn: Callable[[str], None]
+    unknown: int = 0
+    steps: int = 0
+    """Finished in this process."""
+    _looks: Counter[Place] = field(default_factory=Counter)
+    _looked: bool = False
+    _count: int = 0
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        self._looked = self._looks[place] < _LOOKS
+        if not self._looked:
+            return
+        self._looks[place] += 1
+        module = parse(hlo())
+        if self.manifest.find(graph_key(stable_key(module), self.manifest.plan)) is None:
+            seen = f"after {self.steps} steps, the graph of {place} was not compiled ahead of time"
+            self._refuse(seen, self._explain(place, module))
+
+    def after(self, place: Place) -> None:
+        self.steps += place.phase in ENDS_STEP
+        count = self.counters.compile_count()
+        if not self._looked and count > self._count:
+            self._looks[place] -= 1  # either told apart by aliasing alone, or new: the next one is looked at
+        self._count = count
+
+    def _refuse(self, seen: str, expected: str) -> None:
+        self.unknown += 1
+        if self.on_unknown == "error":
+            raise ConfigError(seen, expected=expected, next_command=f"{COMPILE}, or --compile.on-unknown-graph warn")
+        self.warn(f"{seen} ({expected}); it is compiled now")
+
+    def _explain(self, place: Place, module: Module) -> str:
+        """The nearest known graph, how this one differs, and the line of code the first new operation comes from."""
+        counts = op_counts(module)
+        nearest = self.manifest.nearest(place.phase, counts)
+        if nearest is None:
+            return "a manifest with at least one graph"
+        changes = difference(nearest.op_counts, counts)
+        new = next((change.op for change in changes if change.change > 0), "")
+        source = first_source(module, new) if new else ""
+        known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
+        origin = f", from {source}" if source else f" ({DEBUG} tells the line of code)"
+        return f"{known}, the nearest graph that was; this one has {describe(changes)}{origin}"
+
+
+def _record(key: str, place: Place, module: Module, text: str) -> GraphRecord:
+    counts = op_counts(module)
+    return GraphRecord(
+        key=key,
+        phase=place.phase,
+        bucket=place.bucket,
+        batch_size=place.batch_size,
+        num_instructions=sum(counts.values()),
+        hlo_bytes=len(text),
+        op_counts=counts,
+        compiles=0,
+        compile_s=0.0,
+    )

@@ -1,0 +1,146 @@
+"""Files that come from outside: a folder or one file, on any storage, read within limits."""
+
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.checkpoint.state import KIND as CHECKPOINT
+from pipeline.convert.place import place_of
+from pipeline.convert.record import KIND as EXPORT
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import format_bytes
+from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.io.errors import os_errors
+from pipeline.io.hashing import record_of
+from pipeline.io.keys import join_key
+from pipeline.io.retry import RetryPolicy
+from pipeline.io.storage import Storage
+from pipeline.io.verify import check_record, read_manifest
+
+JSON_BYTES = 4 * 2**20
+TOKENIZER_BYTES = 128 * 2**20
+WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
+
+Json = TypeVar("Json", bound=BaseModel)
+
+
+@dataclass
+class Source:
+    """What is to be imported. Files of one of our own exports are held against its manifest."""
+
+    storage: Storage
+    folder: str
+    """Prefix of the folder; of a single file, the empty prefix."""
+    file: str = ""
+    """Name, when a single file was given."""
+    manifest: Manifest | None = None
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of every file that was read."""
+
+    @property
+    def uri(self) -> str:
+        return self.where(self.file)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the content of all that was read."""
+        return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
+
+    def where(self, name: str) -> str:
+        """URI of one file; '' for the folder itself."""
+        return self.storage.uri(join_key(self.folder, name) if name else self.folder)
+
+    def has(self, name: str) -> bool:
+        return self.storage.stat(join_key(self.folder, name)) is not None
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """A small file. Raises CheckpointError when it is missing, too large or not what its manifest says."""
+        self._check_size(name, limit_bytes)
+        data = self.storage.read_bytes(join_key(self.folder, name))
+        self._note(name, record_of(BytesIO(data)))
+        return data
+
+    def json(self, name: str, model: type[Json]) -> Json:
+        """A small JSON file. Raises ConfigError naming the field that does not fit."""
+        data = self.read(name, JSON_BYTES)
+        try:
+            return model.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{self.where(name)}: {place + ': ' if place else ''}{first['msg']}",
+                expected=(model.__doc__ or "").splitlines()[0],
+                next_command="correct that file, or import another model",
+            ) from error
+
+    def local(self, name: str, scratch: Path, limit_bytes: int = WEIGHT_BYTES) -> Path:
+        """A large file as a local one. Raises as `read` does."""
+        self._check_size(name, limit_bytes)
+        key = join_key(self.folder, name)
+        path = self.storage.local_path(key)
+        if path is None:
+            path = scratch / name.replace("/", "-")
+            self.storage.download(key, path)
+        with (
+            os_errors("reading", self.where(name)),
+            path.open("rb") as file,
+            progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
+        ):
+            self._note(name, record_of(file, self.storage.stop, advance))
+        return path
+
+    def _check_size(self, name: str, limit_bytes: int) -> None:
+        stat = self.storage.stat(join_key(self.folder, name))
+        if stat is None:
+            raise CheckpointError(
+                f"{self.where(name)} does not exist",
+                expected=f"{name} in the folder of the model",
+                next_command="copy the whole folder, or name the file with the weights",
+            )
+        if stat.size_bytes > limit_bytes:
+            raise CheckpointError(
+                f"{self.where(name)} has {format_bytes(stat.size_bytes)}",
+                expected=f"at most {format_bytes(limit_bytes)}",
+                next_command="check that it is what its name says",
+            )
+
+    def _note(self, name: str, record: FileRecord) -> None:
+        if self.manifest is not None and name in self.manifest.files:
+            try:
+                check_record(self.where(name), self.manifest.files[name], record)
+            except DataError as error:
+                raise CheckpointError(
+                    error.seen, expected=error.expected, next_command="export the model again"
+                ) from error
+        self.records[name] = record
+
+
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
+    """The folder or file at a path or URI. Raises ConfigError when nothing is there, or a checkpoint of ours."""
+    storage, name = place_of(text, retry=retry, stop=stop)
+    if storage.stat(name) is not None:
+        return Source(storage, "", file=name)
+    if next(iter(storage.list(name)), None) is None:
+        raise ConfigError(
+            f"{storage.uri(name)} does not exist",
+            expected="a Hugging Face folder, a safetensors file or a torch.save file",
+            next_command="check the path",
+        )
+    try:
+        manifest = read_manifest(storage, name)
+    except DataError:  # a MANIFEST.json of another program
+        manifest = None
+    if manifest is not None and manifest.kind == CHECKPOINT:
+        raise ConfigError(
+            f"{storage.uri(name)} is a checkpoint of trnpipe already",
+            expected="a model of other tools, or a folder that trnpipe export wrote",
+            next_command=f"--train.start {storage.uri(name)}",
+        )
+    return Source(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)

@@ -1,0 +1,193 @@
+"""Texts to unit vectors, window by window, with the device busy across windows."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.backends import Backend, Batch
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer, Tokens
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.engines import Engine, Float32s, Wait, open_engine
+from pipeline.embed.windows import HostBatch, distinct_texts
+from pipeline.model.hf import from_hf
+from pipeline.model.relevance import RelevanceModel
+
+_TINY = np.float32(1e-12)
+
+
+@dataclass
+class EmbedFigures:
+    """What an embedder has done so far."""
+
+    texts: int = 0
+    distinct: int = 0
+    """Texts that went to the device: those that are equal within a window go once."""
+    tokens: int = 0
+    """Of these, without padding."""
+    padded_tokens: int = 0
+    """Padding that was computed with them."""
+    batches: int = 0
+    seconds: float = 0.0
+    """Within stream."""
+    idle_s: float = 0.0
+    """Of these, seconds in which nothing was handed to the device, since input was waited for or vectors were being
+    taken. It was idle for at most so long."""
+
+    @property
+    def padding_share(self) -> float:
+        """Padding, as a share of all tokens computed."""
+        return self.padded_tokens / max(1, self.padded_tokens + self.tokens)
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle_s / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class _Window:
+    """A window on its way: `vectors` [distinct texts, D], and for each of its texts the place among them."""
+
+    place: npt.NDArray[np.int64]
+    vectors: Float32s
+    batches_left: int
+
+
+@dataclass
+class _Line:
+    """What the loader's thread has been given, in order. It appends, we take."""
+
+    windows: deque[_Window] = field(default_factory=deque)
+    batches: deque[tuple[_Window, HostBatch]] = field(default_factory=deque)
+
+
+class Embedder:
+    """Vectors of length one for windows of texts. Those of a window depend on that window alone.
+
+    Args:
+        limit: tokens of a text that are read; of longer ones the last is then `sep_id`.
+        stop: polled at every batch.
+    """
+
+    def __init__(self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal) -> None:
+        self._engine, self._backend, self._stop = engine, backend, stop
+        self._limit, self._sep_id = limit, sep_id
+        self.dim = engine.dim
+        self.figures = EmbedFigures()
+
+    def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
+        """fp32 [N, D] for each window, in the order of its texts.
+
+        Windows are asked for in a thread of the backend's loader, some batches before they are needed. Raises what that
+        raises, and Preempted.
+        """
+        line, started = _Line(), deque[tuple[_Window, HostBatch, Wait]]()
+        self._last = time.monotonic()
+        with self._engine.opened() as start, self._backend.loader(self._feed(windows, line)) as ready:
+            while (batch := self._next(ready)) is not None:
+                self._stop.raise_if_set("embedding")
+                window, host = line.batches.popleft()
+                started.append((window, host, start(batch, host)))
+                if len(started) > self._engine.ahead:
+                    self._take(*started.popleft())
+                yield from self._complete(line)
+            while started:
+                self._stop.raise_if_set("embedding")
+                self._take(*started.popleft())
+                yield from self._complete(line)
+            if line.batches:
+                raise RuntimeError(f"{len(line.batches)} batches did not come back: a loader thread ended early")
+            yield from self._complete(line)
+
+    def _feed(self, windows: Iterable[Tokens], line: _Line) -> Iterator[Batch]:
+        for tokens in windows:
+            texts = distinct_texts(tokens, self._limit, self._sep_id)
+            batches = list(self._engine.batches(texts.tokens))
+            vectors = np.empty((len(texts.tokens.lengths), self.dim), dtype=np.float32)
+            window = _Window(texts.place, vectors, len(batches))
+            line.windows.append(window)
+            for host in batches:
+                line.batches.append((window, host))
+                yield host.tensors
+
+    def _next(self, ready: Iterator[Batch]) -> Batch | None:
+        with self._idle():
+            return next(ready, None)
+
+    def _take(self, window: _Window, host: HostBatch, wait: Wait) -> None:
+        window.vectors[host.texts] = wait()
+        window.batches_left -= 1
+        tokens, figures = int(host.lengths.sum()), self.figures
+        figures.batches += 1
+        figures.tokens += tokens
+        figures.padded_tokens += host.num_slots - tokens
+        self._lap()
+
+    def _complete(self, line: _Line) -> Iterator[Float32s]:
+        """The windows that lack nothing and have none before them that does."""
+        while line.windows and not line.windows[0].batches_left:
+            window = line.windows.popleft()
+            self.figures.texts += len(window.place)
+            self.figures.distinct += len(window.vectors)
+            with self._idle():
+                vectors = _unit(window.vectors)
+                yield vectors if len(vectors) == len(window.place) else vectors[window.place]
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.figures.idle_s += time.monotonic() - started
+        self._lap()
+
+    def _lap(self) -> None:
+        now = time.monotonic()
+        self.figures.seconds += now - self._last
+        self._last = now
+
+
+def counted(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
+    """Vectors of windows of `texts` texts in all, with their progress shown."""
+    with progress(doing, texts, "texts") as advance:
+        for window in vectors:
+            advance(len(window))
+            yield window
+
+
+def open_embedder(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    config: EmbedConfig,
+    watch: GraphWatch | None = None,
+    *,
+    stop: StopSignal | None = None,
+) -> Embedder:
+    """The encoder of a verified checkpoint on a device. Raises CheckpointError, ConfigError."""
+    state = checkpoint.state
+    with torch.device("meta"):
+        model = RelevanceModel(state.model, state.inputs)
+    weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.uri)
+    model.load_state_dict(weights, assign=True)
+    return Embedder(
+        open_engine(model.encoder, backend, config, watch or NoWatch()),
+        backend,
+        limit=config.text_limit(state.max_tokens, state.model.max_positions),
+        sep_id=TextTokenizer(checkpoint.tokenizer(), checkpoint.uri).sep_id,
+        stop=stop or StopSignal(),
+    )
+
+
+def _unit(vectors: Float32s) -> Float32s:
+    """[N, D] scaled to length one, in place."""
+    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    vectors /= np.maximum(lengths, _TINY)[:, None]
+    return vectors

@@ -1,0 +1,195 @@
+"""The end of a cycle's embedding, by whichever worker finds all parts there: one look over all of them, one marker.
+
+Several workers may come here at once, or again after a kill: all of them come to the same bytes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import JsonValue
+
+from pipeline import __version__
+from pipeline.core.errors import DataError
+from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.stop import StopSignal
+from pipeline.data.chunks import QuarantinedRow
+from pipeline.data.finish import quarantine_lines
+from pipeline.data.rows import shorten
+from pipeline.embed.carry import index_of, open_earlier
+from pipeline.embed.duplicates import find_duplicates
+from pipeline.embed.index import RowIndex
+from pipeline.embed.output import PartRows, part_files
+from pipeline.embed.parts import PartCounts, PartRecord, id_range, load_records, names_in, stem_of
+from pipeline.embed.plan import EmbedPlan, vectors_prefix
+from pipeline.embed.texts import DUPLICATE_ID
+from pipeline.embed.vector_set import KIND, QUARANTINE, PartInfo, VectorSet, VectorSetInfo, ids_at
+from pipeline.io.commit import read_manifest
+from pipeline.io.hashing import hash_bytes
+from pipeline.io.keys import join_key
+from pipeline.io.storage import Storage
+from pipeline.io.verify import check_sizes
+
+Int64s = npt.NDArray[np.int64]
+_TOP_REASONS = 3
+
+
+def finish(
+    workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
+) -> VectorSet:
+    """Publish the manifest over all parts, which must be there.
+
+    Ids in several parts are taken out of the later ones, whose files appear under another name. Raises DataError when
+    too many rows are bad, or none is good.
+    """
+    try:
+        return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
+    except DataError:
+        theirs = _published(workspace, plan)
+        if theirs is None:
+            raise
+        return theirs  # another worker was first, and removed what it had written again while this one read it
+
+
+def _published(workspace: Storage, plan: EmbedPlan) -> VectorSet | None:
+    """What some worker has published of this very plan."""
+    prefix = vectors_prefix(plan.cycle)
+    manifest = read_manifest(workspace, prefix)
+    if manifest is None or manifest.kind != KIND:
+        return None
+    found = VectorSet(workspace, prefix, manifest)
+    return found if found.info.plan == plan.fingerprint else None
+
+
+def _finish(
+    workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
+) -> VectorSet:
+    prefix = vectors_prefix(plan.cycle)
+    records = load_records(workspace, plan, stop)
+    draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
+    earlier = open_earlier(workspace, plan.carry_from) if plan.carry_from else None
+    limit = int(max_bad_fraction * draft.info.counts.read)
+    bad = [*plan.catalogue.unreadable_sample, *(row for record in records for row in record.quarantined)]
+    dropped = PartCounts()
+    for index, rows in _duplicates(draft, scratch, limit, stop).items():
+        stop.raise_if_set("taking out duplicate ids")
+        bad += _quarantined(draft, index, rows[: max(0, plan.quarantine_rows - len(bad))])
+        dropped += PartCounts(bad=len(rows))
+        if earlier is not None:
+            places = RowIndex(index_of(earlier, scratch, stop)).find(draft.hashes(index)[0][rows])
+            dropped += PartCounts(known=-int((places >= 0).sum()))
+        records[index] = _without(draft, plan, records[index], rows)
+    deleted = None
+    if earlier is not None:
+        deleted = earlier.info.rows - draft.info.counts.known - dropped.known
+    quarantine = quarantine_lines(bad[: plan.quarantine_rows])
+    files = {QUARANTINE: FileRecord(size_bytes=len(quarantine), xxh3_128=hash_bytes(quarantine))}
+    manifest = _manifest(plan, records, dropped, files, deleted)
+    result = VectorSet(workspace, prefix, manifest)
+    _refuse_bad_share(workspace, result.info, quarantine, max_bad_fraction)
+    workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
+    check_sizes(workspace, prefix, manifest)
+    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # or another worker was first
+    _remove_superseded(workspace, prefix, manifest)
+    return result
+
+
+def _manifest(
+    plan: EmbedPlan, records: list[PartRecord], dropped: PartCounts, files: dict[str, FileRecord], deleted: int | None
+) -> Manifest:
+    """`dropped`: what to add for rows that were taken out because an earlier part has their id."""
+    reasons = Counter(plan.catalogue.unreadable) + Counter({DUPLICATE_ID: dropped.bad})
+    unreadable = sum(plan.catalogue.unreadable.values())
+    counts = dropped + PartCounts(read=unreadable, bad=unreadable)
+    for record in records:
+        reasons.update(record.reasons)
+    info = VectorSetInfo(
+        cycle=plan.cycle,
+        generation=plan.generation,
+        plan=plan.fingerprint,
+        catalogue=plan.catalogue.digest,
+        model=plan.model,
+        made_by=plan.made_by,
+        layout=plan.layout,
+        rows=sum(record.rows for record in records),
+        counts=sum((record.counts for record in records), counts),
+        reasons=dict(sorted(reasons.items())),
+        carried_from=plan.carry_from.cycle if plan.carry_from else None,
+        deleted=deleted,
+        previous=plan.previous.cycle if plan.previous else None,
+        parts=tuple(
+            PartInfo(files=tuple(record.files), rows=record.rows, id_min=record.id_min, id_max=record.id_max)
+            for record in records
+        ),
+    )
+    fields: dict[str, JsonValue] = info.model_dump(mode="json")
+    for record in records:
+        files = files | record.files
+    return Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
+
+
+def _duplicates(draft: VectorSet, scratch: Path, limit: int, stop: StopSignal) -> dict[int, Int64s]:
+    return find_duplicates(
+        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
+        lambda part, rows: ids_at(draft, part, rows),
+        folder=scratch / "embed" / f"ids-{draft.info.plan[:16]}",
+        expected=draft.info.rows,
+        limit=limit,
+        stop=stop,
+    )
+
+
+def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
+    """Write a part again without some rows, under another name: the first files stay what their record says."""
+    kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
+    vectors, scale = draft.stored(record.index, kept)
+    id_hash, text_hash = draft.hashes(record.index)
+    names = [batch["id"] for batch in draft.columns(record.index, ["id"])]
+    ids = pa.concat_arrays(names).take(kept)
+    part = PartRows(ids, vectors, scale, id_hash[kept], text_hash[kept])
+    files = part_files(plan.layout, f"{stem_of(record.index)}-unique", part, plan.metadata)
+    there: dict[str, FileRecord] = {}
+    for name, data in files.items():
+        draft.storage.write_bytes(draft.key(name), data)
+        there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
+    low, high = id_range(ids)
+    return record.model_copy(update={"rows": len(kept), "files": there, "id_min": low, "id_max": high})
+
+
+def _quarantined(draft: VectorSet, index: int, rows: Int64s) -> list[QuarantinedRow]:
+    """Rows of a part as it was first written."""
+    file = draft.info.parts[index].files[-1]
+    return [
+        QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=shorten(str({"id": name})))
+        for row, name in zip(rows.tolist(), ids_at(draft, index, rows), strict=True)
+    ]
+
+
+def _refuse_bad_share(workspace: Storage, info: VectorSetInfo, quarantine: bytes, max_bad_fraction: float) -> None:
+    counts = info.counts
+    if info.rows and counts.bad <= max_bad_fraction * counts.read:
+        return
+    key = f"cycles/{info.cycle}/embed/refused.jsonl"
+    workspace.write_bytes(key, quarantine)
+    raise too_many_bad(counts.bad, counts.read, info.reasons, max_bad_fraction, workspace.uri(key))
+
+
+def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fraction: float, sample: str) -> DataError:
+    """The one wording for a catalogue that is refused."""
+    top = Counter(reasons).most_common(_TOP_REASONS)
+    return DataError(
+        f"{bad:,} of {read:,} rows of the catalogue are bad"
+        + (": " + ", ".join(f"{reason} ({count:,})" for reason, count in top) if top else ""),
+        expected=f"at most {max_bad_fraction:.1%} (embed.catalogue.max_bad_fraction), and one good row",
+        next_command=f"look at {sample}; repair the catalogue and embed it in a new cycle, or raise"
+        " --embed.catalogue.max-bad-fraction",
+    )
+
+
+def _remove_superseded(workspace: Storage, prefix: str, manifest: Manifest) -> None:
+    """Files of parts that were written again, or that an earlier plan left."""
+    old = {name for name in names_in(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
+    workspace.delete(join_key(prefix, name) for name in sorted(old))

@@ -1,0 +1,112 @@
+"""The encoder on a CPU, without padding: the tokens of many texts back to back, attention among texts of one length."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.embed.linear import PackedLinear
+from pipeline.model.encoder import EncoderLayer, TextEncoder
+from pipeline.model.ops import LayerNorm
+
+Run = tuple[int, int, int]
+"""(first token, texts, tokens of each) of neighbours of one length."""
+_SHORT = 16  # softmax over fewer scores than a vector register holds is 4 x slower than over a strided dimension
+_LONG = 64  # from here on the fused attention is faster than two batched products
+
+
+def runs_of(lengths: Sequence[int]) -> list[Run]:
+    """Neighbours of one length."""
+    runs, first = list[Run](), 0
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        runs.append((first, count, length))
+        first += count * length
+    return runs
+
+
+class FlatEncoder:
+    """Vectors of texts, the same as those of a TextEncoder.
+
+    Args:
+        dtype: of matrix products and attention; everything between them is fp32.
+        tokens: about so many will come at a time.
+    """
+
+    def __init__(self, encoder: TextEncoder, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
+        self._words = encoder.word_embeddings.weight.detach()
+        self._places = (encoder.position_embeddings.weight + encoder.type_embeddings.weight[0]).detach()
+        self._norm = encoder.embedding_norm
+        self._first_state = encoder.pooling == "cls"
+        layers = cast(Sequence[EncoderLayer], encoder.layers)
+        self._layers = [_FlatLayer(layer, dtype, tokens, packed=packed) for layer in layers]
+        self.dim = self._words.shape[1]
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Ids int32 [S] of n texts back to back, their lengths [n], perhaps padding after them -> fp32 [n, D]."""
+        runs = runs_of(lengths)
+        hidden = F.embedding(ids, self._words)
+        for part, (_, _, length) in _parts(hidden, runs):
+            part += self._places[:length]
+        hidden = _normed(self._norm, hidden)
+        for layer in self._layers:
+            hidden = layer(hidden, runs)
+        pooled = [part[:, 0] if self._first_state else part.mean(1) for part, _ in _parts(hidden, runs)]
+        return torch.cat(pooled)
+
+
+class _FlatLayer:
+    def __init__(self, layer: EncoderLayer, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
+        self._dtype, self._heads = dtype, layer.num_heads
+        self._qkv, self._attention_output, self._intermediate, self._output = (
+            PackedLinear(part, dtype, tokens, packed=packed)
+            for part in (layer.qkv, layer.attention_output, layer.intermediate, layer.output)
+        )
+        self._attention_norm, self._output_norm = layer.attention_norm, layer.output_norm
+
+    def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
+        """fp32 [S, D] -> fp32 [S, D]."""
+        attended = _attention(self._qkv(hidden.to(self._dtype)), runs, self._heads)
+        hidden = _normed(self._attention_norm, self._attention_output.plus(attended, hidden))
+        expanded = self._intermediate.gelu(hidden.to(self._dtype))
+        return _normed(self._output_norm, self._output.plus(expanded, hidden))
+
+
+def _attention(qkv: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
+    """Queries, keys and values [S, 3 D] -> [S, D]; zeros for padding."""
+    result = torch.zeros(qkv.shape[0], qkv.shape[1] // 3, dtype=qkv.dtype)
+    for (part, (_, count, length)), (target, _) in zip(_parts(qkv, runs), _parts(result, runs), strict=True):
+        split = part.view(count, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        if length >= _LONG:
+            attended = F.scaled_dot_product_attention(split[0], split[1], split[2])
+        else:
+            query, key, value = split.reshape(3, count * heads, length, -1).unbind(0)
+            attended = torch.bmm(_weights(query, key), value).view(count, heads, length, -1)
+        target.view(count, length, heads, -1).copy_(attended.transpose(1, 2))
+    return result
+
+
+def _weights(query: Tensor, key: Tensor) -> Tensor:
+    """Two [B, T, E] to the softmax over keys [B, T, T]."""
+    query = query * query.shape[-1] ** -0.5
+    if query.shape[1] < _SHORT:
+        scores = torch.bmm(key, query.transpose(1, 2))
+        return scores.softmax(1, dtype=torch.float32).to(query.dtype).transpose(1, 2)
+    scores = torch.bmm(query, key.transpose(1, 2))
+    return scores.softmax(2, dtype=torch.float32).to(query.dtype)
+
+
+def _parts(values: Tensor, runs: Sequence[Run]) -> list[tuple[Tensor, Run]]:
+    """Views [texts, tokens, W] of [S, W], one a run."""
+    return [
+        (values[first : first + count * length].view(count, length, -1), (first, count, length))
+        for first, count, length in runs
+    ]
+
+
+def _normed(norm: LayerNorm, values: Tensor) -> Tensor:
+    return F.layer_norm(values, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

@@ -1,0 +1,127 @@
+"""Where the rows of an earlier cycle lie, by the hashes of id and text: a sorted file that workers search on disk."""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.embed.spill import HashSpill
+from pipeline.io import atomic, locks
+from pipeline.io.errors import os_errors
+
+RECORD = np.dtype([("hash", "<u8"), ("text", "<u8"), ("place", "<i8")])
+_PART_BITS = 32
+
+UInt64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def place_of(part: int, rows: Int64s) -> Int64s:
+    """Part and row of a part in one number."""
+    return (part << _PART_BITS) + rows
+
+
+def part_and_row(place: Int64s) -> tuple[Int64s, Int64s]:
+    """The two numbers again."""
+    return place >> _PART_BITS, place & ((1 << _PART_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """Some rows of one part: arrays of one length."""
+
+    part: int
+    id_hash: UInt64s
+    text_hash: UInt64s
+
+
+def build_index(folder: Path, parts: Iterator[IndexRows], expected: int, stop: StopSignal) -> Path:
+    """Make the index unless it is there. Processes of one machine make it once; the folder's name names its content."""
+    with os_errors("writing", f"file://{folder}"):
+        atomic.make_dirs(folder.parent)
+        with locks.exclusive(folder.with_suffix(".lock"), stop):
+            if not folder.is_dir():
+                making = folder.with_suffix(".making")
+                with (
+                    HashSpill(folder.with_suffix(".spill"), RECORD, expected) as spill,
+                    progress("reading the earlier vectors' ids", expected, "rows") as advance,
+                ):
+                    for rows in parts:
+                        stop.raise_if_set("reading the earlier vectors' ids")
+                        spill.add(_records(rows))
+                        advance(len(rows.id_hash))
+                    making.mkdir(exist_ok=True)
+                    _write(making, spill, stop)
+                making.rename(folder)
+    return folder
+
+
+def _records(rows: IndexRows) -> npt.NDArray[np.void]:
+    records = np.empty(len(rows.id_hash), dtype=RECORD)
+    records["hash"], records["text"] = rows.id_hash, rows.text_hash
+    records["place"] = place_of(rows.part, np.arange(len(rows.id_hash), dtype=np.int64))
+    return records
+
+
+def _write(folder: Path, spill: HashSpill, stop: StopSignal) -> None:
+    with (
+        (folder / "hash").open("wb") as hashes,
+        (folder / "text").open("wb") as texts,
+        (folder / "place").open("wb") as places,
+    ):
+        for records in spill.sorted():
+            stop.raise_if_set("sorting the earlier vectors' ids")
+            for file, name in ((hashes, "hash"), (texts, "text"), (places, "place")):
+                file.write(np.ascontiguousarray(records[name]).tobytes())
+
+
+class RowIndex:
+    """Look-ups in a finished index. Pages that were looked at are handed back, so that memory stays flat."""
+
+    def __init__(self, folder: Path) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._hash, self._text = self._open(folder / "hash"), self._open(folder / "text")
+        self._place = self._open(folder / "place").view(np.int64)
+
+    def __len__(self) -> int:
+        return len(self._hash)
+
+    def look_up(self, id_hash: UInt64s, text_hash: UInt64s) -> tuple[Int64s, Bools]:
+        """Places [N] of rows with this id and this text, -1 where there is none; and which ids were found at all [N].
+
+        Both hashes of 64 bits must agree: rows are not compared any further.
+        """
+        at, known = self._find(id_hash)
+        same = known.copy()
+        same[known] = self._text[at[known]] == text_hash[known]
+        return self._places(at, same), known
+
+    def find(self, id_hash: UInt64s) -> Int64s:
+        """Places [N] of rows with this id, whatever their text; -1 where there is none."""
+        return self._places(*self._find(id_hash))
+
+    def _find(self, id_hash: UInt64s) -> tuple[Int64s, Bools]:
+        at = np.searchsorted(self._hash, id_hash)
+        known = at < len(self._hash)
+        known[known] = self._hash[at[known]] == id_hash[known]
+        return at, known
+
+    def _places(self, at: Int64s, found: Bools) -> Int64s:
+        place = np.full(len(at), -1, dtype=np.int64)
+        place[found] = self._place[at[found]]
+        for one in self._maps:
+            one.madvise(mmap.MADV_DONTNEED)
+        return place
+
+    def _open(self, path: Path) -> UInt64s:
+        if not path.stat().st_size:
+            return np.zeros(0, dtype=np.uint64)
+        with path.open("rb") as file:
+            self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return np.frombuffer(self._maps[-1], dtype=np.uint64)

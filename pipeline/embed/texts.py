@@ -1,0 +1,187 @@
+"""What a worker does with a window of the catalogue: judge each row, hash it, tokenise what has no vector yet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from pipeline.data.encode import CHARACTERS_PER_TOKEN, product_text
+from pipeline.data.rows import BadRow, shorten
+from pipeline.data.tokenizer import TextTokenizer, Tokens
+from pipeline.data.validate import filter_mask, not_utf8
+from pipeline.embed.catalogue import IdType
+from pipeline.embed.index import RowIndex
+from pipeline.embed.reading import RawWindow
+from pipeline.embed.word_cache import WordCache
+
+NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
+UInt64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How rows become texts and tokens, the same for all windows.
+
+    `index`: folder of the row index of an earlier cycle whose vectors are to be taken over, empty for none.
+    """
+
+    tokenizer: bytes
+    max_tokens: int
+    id_type: IdType
+    filter: tuple[tuple[str, str], ...] = ()
+    index: str = ""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """N usable rows in catalogue order, and what was wrong with the others."""
+
+    ids: pa.Array
+    id_hash: UInt64s
+    text_hash: UInt64s
+    rows: Int64s
+    """Number of each row in its file."""
+    texts: list[str]
+    num_read: int
+    """Rows that passed the filter, bad ones included."""
+    bad: tuple[BadRow, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window ready for the device.
+
+    `place` [N]: row of the earlier cycle to take the vector from, -1 for a text to embed; `tokens` holds these alone,
+    in order, and `truncated` says of each whether it was cut. `known` [N]: the earlier cycle had the id.
+    """
+
+    ids: pa.Array
+    id_hash: UInt64s
+    text_hash: UInt64s
+    rows: Int64s
+    place: Int64s
+    known: Bools
+    tokens: Tokens
+    truncated: Bools
+    num_read: int
+    bad: tuple[BadRow, ...]
+
+
+def make_window(rules: TextRules, raw: RawWindow) -> Window:
+    """Run in a worker process."""
+    judged = judge_rows(raw, rules.id_type, dict(rules.filter), rules.max_tokens)
+    place, known = _look_up(rules.index, judged)
+    wanted = np.flatnonzero(place < 0).tolist()
+    tokenizer = _tokenizer(rules.tokenizer)
+    tokens = tokenizer.encode([judged.texts[row] for row in wanted])
+    truncated = tokens.lengths > rules.max_tokens
+    return Window(
+        ids=judged.ids,
+        id_hash=judged.id_hash,
+        text_hash=judged.text_hash,
+        rows=judged.rows,
+        place=place,
+        known=known,
+        tokens=cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id) if truncated.any() else tokens,
+        truncated=truncated,
+        num_read=judged.num_read,
+        bad=judged.bad,
+    )
+
+
+def judge_rows(raw: RawWindow, id_type: IdType, wanted: dict[str, str], max_tokens: int) -> TextRows:
+    """Apply the filter, then find for each row its id and text, or the reason why it has none."""
+    batch = raw.batch()
+    rows = np.arange(raw.first_row, raw.first_row + len(batch), dtype=np.int64)
+    if wanted:
+        keep = filter_mask(batch, wanted)
+        batch, rows = batch.filter(pa.array(keep)), rows[keep]
+    limit = CHARACTERS_PER_TOKEN * max_tokens
+    columns = {name: batch[name].to_pylist() for name in ("id", "title", "text") if name in batch.schema.names}
+    texts = columns.get("text") or [None] * len(rows)
+    ids: list[Any] = []
+    kept: list[int] = []
+    found: list[str] = []
+    bad: list[BadRow] = []
+    for row, (name, title, text) in enumerate(zip(columns["id"], columns["title"], texts, strict=True)):
+        value, joined, reason = _judge(name, title, text, limit)
+        if reason:
+            bad.append(BadRow(raw.file, int(rows[row]), reason, _content(name, title, text)))
+            continue
+        ids.append(value)
+        kept.append(row)
+        found.append(joined)
+    return TextRows(
+        pa.array(ids, ID_TYPES[id_type]),
+        id_hashes(ids),
+        _hashes([text.encode() for text in found]),
+        rows[np.array(kept, dtype=np.int64)],
+        found,
+        len(rows),
+        tuple(bad),
+    )
+
+
+def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, limit: int) -> tuple[Any, str, str]:
+    """(id, text, "") of a usable row, or (_, _, reason). A row is usable when one of title and text says something."""
+    try:
+        field = "id"
+        value = name.decode() if isinstance(name, bytes) else name
+        field = "title"
+        first = title.decode().strip() if title else ""
+        field = "text"
+        second = text.decode().strip() if text else ""
+    except UnicodeDecodeError:
+        return None, "", not_utf8(field)
+    if value is None or value == "":
+        return None, "", NO_ID
+    joined = product_text(first, second, limit) if first else second[:limit]
+    return value, joined, "" if joined else EMPTY_TEXT
+
+
+def _content(*values: bytes | int | None) -> str:
+    parts = (shorten(value) if isinstance(value, bytes) else value for value in values)
+    return shorten(str(dict(zip(("id", "title", "text"), parts, strict=True))))
+
+
+def id_hashes(ids: Sequence[Any]) -> UInt64s:
+    """Of the ids as text, so that 7 and "7" are one id."""
+    return _hashes([str(value).encode() for value in ids])
+
+
+def _hashes(values: Sequence[bytes]) -> UInt64s:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, values), dtype=np.uint64, count=len(values))
+
+
+def _look_up(index: str, rows: TextRows) -> tuple[Int64s, Bools]:
+    if not index:
+        return np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
+    return _row_index(index).look_up(rows.id_hash, rows.text_hash)
+
+
+def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
+    """Texts cut to `limit` tokens, of which the last is then [SEP]."""
+    lengths = np.minimum(tokens.lengths, limit)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], lengths)]
+    ids[offsets[1:][tokens.lengths > limit] - 1] = sep_id
+    return Tokens(ids, offsets)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(data: bytes) -> WordCache:
+    return WordCache(TextTokenizer(data))
+
+
+@lru_cache(maxsize=1)
+def _row_index(folder: str) -> RowIndex:
+    return RowIndex(Path(folder))

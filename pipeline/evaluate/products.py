@@ -1,0 +1,98 @@
+"""The distinct products of prepared data, each known by its tokens: a catalogue without a catalogue file.
+
+Memory: 20 bytes for each row of the data while it is looked through, then 32 for each distinct product.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.order import mix64
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import TokenRows
+from pipeline.data.tokenizer import Tokens
+from pipeline.evaluate.texts import UInt64s, join_tokens, text_hashes, to_tokens
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Products:
+    """N items, numbered by where they occur first. `hashes` [N] ascending with the `items` [N] they belong to."""
+
+    sources: Sequence[TokenRows]
+    where: Int64s
+    """[N, 3]: source, bucket and row of each item."""
+    hashes: UInt64s
+    items: Int64s
+    num_distinct: int
+    """Before the limit."""
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    def numbers_of(self, hashes: UInt64s) -> Int64s:
+        """Item numbers [M] of text hashes [M], -1 for those that are no item."""
+        if not len(self.hashes):
+            return np.full(len(hashes), -1, dtype=np.int64)
+        places = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return np.where(self.hashes[places] == hashes, self.items[places], -1)
+
+    def windows(self, rows: int, mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        """Items in order, `rows` at a time: (number of the first, tokens); only windows whose number is `mine`."""
+        for number, first in enumerate(range(0, len(self), rows)):
+            if mine(number):
+                yield first, self.tokens(first, first + rows)
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Items `start` to `stop`."""
+        where, parts = self.where[start:stop], []
+        starts = np.flatnonzero(np.any(np.diff(where[:, :2], axis=0, prepend=-1), axis=1))
+        for first, last in zip(starts, [*starts[1:], len(where)], strict=True):
+            source, bucket = self.sources[where[first, 0]], int(where[first, 1])
+            numbers = where[first:last, 2]
+            arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
+            parts.append(to_tokens(arrays["product"], source.pad_id))
+        return join_tokens(parts)
+
+
+def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: int, stop: StopSignal) -> Products:
+    """Look through all rows. Above `max_items` the products `wanted` (hashes) stay, and an even sample of the rest."""
+    hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
+    where: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
+    total = sum(sum(rows.sizes) for rows in sources)
+    with progress("looking for distinct products", total, "rows") as advance:
+        for number, rows in enumerate(sources):
+            for bucket, numbers in rows.blocks():
+                stop.raise_if_set("looking for distinct products")
+                arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
+                found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
+                hashes.append(found)
+                place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
+                place[:, 2] = numbers[first]
+                where.append(place)
+                advance(len(numbers))
+    every, places = np.concatenate(hashes), np.concatenate(where)
+    order = np.lexsort((places[:, 2], places[:, 1], places[:, 0], every))  # of equal hashes the first place
+    every, places = every[order], places[order]
+    new = np.ones(len(every), dtype=np.bool_)
+    new[1:] = every[1:] != every[:-1]
+    every, places = every[new], places[new]
+    kept = _limited(every, wanted, max_items)
+    num_distinct, every, places = len(every), every[kept], places[kept]
+    in_order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
+    items = np.empty(len(every), dtype=np.int64)
+    items[in_order] = np.arange(len(every))
+    return Products(sources, places[in_order], every, items, num_distinct)
+
+
+def _limited(hashes: UInt64s, wanted: UInt64s, max_items: int) -> Int64s:
+    """Places of the hashes that stay, ascending."""
+    if len(hashes) <= max_items:
+        return np.arange(len(hashes))
+    is_wanted = np.isin(hashes, wanted)
+    order = np.lexsort((mix64(hashes), ~is_wanted))
+    return np.sort(order[: max(max_items, int(is_wanted.sum()))])

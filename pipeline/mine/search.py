@@ -1,0 +1,130 @@
+"""What ranks the products of a query: vectors of a model, or BM25."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.errors import DataError
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.evaluate.bm25 import Bm25, best_of
+from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
+from pipeline.mine.parts import MiningParts
+from pipeline.mine.select import NONE, Candidates, Judged
+
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+_CHUNK_ITEMS = 16_384
+"""Products that queries are held against at a time: their vectors are in memory once, read from the map."""
+
+
+class Searcher(Protocol):
+    """Finds the best products of queries."""
+
+    def prepare(self, worker: int, workers: int) -> None:
+        """What is needed before the first search; shared by all workers."""
+
+    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
+        """Of queries `start` to `stop`, whose judgements `judged` are."""
+
+
+class TextVectors(Protocol):
+    """Unit vectors [n, D] of the items, or queries, `start` to `stop`: the same each time."""
+
+    def items(self, start: int, stop: int) -> Float32s: ...
+    def queries(self, start: int, stop: int) -> Float32s: ...
+
+
+class VectorSearch:
+    """Every query against every item, exactly.
+
+    Memory: vectors of a piece of queries, their `depth` best, and one chunk of items; the items' vectors are mapped.
+    """
+
+    def __init__(self, parts: MiningParts, vectors: TextVectors, depth: int, stop: StopSignal) -> None:
+        self._parts, self._vectors, self._stop = parts, vectors, stop
+        self._depth = min(depth, parts.num_items)
+        self._maps: dict[int, Float32s] = {}
+
+    def prepare(self, worker: int, workers: int) -> None:
+        """Vectors of all items: this worker's share of the pieces, then whatever is missing.
+
+        So no worker waits for another that may be dead; the price is that some pieces are made twice at the end.
+        """
+        count = self._parts.num_vector_parts
+        first = worker * count // workers
+        done = self._parts.done("vectors")
+        with progress("vectors of products", self._parts.num_items, "products") as advance:
+            for index in [*range(first, count), *range(first)]:
+                start, stop = self._parts.items(index)
+                is_own = first <= index < (worker + 1) * count // workers
+                if index not in done and (is_own or index not in self._parts.done("vectors")):
+                    self._stop.raise_if_set("embedding products; finished parts are kept")
+                    self._parts.commit_vectors(index, self._vectors.items(start, stop))
+                advance(stop - start)
+
+    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
+        queries = self._vectors.queries(start, stop)
+        top, query_of = ExactTopK(queries, self._depth), judged.query
+        best = np.full(len(queries), -np.inf)
+        of_positive = np.flatnonzero(judged.positive)
+        of_positive = of_positive[np.argsort(judged.items[of_positive], kind="stable")]
+        positives = judged.items[of_positive]
+        for first, vectors in self._chunks():
+            self._stop.raise_if_set("searching for negatives; finished parts are kept")
+            top.add(first, vectors)
+            low, high = np.searchsorted(positives, (first, first + len(vectors)))
+            here = query_of[of_positive[low:high]]
+            np.maximum.at(best, here, exact_scores(queries[here], vectors[positives[low:high] - first]))
+        scores, items = top.found()
+        return Candidates(scores / UNIT, items, best / UNIT)
+
+    def _chunks(self) -> Iterator[tuple[int, Float32s]]:
+        """(number of the first item, vectors) over all items."""
+        for index in range(self._parts.num_vector_parts):
+            start, stop = self._parts.items(index)
+            if index not in self._maps:
+                self._maps[index] = self._parts.vectors(index)
+            vectors = self._maps[index]
+            if len(vectors) != stop - start:
+                raise DataError(
+                    f"{len(vectors)} vectors of products {start} to {stop}",
+                    expected="one for each",
+                    next_command=f"delete {self._parts.workspace.uri(self._parts.prefix)} and mine again",
+                )
+            for first in range(0, len(vectors), _CHUNK_ITEMS):
+                yield start + first, np.array(vectors[first : first + _CHUNK_ITEMS])
+
+
+class Bm25Search:
+    """By the words that query and product share. Each worker has an index of all items."""
+
+    def __init__(
+        self,
+        items: Callable[[], Iterator[str]],
+        queries: Callable[[int, int], list[str]],
+        depth: int,
+        stop: StopSignal,
+    ) -> None:
+        self._items, self._queries, self._depth, self._stop = items, queries, depth, stop
+
+    def prepare(self, worker: int, workers: int) -> None:
+        """The index."""
+        self._index = Bm25(self._items())
+
+    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
+        texts = self._queries(start, stop)
+        scores = np.zeros((len(texts), self._depth))
+        items = np.full((len(texts), self._depth), NONE, dtype=np.int64)
+        best = np.zeros(len(texts))
+        for row, text in enumerate(texts):
+            self._stop.raise_if_set("searching for negatives; finished parts are kept")
+            every = self._index.scores(text)
+            found = best_of(every, self._depth)
+            scores[row, : len(found)], items[row, : len(found)] = every[found], found
+            mine = slice(judged.offsets[row], judged.offsets[row + 1])
+            best[row] = every[judged.items[mine][judged.positive[mine]]].max(initial=0.0)
+        return Candidates(scores, items, best)

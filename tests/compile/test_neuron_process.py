@@ -1,0 +1,124 @@
+"""A program ends with everything it started."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.compile.neuron_process import host_memory_bytes, process_tree
+from pipeline.compile.neuron_watch import SIGHTINGS, LogWatch
+from pipeline.core.errors import ConfigError
+
+MARK = "TREE_TEST_MARK"
+STUBBORN = "trap '' TERM; touch ready; while :; do sleep 0.05; done"
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"({STUBBORN}) & wait",
+        f'setsid sh -c "{STUBBORN}" & wait',  # a session of its own
+        f'sh -c "{STUBBORN}" & sleep 0.3; exit 3',  # the parent is gone, the child lives on in the session
+        f'setsid sh -c "{STUBBORN}" & sleep 0.3; exit 3',  # both
+    ],
+)
+def test_nothing_is_left(tmp_path: Path, script: str) -> None:
+    mark = f"{os.getpid()}-{tmp_path.name}"
+    env = {**os.environ, MARK: mark}
+    with process_tree(["sh", "-c", script], cwd=tmp_path, env=env, log=tmp_path / "log") as tree:
+        wait_for(tmp_path / "ready")
+        if "exit 3" in script:
+            until = time.monotonic() + 30
+            while tree.poll() is None and time.monotonic() < until:
+                time.sleep(0.02)
+            assert tree.poll() == 3
+        assert marked(mark) != []
+    assert marked(mark) == []
+
+
+def test_sigterm_comes_first(tmp_path: Path) -> None:
+    code = "import signal, sys, time, pathlib\nsignal.signal(15, lambda *_: sys.exit(7))\n"
+    code += "pathlib.Path('ready').touch()\ntime.sleep(60)"
+    with process_tree([sys.executable, "-c", code], cwd=tmp_path, env=os.environ, log=tmp_path / "log") as tree:
+        wait_for(tmp_path / "ready")
+        tree.end(30.0)
+        assert tree.poll() == 7
+
+
+def test_an_error_in_the_block_ends_it_too(tmp_path: Path) -> None:
+    mark = f"{os.getpid()}-{tmp_path.name}"
+    with (
+        pytest.raises(ValueError),
+        process_tree(["sleep", "60"], cwd=tmp_path, env={**os.environ, MARK: mark}, log=tmp_path / "log"),
+    ):
+        raise ValueError
+    assert marked(mark) == []
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="no-such-tool cannot be started"),
+        process_tree(["no-such-tool"], cwd=tmp_path, env=os.environ, log=tmp_path / "log"),
+    ):
+        pass
+
+
+def test_memory_of_a_container(tmp_path: Path) -> None:
+    limit, none = tmp_path / "limit", tmp_path / "none"
+    limit.write_text("1048576\n")
+    none.write_text("max\n")
+    assert host_memory_bytes([none, tmp_path / "missing"]) == psutil.virtual_memory().total
+    assert host_memory_bytes([none, limit]) == 2**20
+
+
+COUNTS = "Current remaining items are {}, locked are 0, failed are 0, done are {}, total is 3\n"
+WAITS = "Another process must be compiling a, been waiting for: {} minutes\n"
+
+
+def test_progress_is_told_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(COUNTS.format(3, 0) + COUNTS.format(2, 1)[:30])
+    watch = LogWatch(path, is_local=True, compilers=list)
+    assert watch.news() == ["graphs in the cache: 0 done, 3 to do, 0 locked, 0 failed"]
+    path.write_text(COUNTS.format(3, 0) + COUNTS.format(2, 1))
+    assert watch.news() == ["graphs in the cache: 1 done, 2 to do, 0 locked, 0 failed"]
+    assert watch.news() == []
+    assert watch.last_news.startswith("graphs in the cache: 1 done")
+
+
+@pytest.mark.parametrize(("is_local", "running", "stuck"), [(True, [], True), (True, [1], False), (False, [], False)])
+def test_stuck_is_waiting_while_nobody_compiles(
+    tmp_path: Path, is_local: bool, running: list[int], stuck: bool
+) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    watch = LogWatch(path, is_local=is_local, compilers=lambda: running)  # type: ignore[arg-type, return-value]
+    for minute in range(SIGHTINGS):
+        assert not watch.is_stuck()
+        with path.open("a") as file:
+            file.write(WAITS.format(minute))
+        assert watch.news() != []
+        assert watch.news() == []  # the same line does not count twice
+    assert watch.is_stuck() is stuck

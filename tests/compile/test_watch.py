@@ -1,0 +1,112 @@
+"""The guard and the recorder, with made-up graphs."""
+
+import pytest
+
+from pipeline.compile.manifest import GraphManifest, PlanValue, plan_differences
+from pipeline.compile.watch import Guard, Place, Recorder
+from pipeline.core.errors import ConfigError
+
+PLAN: dict[str, PlanValue] = {
+    "device": "xla:CPU",
+    "flags": "",
+    "versions": {},
+    "world_size": 1,
+    "train.micro_batch_size": 4,
+}
+STEP = Place("step", "16x16", 4)
+
+
+def hlo(rows: int = 4, op: str = "add") -> str:
+    return f"""HloModule Sync.{rows}, entry_computation_layout={{(f32[{rows},2]{{1,0}})->f32[{rows},2]{{1,0}}}}
+
+ENTRY %Sync.{rows} (p0.1: f32[{rows},2]) -> f32[{rows},2] {{
+  %p0.1 = f32[{rows},2]{{1,0}} parameter(0)
+  ROOT %{op}.2 = f32[{rows},2]{{1,0}} {op}(f32[{rows},2]{{1,0}} %p0.1, f32[{rows},2]{{1,0}} %p0.1)
+}}
+"""
+
+
+class Counters:
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def compile_count(self) -> int:
+        return self.count
+
+    def compile_seconds(self) -> float:
+        return self.seconds
+
+
+def recorded(*texts: str) -> GraphManifest:
+    counters = Counters()
+    recorder = Recorder(counters, PLAN)
+    for text in texts:
+        recorder.before(STEP, lambda text=text: text)  # type: ignore[misc]
+        counters.count, counters.seconds = counters.count + 1, counters.seconds + 2.0
+        recorder.after(STEP)
+    assert not recorder.outside
+    return GraphManifest(plan=PLAN, graphs=tuple(recorder.graphs.values()))
+
+
+def test_every_different_graph_is_noted_once_with_its_seconds() -> None:
+    manifest = recorded(hlo(), hlo(8), hlo())
+    assert [(graph.compiles, graph.compile_s) for graph in manifest.graphs] == [(2, 4.0), (1, 2.0)]
+    assert GraphManifest.model_validate_json(manifest.model_dump_json()) == manifest
+
+
+def test_more_compiled_than_was_looked_at_is_noted() -> None:
+    counters = Counters()
+    recorder = Recorder(counters, PLAN)
+    recorder.before(STEP, hlo)
+    counters.count += 2
+    recorder.after(STEP)
+    assert recorder.outside == ["step of 4 x 16x16 tokens"]
+    counters.count += 1  # between two cuts: a value was read, which ends a graph of its own
+    recorder.before(STEP, hlo)
+    assert recorder.outside[1:] == ["step of 4 x 16x16 tokens, before its graph"]
+
+
+def test_a_known_graph_passes_and_is_read_a_few_times_only() -> None:
+    guard = Guard(Counters(), recorded(hlo()), "error", pytest.fail)
+    reads = []
+    for _ in range(30):
+        guard.before(STEP, lambda: reads.append(1) or hlo())  # type: ignore[func-returns-value]
+        guard.after(STEP)
+    assert len(reads) == 3
+
+
+def test_an_unknown_graph_is_refused_with_the_difference() -> None:
+    guard = Guard(Counters(), recorded(hlo()), "error", pytest.fail)
+    with pytest.raises(ConfigError) as refused:
+        guard.before(STEP, lambda: hlo(op="multiply"))
+    assert "step of 4 x 16x16 tokens was not compiled" in refused.value.seen
+    assert "+1 multiply f32[4,2]" in refused.value.expected
+    assert "-1 add f32[4,2]" in refused.value.expected
+
+
+def test_or_told_of() -> None:
+    told: list[str] = []
+    guard = Guard(Counters(), recorded(hlo()), "warn", told.append)
+    guard.before(STEP, lambda: hlo(op="multiply"))
+    assert guard.unknown == 1
+    assert "was not compiled ahead of time" in told[0]
+
+
+def test_a_graph_that_changes_later_is_looked_at_once_the_counter_moved() -> None:
+    counters = Counters()
+    guard = Guard(counters, recorded(hlo()), "error", pytest.fail)
+    for _ in range(5):
+        guard.before(STEP, hlo)
+        guard.after(STEP)
+    guard.before(STEP, lambda: pytest.fail("looked at for no reason"))
+    counters.count += 1
+    guard.after(STEP)
+    with pytest.raises(ConfigError, match="was not compiled ahead of time"):
+        guard.before(STEP, lambda: hlo(op="multiply"))
+
+
+def test_the_nearest_plan_is_told_by_its_differences() -> None:
+    near, far = GraphManifest(plan=PLAN, graphs=()), GraphManifest(plan={"device": "cuda"}, graphs=())
+    wanted = {**PLAN, "train.micro_batch_size": 8}
+    assert plan_differences(wanted, [far, near]) == ["train.micro_batch_size: compiled 4, now 8"]
+    assert plan_differences(wanted, []) == []

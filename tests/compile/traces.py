@@ -1,0 +1,79 @@
+"""HLO of real traces, made once for a test session: autograd and torch_xla need processes of their own."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pipeline.compile.hlo import Module, parse
+
+ROOT = Path(__file__).parents[2]
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+
+# Where source lines come from; and what makes torch_xla trace things that it avoids by default.
+_SEEDED = {
+    "XLA_HLO_DEBUG": "1",
+    "XLA_IR_DEBUG": "1",
+    "XLA_EXPERIMENTAL": "nonzero",
+}
+
+
+def program_texts() -> dict[str, str]:
+    """Seeded programs, and our tiny graph, with source lines."""
+    return _trace("programs", tuple(_SEEDED.items()))
+
+
+def own_texts() -> dict[str, str]:
+    """Our own graphs, as they are traced in a run."""
+    return _trace("own", ())
+
+
+def program(name: str) -> Module:
+    return _parsed(program_texts(), name)
+
+
+def own(name: str) -> Module:
+    return _parsed(own_texts(), f"own-{name}")
+
+
+def counters(name: str) -> dict[str, int]:
+    counted: dict[str, int] = json.loads(program_texts()["counters"])[name]
+    return counted
+
+
+def _parsed(texts: dict[str, str], name: str) -> Module:
+    assert name in texts, texts.get(f"{name} failed", f"no trace of {name}")
+    return parse(texts[name])
+
+
+@cache
+def _trace(what: str, variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("trace_programs.py")), folder, what],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PJRT_DEVICE": "CPU",
+                "XLA_FLAGS": FAST_COMPILE,
+                "OMP_NUM_THREADS": "1",
+                **dict(variables),
+            },
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        texts = {path.stem: path.read_text(encoding="utf-8") for path in Path(folder).glob("*.hlo")}
+        texts |= {f"{path.stem} failed": path.read_text(encoding="utf-8") for path in Path(folder).glob("*.error")}
+        if (counted := Path(folder) / "counters.json").exists():
+            texts["counters"] = counted.read_text(encoding="utf-8")
+    return texts

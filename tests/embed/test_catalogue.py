@@ -1,0 +1,114 @@
+"""Catalogues that cannot be used, and shards read in any order of pieces."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.core.errors import DataError
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at
+from pipeline.embed.reading import CatalogueReader
+from pipeline.io.storage import open_storage
+from tests.embed.catalogues import COLUMNS, products, write_catalogue
+
+
+def look(folder: Path, columns: CatalogueColumns = COLUMNS) -> Catalogue:
+    storage = open_storage(str(folder))
+    return look_at(storage, list(storage.list("")), columns)
+
+
+def table(**columns: Any) -> pa.Table:
+    return pa.table({"product_id": ["a"], "title": ["x"], **columns})
+
+
+def test_the_footers_say_all(tmp_path: Path) -> None:
+    found = look(write_catalogue(tmp_path, [products(range(100)), products(range(10))], group_rows=30))
+    assert [(file.key, file.groups) for file in found.files] == [
+        ("file-0.parquet", (30, 30, 30, 10)),
+        ("file-1.parquet", (10,)),
+    ]
+    assert (found.rows, found.id_type) == (110, "string")
+
+
+@pytest.mark.parametrize(
+    ("tables", "columns", "reason"),
+    [
+        ([table()], CatalogueColumns(id="sku", title="title"), r"no column 'sku' \(for id\)"),
+        ([table()], CatalogueColumns(id="product_id", title="name"), r"no column 'name' \(for title\)"),
+        ([table()], CatalogueColumns(id="product_id", title="title", text="long"), r"no column 'long' \(for text\)"),
+        ([table()], COLUMNS.model_copy(update={"filter": {"shop": "1"}}), r"no column 'shop' \(for filter\)"),
+        ([table(product_id=[1.5])], COLUMNS, "the id column 'product_id' of .* holds double"),
+        ([table(product_id=[["a"]])], COLUMNS, "the id column 'product_id' of .* holds list"),
+        ([table(title=[["a"]])], COLUMNS, "column 'title' of .* holds list"),
+        ([table(), table(product_id=[7])], COLUMNS, "are string in file-0.parquet and int64 in file-1.parquet"),
+        ([table().slice(1)], COLUMNS, "has 1 files and no row"),
+    ],
+)
+def test_a_catalogue_that_cannot_be_used(
+    tmp_path: Path, tables: list[pa.Table], columns: CatalogueColumns, reason: str
+) -> None:
+    write_catalogue(tmp_path, tables)
+    with pytest.raises(DataError, match=reason):
+        look(tmp_path, columns)
+
+
+def test_a_column_of_nulls_fits_any_type_of_id(tmp_path: Path) -> None:
+    write_catalogue(tmp_path, [table(product_id=pa.nulls(1)), table(product_id=[7])])
+    assert look(tmp_path).id_type == "int64"
+
+
+@pytest.mark.parametrize("cut", [0, 4, 200])
+def test_a_broken_file(tmp_path: Path, cut: int) -> None:
+    write_catalogue(tmp_path, [products(range(100))])
+    path = tmp_path / "file-0.parquet"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DataError, match=r"file-0\.parquet cannot be read as parquet"):
+        look(tmp_path)
+
+
+def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
+    write_catalogue(tmp_path, [products(range(100))])
+    found, path = look(tmp_path), tmp_path / "file-0.parquet"
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)
+    path.write_bytes(data)
+    again = look(tmp_path)  # the footer is fine
+    assert again.files[0].groups == found.files[0].groups
+    with (
+        CatalogueReader(again, open_storage(str(tmp_path)), 50) as reader,
+        pytest.raises(DataError, match="as parquet"),
+    ):
+        list(reader.read(again.shards(1000)[0]))
+
+
+GROUPS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=GROUPS, limit=st.integers(1, 50), window=st.integers(1, 30), skip=st.integers(0, 3))
+def test_shards_hold_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], limit: int, window: int, skip: int
+) -> None:
+    folder = tmp_path_factory.mktemp("catalogue")
+    total = 0
+    for number, sizes in enumerate(groups):
+        with pq.ParquetWriter(folder / f"file-{number}.parquet", products([0]).schema) as writer:
+            for size in sizes:
+                writer.write_table(products(range(total, total + size)), row_group_size=size)
+                total += size
+    found = look(folder)
+    seen = []
+    with CatalogueReader(found, open_storage(str(folder)), window) as reader:
+        for shard in found.shards(limit)[skip:]:
+            for raw in reader.read(shard):
+                batch = raw.batch()
+                assert len(batch) <= window
+                seen += [(raw.file, raw.first_row + row, name) for row, name in enumerate(batch["id"].to_pylist())]
+    first = found.shards(limit)[skip].first_row if skip < len(found.shards(limit)) else total
+    assert [name for _, _, name in seen] == [f"p{number}".encode() for number in range(first, total)]
+    starts = {file.key: sum(sum(f.groups) for f in found.files[:place]) for place, file in enumerate(found.files)}
+    assert all(f"p{starts[file] + row}".encode() == name for file, row, name in seen)

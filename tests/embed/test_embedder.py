@@ -1,0 +1,210 @@
+"""Windows in, vectors out: in order, independent of neighbours, and well-behaved when something goes wrong."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from pipeline.backends import Backend, Batch, open_backend
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.errors import DataError, Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer, Tokens, take
+from pipeline.embed import embedder as embedder_module
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.embedder import Embedder, open_embedder
+from pipeline.embed.engines import Float32s, Start, Wait
+from pipeline.embed.texts import cut_tokens
+from pipeline.embed.windows import HostBatch, flat_batches
+from pipeline.model.hf import to_hf
+from pipeline.model.relevance import build_model
+from tests.embed.catalogues import title, tokenizer_json
+from tests.embed.checkpoints import state_of
+from tests.embed.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, one_by_one, texts, vectors_of
+
+WINDOWS = [texts(lengths, seed) for seed, lengths in enumerate([[5, 80, 3, 9, 9], [], [24] * 40, [2], []])]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_each_window_has_unit_vectors_in_the_order_of_its_texts(rows: bool) -> None:
+    found = vectors_of(embedder(rows=rows), *WINDOWS)
+    assert [len(vectors) for vectors in found] == [5, 0, 40, 1, 0]
+    for window, vectors in zip(WINDOWS, found, strict=True):
+        assert vectors.dtype == np.float32 and vectors.shape[1] == 32
+        if len(vectors):
+            expected = torch.nn.functional.normalize(one_by_one(encoder(), window), dim=1)
+            torch.testing.assert_close(torch.from_numpy(vectors), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_order_company_and_shapes_make_no_difference(rows: bool, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(2, 80), min_size=1, max_size=40))
+    order = np.array(data.draw(st.permutations(range(len(lengths)))), dtype=np.int64)
+    longest = data.draw(st.sampled_from([(80,), (10, 80), (16, 24, 40, 64, 80), (8, 200)]))
+    other = EmbedConfig(buckets=longest, tokens_per_batch=data.draw(st.integers(200, 600)))
+    cut = data.draw(st.integers(0, len(lengths)))
+    tokens = texts(lengths)
+    (one,) = vectors_of(embedder(rows=rows), tokens)
+    parts = vectors_of(embedder(config=other, rows=rows), take(tokens, order[:cut]), take(tokens, order[cut:]))
+    np.testing.assert_allclose(np.concatenate(parts), one[order], rtol=0, atol=1e-5)
+
+
+def test_a_window_is_the_same_to_the_last_bit_whatever_else_is_embedded_and_by_how_many_threads() -> None:
+    (alone,) = vectors_of(embedder(), WINDOWS[0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = vectors_of(embedder(), WINDOWS[2], *WINDOWS)
+    finally:
+        torch.set_num_threads(before)
+    assert (found[1] == alone).all()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_longer_texts_are_cut_as_in_training(rows: bool) -> None:
+    long, cut = texts([60]), texts([60])
+    cut.ids[29] = cut.ids[59]
+    cut = Tokens(cut.ids[:30], np.array([0, 30]))
+    (one,), (other,) = (vectors_of(embedder(rows=rows, limit=30), window) for window in (long, cut))
+    assert (one == other).all()
+    assert np.abs(one - vectors_of(embedder(rows=rows), long)[0]).max() > 1e-3
+
+
+def test_figures_count_what_was_computed() -> None:
+    made = embedder(rows=True)
+    vectors_of(made, texts([10, 20, 30]), take(texts([5]), np.zeros(6, dtype=np.int64)))
+    figures = made.figures
+    assert (figures.texts, figures.distinct, figures.tokens) == (9, 4, 65)
+    assert figures.tokens + figures.padded_tokens == 2 * 80 + 6 * 24  # the first window in one row, the second in one
+    assert figures.padding_share == pytest.approx(1 - 65 / 304)
+    assert figures.batches == 2 and 0 < figures.idle_s <= figures.seconds
+
+
+class Timed:
+    """An engine that needs a second for a batch, one batch a window, and a backend that feeds it in the same thread."""
+
+    dim, ahead = 4, 0
+
+    def __init__(self, now: list[float]) -> None:
+        self._now = now
+
+    def batches(self, window: Tokens) -> Iterator[HostBatch]:
+        return flat_batches(window, 1000, 0)
+
+    def opened(self) -> AbstractContextManager[Start]:
+        return nullcontext(self._start)
+
+    def _start(self, batch: Batch, host: HostBatch) -> Wait:
+        def wait() -> Float32s:
+            self._now[0] += 1.0
+            return np.ones((len(host.lengths), self.dim), dtype=np.float32)
+
+        return wait
+
+    def loader(self, batches: Iterator[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return nullcontext(batches)
+
+
+def test_idle_is_the_time_in_which_nothing_is_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(embedder_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def windows() -> Iterator[Tokens]:
+        for number in range(4):
+            now[0] += 3.0
+            yield texts([5, 6], number)
+
+    timed = Timed(now)
+    made = Embedder(timed, cast(Backend, timed), limit=80, sep_id=SEP, stop=StopSignal())
+    for _ in made.stream(windows()):
+        now[0] += 2.0
+    assert made.figures.seconds == 4 * (3 + 1 + 2)
+    assert made.figures.idle_share == (3 + 2) / (3 + 1 + 2)
+
+
+def endless(stop: StopSignal | None = None) -> Iterator[Tokens]:
+    for number in range(10_000):
+        if number == 3 and stop is not None:
+            stop.set("SIGTERM")
+        yield texts([10] * 50, number)
+    raise AssertionError("nobody stopped")
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_stop_ends_it_between_two_batches(rows: bool) -> None:
+    stop = StopSignal()
+    with pytest.raises(Preempted, match="SIGTERM while embedding"):
+        for _ in embedder(rows=rows, stop=stop).stream(endless(stop)):
+            pass
+
+
+def test_an_error_of_the_input_surfaces_after_what_came_before_it() -> None:
+    def windows() -> Iterator[Tokens]:
+        yield texts([5, 6])
+        raise DataError("a bad file")
+
+    with pytest.raises(DataError, match="a bad file"):
+        list(embedder().stream(windows()))
+
+
+def test_an_error_of_the_device_surfaces() -> None:
+    bad = texts([5, 6])
+    bad.ids[2] = 5000  # no such token
+    with pytest.raises(IndexError):
+        vectors_of(embedder(), bad)
+
+
+def test_leaving_early_ends_all_threads_and_gives_them_back() -> None:
+    before, threads = torch.get_num_threads(), threading.active_count()
+    stream = embedder().stream(endless())
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == threads
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buckets": (128, 64)}, "expected rising lengths"),
+        ({"buckets": tuple(range(8, 15))}, "at most 6"),
+        ({"tokens_per_batch": 64}, "expected room for a row of 80"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EmbedConfig.model_validate({**CONFIG.model_dump(), **changes})
+
+
+def test_texts_are_read_as_far_as_the_model_has_learnt_to() -> None:
+    config = EmbedConfig(buckets=(128, 256))
+    assert config.text_limit(64, 512) == 64
+    assert config.text_limit(None, 100) == 100
+    assert config.text_limit(400, 512) == 256
+
+
+def test_a_checkpoint_is_opened_with_its_weights_and_read_as_far_as_it_has_learnt(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(tokenizer_json())
+    spec = SPEC.model_copy(update={"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id})
+    model = build_model(MODEL, spec, 5)
+    save_file(to_hf(model.state_dict()), tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.data)
+    state = state_of(MODEL, spec, tokenizer, max_tokens=6)
+    checkpoint = Checkpoint("checkpoints/c/step-1", "file:///c/step-1", tmp_path, "0", state)
+    window = tokenizer.encode(["a drill", title(2), title(3)])
+    assert window.lengths.max() > 6
+    (found,) = open_embedder(checkpoint, open_backend("cpu"), CONFIG).stream([window])
+    cut = cut_tokens(window, 6, tokenizer.sep_id)
+    expected = torch.nn.functional.normalize(one_by_one(model.encoder.eval(), cut), dim=1)
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=0, atol=1e-5)

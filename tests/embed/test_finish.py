@@ -1,0 +1,220 @@
+"""The end of a cycle: ids in several parts, too many bad rows, several workers at once, and what earlier ones left."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.embed import finish as finish_module
+from pipeline.embed import parts as parts_module
+from pipeline.embed.parts import finished_parts, records_prefix
+from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
+from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
+from pipeline.embed.vector_set import open_vectors
+from pipeline.io.verify import verify_dir
+from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def with_repeats(tmp_path: Path) -> Path:
+    """p0 to p99; then p5, p40 and p99 again with other titles, and p110 twice in one part."""
+    again = pa.table({"product_id": ["p5", "p40", "p99", "p110", "p110"], "title": [title(n) for n in range(200, 205)]})
+    return write_catalogue(tmp_path / "in", [products(range(100)), again, products(range(100, 105))])
+
+
+@pytest.mark.parametrize("layout", [{}, {"format": "npy", "dtype": "int8"}], ids=str)
+def test_of_equal_ids_the_first_in_the_catalogue_stays(tmp_path: Path, layout: dict[str, Any]) -> None:
+    case = Case(tmp_path, layout)
+    vectors = case.embed(with_repeats(tmp_path))
+    found = rows_of(vectors)
+    assert set(found) == {f"p{n}" for n in [*range(105), 110]}
+    for number in (5, 40, 99):
+        np.testing.assert_allclose(found[f"p{number}"], expected_vector(title(number)), atol=0.02)
+    np.testing.assert_allclose(found["p110"], expected_vector(title(203)), atol=0.02)
+    assert vectors.info.reasons == {DUPLICATE_ID: 4}
+    assert (vectors.info.counts.read, vectors.info.counts.bad, vectors.info.rows) == (110, 4, 106)
+    lines = [json.loads(line) for line in case.files()["quarantine.jsonl"].splitlines()]
+    assert sorted(eval(line["content"])["id"] for line in lines) == ["p110", "p40", "p5", "p99"]  # noqa: S307
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+    assert open_vectors(case.workspace, "c1").info == vectors.info
+    assert set(case.files()) == {*vectors.manifest.files, "MANIFEST.json"}, "what was replaced is gone"
+
+
+def test_it_may_be_killed_at_any_write_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Case(tmp_path / "whole")
+    catalogue = with_repeats(tmp_path)
+    whole.embed(catalogue)
+    case = Case(tmp_path / "case")
+    plan = case.plan(catalogue)
+    case.work(plan)
+    storage = type(case.workspace)
+    writes = {name: getattr(storage, name) for name in ("write_bytes", "write_if_absent", "delete")}
+    for number in range(20):
+        left = number
+
+        def wrapped(name: str) -> Any:
+            def write(self: Any, *args: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    raise KeyboardInterrupt
+                left -= 1
+                return writes[name](self, *args)
+
+            return write
+
+        for name in writes:
+            monkeypatch.setattr(storage, name, wrapped(name))
+        try:
+            case.finish(plan)
+            break
+        except KeyboardInterrupt:
+            continue
+        finally:
+            monkeypatch.undo()
+    else:
+        pytest.fail("it never came to an end")
+    assert number > 3
+    assert case.files() == whole.files()
+
+
+def test_workers_that_finish_at_the_same_time(tmp_path: Path) -> None:
+    case, catalogue = Case(tmp_path), with_repeats(tmp_path)
+    plan = case.plan(catalogue)
+    case.work(plan)
+    others = [Case(tmp_path), Case(tmp_path), Case(tmp_path)]
+    for number, other in enumerate(others):
+        other.folder = tmp_path / f"machine-{number}"
+        (other.folder).mkdir()
+        (other.folder / "workspace").symlink_to(tmp_path / "workspace")
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda other: other.finish(plan), others))
+    assert len({result.manifest.digest for result in results}) == 1
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+    assert len(rows_of(open_vectors(case.workspace, "c1"))) == 106
+
+
+def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, catalogue = Case(tmp_path), with_repeats(tmp_path)
+    plan = case.plan(catalogue)
+    case.work(plan)
+    find, published = finish_module._duplicates, []
+
+    def overtaken(*args: Any, **more: Any) -> Any:
+        found = find(*args, **more)
+        monkeypatch.setattr(finish_module, "_duplicates", find)
+        published.append(case.finish(plan))
+        return found
+
+    monkeypatch.setattr(finish_module, "_duplicates", overtaken)
+    assert case.finish(plan).manifest == published[0].manifest
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+
+
+@pytest.mark.parametrize("titles", [[None] * 6 + ["phone"] * 94, [""] * 100])
+def test_too_many_bad_rows_refuse_the_catalogue(case: Case, tmp_path: Path, titles: list[str | None]) -> None:
+    table = pa.table({"product_id": [f"p{n}" for n in range(100)], "title": titles})
+    plan = case.plan(write_catalogue(tmp_path / "in", [table]))
+    case.work(plan)
+    with pytest.raises(DataError, match=rf"of 100 rows of the catalogue are bad: {EMPTY_TEXT}") as caught:
+        case.finish(plan)
+    assert "refused.jsonl" in str(caught.value)
+    assert len(case.workspace.read_bytes("cycles/c1/embed/refused.jsonl").splitlines()) == titles.count(titles[0])
+    with pytest.raises(DataError, match="no finished vectors"):
+        open_vectors(case.workspace, "c1")
+    if titles[-1]:
+        assert case.finish(plan, max_bad_fraction=0.06).info.rows == 94, "a raised limit needs no new work"
+
+
+def test_too_many_duplicates_refuse_the_catalogue(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(50)), products(range(50))]))
+    case.work(plan)
+    with pytest.raises(DataError, match=DUPLICATE_ID):
+        case.finish(plan)
+
+
+def test_parts_of_another_plan_are_not_taken(case: Case, tmp_path: Path) -> None:
+    """Somebody deletes the records of a cycle and begins it again with another catalogue."""
+    first = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    case.work(first)
+    case.workspace.delete_prefix("cycles/c1")
+    second = case.plan(write_catalogue(tmp_path / "other", [products(range(20, 60))]))
+    assert finished_parts(case.workspace, second) == set()
+    case.work(second)
+    assert set(rows_of(case.finish(second))) == {f"p{n}" for n in range(20, 60)}
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+
+
+def test_a_lost_file_is_made_again(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    case.work(plan)
+    case.workspace.delete(["embeddings/c1/part-00001.parquet"])
+    assert finished_parts(case.workspace, plan) == {0, 2}
+    case.work(plan)
+    assert case.finish(plan).info.rows == 60
+
+
+def test_a_worker_thought_dead_does_no_harm(tmp_path: Path) -> None:
+    """It comes back on other hardware, with vectors a little different, after its part was done by another."""
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(60))])
+    plan = case.plan(catalogue)
+    case.work(plan)
+    before = case.files()
+
+    class Other(HashEmbedder):
+        def vectors(self, tokens: Any) -> Any:
+            return -super().vectors(tokens)
+
+    case.workspace.delete_prefix(records_prefix(plan))  # as if it had looked before any part was done
+    case.work(plan, embedder=Other())
+    assert case.files() == before, "the first file under a name stays"
+    case.finish(plan)
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+
+
+def test_the_first_plan_counts(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    other = plan.model_copy(update={"rows_per_part": 10})
+    assert pin_plan(case.workspace, other) == plan == pinned_plan(case.workspace, "c1")
+    assert EmbedPlan.model_validate_json(plan.model_dump_json()).fingerprint == plan.fingerprint
+
+
+def test_records_are_read_side_by_side_and_checked(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    case.work(plan)
+    case.workspace.write_bytes(f"{records_prefix(plan)}/00001.json", b"{")
+    with pytest.raises(DataError, match=r"00001\.json is no record of a part"):
+        parts_module.load_records(case.workspace, plan, case.stop)
+
+
+def test_other_settings_are_refused_by_name(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    asked = plan.model_copy(update={"asked": {"embed.output.dtype": "fp16", "embed.catalogue.path": "a"}})
+    check_asked(asked, {"embed.output.dtype": "fp16", "embed.catalogue.path": "a"}, case.workspace)
+    with pytest.raises(ConfigError, match=r"embed\.output\.dtype is 'int8'; cycle c1 was begun with 'fp16'"):
+        check_asked(asked, {"embed.output.dtype": "int8", "embed.catalogue.path": "a"}, case.workspace)
+
+
+def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path) -> None:
+    """However many parts there are: what is kept of them all is what a part may keep."""
+    titles = [None if number % 10 == 0 else title(number) for number in range(100)]
+    table = pa.table({"product_id": [f"p{number}" for number in range(100)], "title": titles})
+    catalogue = write_catalogue(tmp_path / "in", [table, products([1, 2, 3])])
+    plan = case.plan(catalogue).model_copy(update={"quarantine_rows": 7})
+    case.work(plan)
+    kept = [row for record in parts_module.load_records(case.workspace, plan, case.stop) for row in record.quarantined]
+    assert [row.row for row in kept] == [0, 10, 20, 30, 40, 50, 60]
+    info = case.finish(plan, max_bad_fraction=0.5).info
+    assert info.reasons == {EMPTY_TEXT: 10, DUPLICATE_ID: 3}
+    lines = [json.loads(line)["row"] for line in case.files()["quarantine.jsonl"].splitlines()]
+    assert lines == [0, 10, 20, 30, 40, 50, 60]

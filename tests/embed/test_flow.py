@@ -1,0 +1,275 @@
+"""The work of one worker and of several, with a model that costs nothing: vectors, bytes, errors."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+from pipeline.backends.prefetch import prefetched
+from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
+from pipeline.core.stop import StopSignal
+from pipeline.embed.feed import worker_processes
+from pipeline.embed.flow import Flow, embed_shards
+from pipeline.embed.open_part import OpenPart
+from pipeline.embed.parts import commit_part, finished_parts
+from pipeline.embed.vector_set import open_vectors
+from pipeline.io.storage import open_storage
+from tests.embed.catalogues import (
+    Case,
+    HashEmbedder,
+    Silent,
+    expected_vector,
+    products,
+    rows_of,
+    title,
+    write_catalogue,
+)
+
+ROWS = 120
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Path:
+    return write_catalogue(
+        tmp_path / "catalogue", [products(range(70)), products(range(70, 80)), products(range(80, ROWS))]
+    )
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_every_row_gets_its_own_vector(case: Case, catalogue: Path) -> None:
+    vectors = case.embed(catalogue)
+    found = rows_of(vectors)
+    assert found.keys() == {f"p{number}" for number in range(ROWS)}
+    for number in range(ROWS):
+        np.testing.assert_allclose(found[f"p{number}"], expected_vector(title(number)), atol=1e-6)
+    assert [part.rows for part in vectors.info.parts] == [len(shard_rows) for shard_rows in _shards(case, catalogue)]
+    assert vectors.info.counts.read == vectors.info.counts.embedded == ROWS
+
+
+def _shards(case: Case, catalogue: Path) -> list[range]:
+    return [range(shard.first_row, shard.first_row + shard.rows) for shard in case.plan(catalogue).shards]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 7])
+def test_any_number_of_workers_leaves_the_same_bytes(tmp_path: Path, catalogue: Path, workers: int) -> None:
+    whole, shared = Case(tmp_path / "one"), Case(tmp_path / "many")
+    whole.embed(catalogue)
+    plan = shared.plan(catalogue)
+    for worker in reversed(range(workers)):
+        assert len(finished_parts(shared.workspace, plan)) < len(plan.shards), "the last worker has something to do"
+        shared.work(plan, worker, workers)
+    shared.finish(plan)
+    assert shared.files() == whole.files()
+
+
+def test_windows_are_full_but_for_the_last_of_a_part(case: Case, catalogue: Path) -> None:
+    plan = case.plan(catalogue)
+    embedder = case.work(plan)
+    expected = []
+    for shard in plan.shards:
+        full, rest = divmod(shard.rows, plan.window_rows)
+        expected += [plan.window_rows] * full + ([rest] if rest else [])
+    assert embedder.windows == expected
+
+
+@pytest.mark.parametrize("window", [0, 3, 7])
+@pytest.mark.parametrize("error", [TransientError("the device is gone"), RuntimeError("a bug"), NumericError("NaN")])
+def test_what_the_device_raises_comes_out_and_the_rest_is_done_later(
+    tmp_path: Path, catalogue: Path, window: int, error: Exception
+) -> None:
+    whole, case = Case(tmp_path / "whole"), Case(tmp_path / "case")
+    whole.embed(catalogue)
+    plan = case.plan(catalogue)
+    with pytest.raises(type(error), match=str(error)):
+        case.work(plan, embedder=HashEmbedder(fail_at=window, error=error))
+    done = finished_parts(case.workspace, plan)
+    assert done == _complete_before(plan, window), "parts that were complete are committed, the open one is not"
+    again = case.work(plan)
+    assert sum(again.windows) == ROWS - sum(plan.shards[index].rows for index in done)
+    case.finish(plan)
+    assert case.files() == whole.files()
+
+
+def _complete_before(plan: Any, window: int) -> set[int]:
+    """Parts all of whose windows come before that one."""
+    done, first = set(), 0
+    for shard in plan.shards:
+        first += -(-shard.rows // plan.window_rows)
+        if first <= window:
+            done.add(shard.index)
+    return done
+
+
+def test_a_stop_keeps_complete_parts(case: Case, catalogue: Path) -> None:
+    plan = case.plan(catalogue)
+
+    class Stopping(HashEmbedder):
+        def vectors(self, tokens: Any) -> Any:
+            if len(self.windows) == 5:
+                case.stop.set("SIGTERM")
+            return super().vectors(tokens)
+
+    with pytest.raises(Preempted, match="SIGTERM"):
+        case.work(plan, embedder=Stopping())
+    assert _complete_before(plan, 4) <= finished_parts(case.workspace, plan)
+    case.stop = StopSignal()
+    case.work(plan)
+    assert rows_of(case.finish(plan)).keys() == {f"p{number}" for number in range(ROWS)}
+
+
+def test_a_part_that_cannot_be_written_ends_the_run_with_its_error(
+    case: Case, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = case.plan(catalogue)
+
+    def fail(storage: Any, plan: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        if index == 2:
+            raise TransientError("no space left")
+        return commit_part(storage, plan, index, *args, **kwargs)
+
+    monkeypatch.setattr("pipeline.embed.flow.commit_part", fail)
+    with pytest.raises(TransientError, match="no space left"):
+        case.work(plan)
+    assert finished_parts(case.workspace, plan) == {0, 1}
+    assert not [thread for thread in threading.enumerate() if thread.name in ("part-writer", "prefetch")]
+
+
+def test_vectors_that_are_no_numbers_end_the_run(case: Case, catalogue: Path) -> None:
+    class Broken(HashEmbedder):
+        def vectors(self, tokens: Any) -> Any:
+            vectors = super().vectors(tokens)
+            if len(self.windows) == 4:
+                vectors[3, 1] = np.inf
+            return vectors
+
+    plan = case.plan(catalogue)
+    with pytest.raises(NumericError, match="1 vectors of part 1 hold NaN or infinity, the first in row 19"):
+        case.work(plan, embedder=Broken())
+    assert finished_parts(case.workspace, plan) == {0}
+
+
+def test_vectors_are_converted_beside_the_thread_that_drives_the_device(
+    case: Case, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, threads = OpenPart.fill, set[str]()
+
+    def noted(part: OpenPart, rows: Any, vectors: Any) -> None:
+        threads.add(threading.current_thread().name)
+        fill(part, rows, vectors)
+
+    monkeypatch.setattr(OpenPart, "fill", noted)
+    case.embed(catalogue)
+    assert threads == {"part-filler_0"}
+    assert not [thread for thread in threading.enumerate() if thread.name in threads]
+
+
+def test_a_catalogue_that_changes_while_it_is_read(case: Case, catalogue: Path) -> None:
+    """What is read already is not trusted either: the shard is half one file, half another."""
+    plan = case.plan(catalogue)
+
+    class Rewriting(HashEmbedder):
+        def vectors(self, tokens: Any) -> Any:
+            if len(self.windows) == 1:
+                write_catalogue(catalogue, [products(range(500, 570))])
+            return super().vectors(tokens)
+
+    with pytest.raises(DataError, match=r"file-0\.parquet was changed since this cycle planned its work"):
+        case.work(plan, embedder=Rewriting())
+    write_catalogue(catalogue, [products(range(70))])  # put back, byte for byte
+    case.work(plan)
+    assert rows_of(case.finish(plan)).keys() == {f"p{number}" for number in range(ROWS)}
+
+
+def test_a_file_that_is_gone(case: Case, catalogue: Path) -> None:
+    plan = case.plan(catalogue)
+    (catalogue / "file-2.parquet").unlink()
+    with pytest.raises(DataError, match=r"file-2\.parquet is gone since this cycle planned its work"):
+        case.work(plan)
+
+
+def test_files_that_come_later_belong_to_the_next_cycle(case: Case, catalogue: Path) -> None:
+    plan = case.plan(catalogue)
+    write_catalogue(catalogue / "more", [products(range(1000, 1010))])
+    assert case.plan(catalogue) == plan, "the plan of a cycle is made once"
+    case.work(plan)
+    assert case.finish(plan).info.rows == ROWS
+
+
+@pytest.mark.stage
+def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
+    """The same bytes as without, and nobody is left behind, also after an error."""
+    whole, case = Case(tmp_path / "whole"), Case(tmp_path / "case")
+    whole.embed(catalogue)
+    plan = case.plan(catalogue)
+    stop = StopSignal()
+    catalogue_storage = open_storage(plan.catalogue.root, stop=stop)
+    flow = Flow(plan, catalogue_storage, case.workspace, case.rules(plan), worker_processes(2, stop), None, stop)
+    with pytest.raises(TransientError):
+        embed_shards(flow, plan.shards, HashEmbedder(fail_at=4, error=TransientError("gone")), Silent())
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    todo = [shard for shard in plan.shards if shard.index not in finished_parts(case.workspace, plan)]
+    embed_shards(flow, todo, HashEmbedder(), Silent())
+    case.finish(plan)
+    assert case.files() == whole.files()
+
+
+def test_an_embedder_that_runs_ahead_in_a_thread(tmp_path: Path, catalogue: Path) -> None:
+    """Windows may be asked for long before their vectors come."""
+
+    class Ahead(HashEmbedder):
+        def stream(self, windows: Any) -> Iterator[Any]:
+            with prefetched(windows, 5) as ready:
+                yield from super().stream(ready)
+
+    whole, case = Case(tmp_path / "whole"), Case(tmp_path / "case")
+    whole.embed(catalogue)
+    plan = case.plan(catalogue)
+    case.work(plan, embedder=Ahead())
+    case.finish(plan)
+    assert case.files() == whole.files()
+
+
+def test_readers_of_an_unfinished_run_see_nothing(case: Case, catalogue: Path) -> None:
+    plan = case.plan(catalogue)
+    case.work(plan, worker=0, workers=2)
+    with pytest.raises(DataError, match="holds no finished vectors"):
+        open_vectors(case.workspace, "c1")
+    case.work(plan, worker=1, workers=2)
+    with pytest.raises(DataError, match="holds no finished vectors"):
+        open_vectors(case.workspace, "c1")
+    case.finish(plan)
+    assert open_vectors(case.workspace, "c1").info.rows == ROWS
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dtype": "fp16"},
+    {"dtype": "int8"},
+    {"dtype": "fp32", "dim": 8},
+    {"format": "npy", "dtype": "fp16"},
+    {"format": "npy", "dtype": "int8", "dim": 4},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_holds_the_vectors(tmp_path: Path, catalogue: Path, layout: dict[str, Any]) -> None:
+    case = Case(tmp_path, layout)
+    vectors = case.embed(catalogue)
+    dim = layout.get("dim", 16)
+    tolerance = {"fp16": 1e-3, "int8": 1e-2}.get(layout["dtype"], 1e-6)
+    for name, value in rows_of(vectors).items():
+        expected = expected_vector(title(int(name[1:])))[:dim]
+        np.testing.assert_allclose(value, expected / np.linalg.norm(expected), atol=tolerance)
+    if layout.get("format") == "npy":
+        folder = tmp_path / "workspace" / "embeddings" / "c1"
+        matrix = np.load(folder / "part-00000.npy")
+        ids = pa.parquet.read_table(folder / "part-00000.ids.parquet")
+        assert matrix.shape == (len(ids), dim) and "vector" not in ids.column_names

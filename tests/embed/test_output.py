@@ -1,0 +1,93 @@
+"""The numbers and the bytes of stored vectors."""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from pipeline.embed.output import (
+    ROWS_PER_GROUP,
+    Float32s,
+    PartRows,
+    VectorLayout,
+    from_stored,
+    metadata_of,
+    part_files,
+    shorten_vectors,
+    to_stored,
+)
+
+
+def unit(rows: int, width: int = 24, seed: int = 0) -> Float32s:
+    values: Float32s = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
+    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    return values
+
+
+def layout(dtype: str = "fp16", format: str = "parquet", dim: int = 24) -> VectorLayout:
+    return VectorLayout.model_validate({"format": format, "dtype": dtype, "dim": dim, "id_type": "string"})
+
+
+def part(rows: int, of: VectorLayout) -> PartRows:
+    values, scale = to_stored(unit(rows, of.dim), of)
+    hashes = np.arange(rows, dtype=np.uint64)
+    return PartRows(pa.array([f"p{n}" for n in range(rows)], pa.string()), values, scale, hashes, hashes)
+
+
+@given(st.integers(0, 40), st.integers(1, 24))
+def test_leading_dimensions_have_length_one_again(rows: int, dim: int) -> None:
+    short = shorten_vectors(unit(rows), dim)
+    assert short.shape == (rows, dim) and short.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(short, axis=1), np.ones(rows), atol=1e-6)
+    if dim == 24:
+        assert np.array_equal(short, unit(rows)), "nothing left out, nothing changed"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 0.0), ("fp16", 5e-4), ("int8", 0.5 / 127 + 1e-6)])
+def test_stored_numbers_stand_for_the_vector(dtype: str, tolerance: float) -> None:
+    values = unit(500)
+    stored, scale = to_stored(values, layout(dtype))
+    assert stored.dtype == layout(dtype).numpy_dtype
+    assert np.abs(from_stored(stored, scale) - values).max() <= tolerance
+    if dtype == "int8":
+        assert np.abs(stored).max(axis=1).min() == 127, "every vector uses the whole range"
+        assert to_stored(np.zeros((2, 24), dtype=np.float32), layout(dtype))[1] is not None
+
+
+@given(arrays(np.float32, (7, 5), elements=st.floats(width=32)))
+def test_halves_are_those_of_numpy_bit_by_bit(values: Float32s) -> None:
+    stored, _ = to_stored(values, layout("fp16", dim=5))
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    assert np.array_equal(np.isnan(stored), np.isnan(values))
+    assert np.array_equal(stored.view(np.uint16)[~np.isnan(values)], expected.view(np.uint16)[~np.isnan(values)])
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS_PER_GROUP + 3])
+@pytest.mark.parametrize("format", ["parquet", "npy"])
+def test_the_same_rows_give_the_same_bytes(rows: int, format: str) -> None:
+    of = layout("int8", format)
+    files = part_files(of, "part-00000", part(rows, of), {"b": "2", "a": "1"})
+    assert files == part_files(of, "part-00000", part(rows, of), {"a": "1", "b": "2"})
+    assert tuple(files) == of.names("part-00000")
+    table = pq.read_table(io.BytesIO(files[of.names("part-00000")[-1]]))
+    assert table["id"].to_pylist() == [f"p{n}" for n in range(rows)]
+    if format == "npy":
+        assert np.load(io.BytesIO(files["part-00000.npy"])).shape == (rows, 24)
+    else:
+        groups = pq.ParquetFile(io.BytesIO(files["part-00000.parquet"])).num_row_groups
+        assert groups == max(1, -(-rows // ROWS_PER_GROUP))
+
+
+def test_a_part_says_what_it_is() -> None:
+    of = layout("fp16")
+    told = {"model": "relevance", "checkpoint_digest": "abc", "tokenizer": "def", "pooling": "mean", "dtype": "fp16"}
+    schema = pq.read_schema(io.BytesIO(part_files(of, "p", part(3, of), told)["p.parquet"]))
+    assert metadata_of(schema) == told
+    assert schema.field("vector").type == pa.list_(pa.float16(), 24)
+    assert schema.names == ["id", "vector", "id_hash", "text_hash"]

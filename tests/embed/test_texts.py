@@ -1,0 +1,141 @@
+"""What becomes of each kind of row."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.columns import FILTER
+from pipeline.data.tokenizer import TextTokenizer, Tokens
+from pipeline.embed.reading import RawWindow
+from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT, NO_ID, TextRules, cut_tokens, judge_rows, make_window
+from tests.embed.catalogues import Case, products, rows_of, tokenizer_json, write_catalogue
+
+
+def raw(**columns: list[Any]) -> RawWindow:
+    arrays = {
+        name: pa.array(values, pa.int64() if name == "id" and isinstance(values[0], int) else pa.large_binary())
+        for name, values in columns.items()
+    }
+    batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return RawWindow("a.parquet", 100, sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "text", "reason"),
+    [
+        (b"a", b"phone", None, ""),
+        (b"a", None, b"only a text", ""),
+        (b"a", b"  phone\n", b"", ""),
+        (None, b"phone", None, NO_ID),
+        (b"", b"phone", None, NO_ID),
+        (b"a", None, None, EMPTY_TEXT),
+        (b"a", b" \t ", b"\n", EMPTY_TEXT),
+        (b"\xff", b"phone", None, "id is not UTF-8"),
+        (b"a", b"caf\xe9", None, "title is not UTF-8"),
+        (b"a", b"phone", b"\xf0\x28", "text is not UTF-8"),
+    ],
+)
+def test_a_row_is_usable_or_has_one_reason(
+    name: bytes | None, title: bytes | None, text: bytes | None, reason: str
+) -> None:
+    rows = judge_rows(raw(id=[b"good", name], title=[b"laptop", title], text=[None, text]), "string", {}, 8)
+    assert rows.num_read == 2
+    if reason:
+        (bad,) = rows.bad
+        assert (bad.file, bad.row, bad.reason) == ("a.parquet", 101, reason)
+        assert rows.ids.to_pylist() == ["good"]
+    else:
+        assert not rows.bad
+        assert rows.texts[1] == " ".join((b" ".join(part for part in (title, text) if part)).decode().split())
+
+
+def test_bad_bytes_far_behind_what_is_read_count_too() -> None:
+    long = b"x" * 100_000 + b"\xff"
+    assert [row.reason for row in judge_rows(raw(id=[b"a"], title=[long]), "string", {}, 8).bad] == [
+        "title is not UTF-8"
+    ]
+
+
+def test_ids_keep_their_type() -> None:
+    rows = judge_rows(raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]), "int64", {}, 8)
+    assert rows.ids.type == pa.int64() and rows.ids.to_pylist() == [7, 0, -3]
+    text = judge_rows(raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]), "string", {}, 8)
+    assert np.array_equal(rows.id_hash, text.id_hash)
+
+
+def test_the_hash_is_of_the_text_that_is_read() -> None:
+    limit = 16 * 8
+    rows = judge_rows(
+        raw(id=[b"a", b"b", b"c"], title=[b"x" * limit, b"x" * limit + b"tail", b" " + b"x" * limit], text=[b"y"] * 3),
+        "string",
+        {},
+        8,
+    )
+    assert len({*rows.text_hash.tolist()}) == 1 and {*rows.texts} == {"x" * limit}
+
+
+def test_rows_outside_the_filter_are_not_counted() -> None:
+    window = raw(id=[b"a", b"b", None], title=[b"x", b"y", b"z"], **{FILTER + "shop": [b"1", b"2", b"2"]})
+    rows = judge_rows(window, "string", {"shop": "1|3"}, 8)
+    assert (rows.ids.to_pylist(), rows.rows.tolist(), rows.num_read, rows.bad) == (["a"], [100], 1, ())
+
+
+def test_a_text_of_100_kb_is_cut_and_counted() -> None:
+    rules = TextRules(tokenizer_json(), 12, "string")
+    window = make_window(rules, raw(id=[b"a", b"b"], title=[b"phone model " * 8500, b"phone"]))
+    assert window.tokens.lengths.tolist()[0] == 12
+    assert window.truncated.tolist() == [True, False]
+    tokenizer = TextTokenizer(tokenizer_json())
+    first = window.tokens.ids[:12]
+    assert (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
+    assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[:11])
+
+
+def test_cut_tokens() -> None:
+    tokens = Tokens(np.arange(12, dtype=np.int32), np.array([0, 2, 7, 12]))
+    cut = cut_tokens(tokens, 4, 99)
+    assert cut.ids.tolist() == [0, 1, 2, 3, 4, 99, 7, 8, 9, 99]
+    assert cut.offsets.tolist() == [0, 2, 6, 10]
+
+
+ID_ARRAYS = {
+    "int32": pa.array(range(60), pa.int32()),
+    "uint64": pa.array([2**63 + n for n in range(60)], pa.uint64()),
+    "string": pa.array([f"p{n}" for n in range(60)], pa.string()),
+    "large_string": pa.array([f"p{n}" for n in range(60)], pa.large_string()),
+    "string_view": pa.array([f"p{n}" for n in range(60)], pa.string_view()),
+    "binary": pa.array([f"p{n}".encode() for n in range(60)], pa.binary()),
+    "dictionary": pa.array([f"p{n}" for n in range(60)]).dictionary_encode(),
+    "dictionary of numbers": pa.array(range(60)).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", ID_ARRAYS)
+def test_any_type_of_id(tmp_path: Path, kind: str) -> None:
+    table = products(range(60)).set_column(0, "product_id", ID_ARRAYS[kind])
+    case = Case(tmp_path)
+    vectors = case.embed(write_catalogue(tmp_path / "in", [table]))
+    expected = [value.decode() if isinstance(value, bytes) else value for value in ID_ARRAYS[kind].to_pylist()]
+    assert list(rows_of(vectors)) == expected
+    wanted = {"int32": "int64", "uint64": "uint64", "dictionary of numbers": "int64"}.get(kind, "string")
+    assert str(vectors.schema(0).field("id").type) == wanted
+
+
+def test_bad_rows_are_counted_and_kept_with_their_reasons(tmp_path: Path) -> None:
+    titles: list[Any] = [f"phone {n}".encode() for n in range(100)]
+    ids: list[Any] = [f"p{n}".encode() for n in range(100)]
+    titles[3], titles[40], titles[41], ids[50], ids[60] = None, b"\xff\xfe", b"  ", None, b"p59"
+    table = pa.table({"product_id": pa.array(ids, pa.binary()), "title": pa.array(titles, pa.binary())})
+    case = Case(tmp_path, rows_per_part=200)
+    vectors = case.embed(write_catalogue(tmp_path / "in", [table]), max_bad_fraction=0.05)
+    assert vectors.info.counts.read == 100 and vectors.info.counts.bad == 5 and vectors.info.rows == 95
+    assert vectors.info.reasons == {EMPTY_TEXT: 2, "title is not UTF-8": 1, NO_ID: 1, DUPLICATE_ID: 1}
+    lines = case.files()["quarantine.jsonl"].decode().splitlines()
+    assert len(lines) == 5 and all("file-0.parquet" in line for line in lines)
+    assert '"row":60' in next(line for line in lines if DUPLICATE_ID in line)

@@ -1,0 +1,257 @@
+"""Every check passes on what was committed, and fails on what is wrong."""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import shown_on
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embed.ann import check_ann
+from pipeline.embed.drift import check_drift
+from pipeline.embed.plan import EmbedPlan
+from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.verify_catalogue import Context, check_catalogue, judge_again
+from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
+from pipeline.embed.verify_report import Check, guarded, judge
+from pipeline.embed.verify_sample import check_sample
+from pipeline.io.hashing import hash_bytes
+from pipeline.io.storage import open_storage
+from tests.embed.catalogues import MAX_TOKENS, Case, HashEmbedder, products, title, tokenizer_json, write_catalogue
+from tests.shown import Shown
+
+STOP = StopSignal()
+PART = "part-00001.parquet"
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """p0 to p99, with p7 twice and a row without a title."""
+    case = Case(tmp_path, {"dtype": "fp16"})
+    odd = pa.table({"product_id": ["p7", "px"], "title": ["phone", None]})
+    case.embed(write_catalogue(tmp_path / "in", [products(range(80)), odd, products(range(80, 100))]))
+    return case
+
+
+def vectors_of(case: Case) -> VectorSet:
+    return open_vectors(case.workspace, "c1")
+
+
+def plan_of(case: Case) -> EmbedPlan:
+    return case.plan(case.folder / "in")
+
+
+class _Inline(AbstractContextManager["_Inline"]):
+    """Worker processes without processes."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def run_in_order(self, tasks: Iterator[Any]) -> Iterator[Any]:
+        return (judge_again(self._context, task) for task in tasks)
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def catalogue_check(case: Case, sample: int = 0) -> tuple[Check, list[Any]]:
+    plan = plan_of(case)
+    return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), sample=sample, workers=_Inline)
+
+
+def sample_check(case: Case, **options: Any) -> Check:
+    tokenizer = TextTokenizer(tokenizer_json())
+    picked = catalogue_check(case, sample=30)[1]
+    return check_sample(
+        vectors_of(case), picked, tokenizer, HashEmbedder(), max_tokens=MAX_TOKENS, **{"min_cosine": 0.999, **options}
+    )
+
+
+def change(case: Case, how: Callable[[pa.Table], pa.Table], name: str = PART) -> None:
+    """Write a part again, and a manifest that fits it: what a wrong writer would leave."""
+    key = f"embeddings/c1/{name}"
+    sink = io.BytesIO()
+    pq.write_table(how(pq.read_table(io.BytesIO(case.workspace.read_bytes(key)))), sink, compression="none")
+    case.workspace.write_bytes(key, sink.getvalue())
+    manifest = vectors_of(case).manifest
+    record = FileRecord(size_bytes=len(sink.getvalue()), xxh3_128=hash_bytes(sink.getvalue()))
+    altered = Manifest(
+        kind=manifest.kind, created_by="test", fields=manifest.fields, files=manifest.files | {name: record}
+    )
+    case.workspace.write_bytes("embeddings/c1/MANIFEST.json", altered.to_json())
+
+
+def with_vectors(change_values: Callable[[Any], None]) -> Callable[[pa.Table], pa.Table]:
+    def how(table: pa.Table) -> pa.Table:
+        values = table["vector"].combine_chunks().flatten().to_numpy().reshape(len(table), -1).copy()
+        change_values(values)
+        vectors = pa.FixedSizeListArray.from_arrays(
+            pa.array(values.reshape(-1)), type=table.schema.field("vector").type
+        )
+        return table.set_column(1, table.schema.field("vector"), vectors)
+
+    return how
+
+
+def assign(row: Any, value: Any) -> Callable[[pa.Table], pa.Table]:
+    def how(values: Any) -> None:
+        values[row] = value
+
+    return with_vectors(how)
+
+
+@pytest.mark.stage
+def test_all_is_well(case: Case, tmp_path: Path) -> None:
+    vectors = vectors_of(case)
+    checks = [
+        check_files(vectors),
+        check_numbers(vectors, 0.01, STOP),
+        check_unique(vectors, tmp_path / "scratch", STOP),
+        catalogue_check(case)[0],
+        sample_check(case),
+    ]
+    assert [check.outcome for check in checks] == ["pass"] * 5, [check.line() for check in checks]
+    assert "100 ids with their texts, 2 bad rows" in checks[3].seen
+    assert checks[4].figures["min_cosine"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (assign((3, 5), np.nan), "the vector of 'p23' and 0 others are not finite"),
+        (assign((3, 5), np.inf), "not finite"),
+        (assign(3, 0.0), "the vector of 'p23' and 0 others are not of length one"),
+        (with_vectors(lambda values: np.multiply(values, 1.1, out=values)), "and 19 others are not of length one"),
+        (lambda table: table.slice(1), "19 rows, its manifest says 20"),
+        (lambda table: table.drop_columns(["text_hash"]), "columns .* expected"),
+        (lambda table: table.replace_schema_metadata({"trnpipe.plan": "x"}), "its plan is x"),
+        (lambda table: table.set_column(0, table.schema.field(0), pa.array(["q"] * len(table))), "the hash of id 'q'"),
+        (lambda table: table.take(pa.array([*range(1, len(table)), 1])), "its ids are not from"),
+    ],
+)
+def test_wrong_numbers(case: Case, how: Callable[[pa.Table], pa.Table], reason: str) -> None:
+    change(case, how)
+    check = guarded("numbers", lambda: check_numbers(vectors_of(case), 0.01, STOP))
+    assert check.outcome == "fail"
+    assert re.search(reason, check.seen), check.seen
+
+
+def test_a_flipped_bit(case: Case) -> None:
+    path = case.folder / "workspace" / "embeddings" / "c1" / PART
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    check = guarded("files", lambda: check_files(vectors_of(case)))
+    assert check.outcome == "fail" and PART in check.seen
+
+
+def test_an_id_in_two_rows(case: Case, tmp_path: Path) -> None:
+    change(case, lambda table: table.take(pa.array([*range(len(table) - 1), 0])))
+    assert "has an id twice" in check_unique(vectors_of(case), tmp_path, STOP).seen
+    first = pq.read_table(io.BytesIO(case.workspace.read_bytes("embeddings/c1/part-00000.parquet")))
+    change(case, lambda table: pa.concat_tables([table.slice(0, 19), first.slice(0, 1).cast(table.schema)]))
+    check = check_unique(vectors_of(case), tmp_path, STOP)
+    assert check.outcome == "fail" and "1 ids of part-00001.parquet are there before, such as 'p0'" in check.seen
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (lambda table: table.slice(0, 19), "1 ids of the catalogue have no vector"),
+        (lambda table: table.take(pa.array([1, 0, *range(2, 20)])), "part-00001.parquet: other order"),
+        (
+            lambda table: table.set_column(3, table.schema.field(3), pa.array(range(20), pa.uint64())),
+            "20 vectors are of another text",
+        ),
+        (
+            lambda table: table.set_column(2, table.schema.field(2), pa.array(range(20), pa.uint64())),
+            "20 ids are not in the catalogue",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_the_catalogue(case: Case, how: Callable[[pa.Table], pa.Table], reason: str) -> None:
+    change(case, how)
+    check = catalogue_check(case)[0]
+    assert check.outcome == "fail" and reason in check.seen
+
+
+def test_a_catalogue_that_has_changed_since(case: Case) -> None:
+    write_catalogue(case.folder / "in", [products(range(81))])
+    with pytest.raises(DataError, match="was changed since"):
+        catalogue_check(case)
+
+
+@pytest.mark.stage
+def test_vectors_of_another_model(case: Case) -> None:
+    change(case, with_vectors(lambda values: np.negative(values, out=values)))
+    check = sample_check(case)
+    assert check.outcome == "fail" and "has cosine -1.0000 to its recomputation" in check.seen
+    assert sample_check(case, min_cosine=-1.0).outcome == "pass"
+
+
+def test_drift(case: Case, tmp_path: Path) -> None:
+    """p10 to p99 stay, one of them with another title; p100 to p104 come."""
+    changed = pa.table({"product_id": ["p50"], "title": [title(777)]})
+    numbers = [n for n in range(10, 105) if n != 50]
+    case.embed(write_catalogue(tmp_path / "second", [products(numbers), changed]), "c2")
+    vectors = open_vectors(case.workspace, "c2")
+    check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", None, STOP)
+    assert check.outcome == "pass"
+    assert "90 ids in common with cycle c1, 5 new, 10 gone" in check.seen
+    assert check.figures["moved_share"] == pytest.approx(1 / 90)
+    assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9999, STOP).outcome == "fail"
+    narrow = Case(tmp_path, {"dim": 4})
+    narrow.embed(tmp_path / "second", "c3")
+    other = open_vectors(case.workspace, "c3")
+    assert check_drift(other, vectors, tmp_path / "scratch", None, STOP).outcome == "skipped"
+
+
+def test_recall_of_an_index(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = vectors_of(case)
+    ask: dict[str, Any] = {"rows": 1000, "min_recall": 0.9, "stop": STOP}
+    assert check_ann(vectors, queries=0, **ask).outcome == "skipped"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install" in check_ann(vectors, queries=20, **ask).seen
+    monkeypatch.undo()
+    pytest.importorskip("usearch")
+    check = check_ann(vectors, queries=20, **ask)
+    assert check.outcome == "pass" and check.figures["recall"] > 0.9
+    assert check_ann(vectors, queries=20, **{**ask, "min_recall": 1.01}).outcome == "fail"
+
+
+def test_many_problems_are_told_in_short() -> None:
+    check = judge("x", [f"problem {n}" for n in range(9)], "fine")
+    assert check.seen == "problem 0; problem 1; problem 2; and 6 more"
+    assert check.line() == "fail     x          problem 0; problem 1; problem 2; and 6 more"
+
+
+def test_each_pass_over_the_vectors_shows_its_progress(case: Case) -> None:
+    shown, vectors = Shown(), vectors_of(case)
+    with shown_on(shown.display):
+        check_files(vectors)
+        check_numbers(vectors, 0.01, STOP)
+        check_unique(vectors, case.folder / "scratch", STOP)
+        catalogue_check(case)
+        sample_check(case)
+        check_drift(vectors, vectors, case.folder / "scratch", None, STOP)
+    assert shown.names == {
+        "verifying embeddings/c1",
+        "verifying vectors",
+        "looking for ids in several parts",
+        "reading the catalogue again",
+        "embedding a sample",
+        "reading the earlier vectors' ids",
+        "comparing with the previous cycle",
+    } | {name for name in shown.names if name in ("looking at the catalogue", "reading embed/c1")}
+    shown.check_complete()

@@ -1,0 +1,128 @@
+"""Gradient boosting on numeric features: what it learns, from which rows, and when it cannot."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import save_file
+
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.token_store import TokenSet
+from pipeline.evaluate import boosting
+from pipeline.evaluate.boosting import Boosting, fit, to_rows
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.order import HoldoutOrder
+from tests.train.rows import token_set_info
+
+BUCKETS = (Bucket(4, 6), Bucket(6, 8))
+INFO = token_set_info("flat")
+
+
+def rows_of(folder: Path, sizes: tuple[int, int], features: int = 2, labels: int = 2, seed: int = 1) -> TokenRows:
+    """The first feature is the label with some noise; sample ids fall, so that their order is not that of the rows."""
+    stream, first, tensors = np.random.default_rng(seed), sum(sizes), dict[str, npt.NDArray[Any]]()
+    for number, (size, shape) in enumerate(zip(sizes, BUCKETS, strict=True)):
+        label = stream.integers(0, labels, size)
+        numeric = stream.normal(size=(size, features)).astype(np.float32)
+        if features:
+            numeric[:, 0] = label + 0.3 * numeric[:, 0]
+        label[::7] = -1
+        ids = np.arange(first, first - size, -1, dtype=np.int64)
+        first -= size
+        tensors |= {
+            f"b{number}.query": np.ones((size, shape.query_tokens), dtype=np.uint16),
+            f"b{number}.product": np.ones((size, shape.product_tokens), dtype=np.uint16),
+            f"b{number}.label": label.astype(np.int16),
+            f"b{number}.gain": np.maximum(label, 0).astype(np.float32),
+            f"b{number}.numeric": numeric,
+            f"b{number}.categorical": np.zeros((size, 1), dtype=np.int32),
+            f"b{number}.sample_id": ids,
+            f"b{number}.query_id": ids // 5,
+        }
+    save_file(tensors, folder / f"{seed}.safetensors")
+    return TokenRows([ShardFile(folder / f"{seed}.safetensors", sizes)], BUCKETS, 0)
+
+
+def holdout_of(rows: TokenRows) -> Holdout:
+    order = HoldoutOrder(tuple(np.arange(size) for size in rows.sizes))
+    return Holdout("test", [TokenSet("tokens/x", INFO)], rows, order, 0)
+
+
+def fitted(rows: TokenRows, max_rows: int = 1000, num_labels: int = 2) -> Boosting:
+    found = fit(rows, num_labels, max_rows, StopSignal())
+    assert isinstance(found, Boosting)
+    return found
+
+
+def test_it_learns_the_labels_from_the_features(tmp_path: Path) -> None:
+    model = fitted(rows_of(tmp_path, (150, 60)))
+    arrays = model.score(holdout_of(rows_of(tmp_path, (40, 30), seed=2)), StopSignal())
+    assert arrays["sample_id"].tolist() == list(range(1, 71))
+    rows = to_rows(arrays, INFO)
+    labelled = rows.label >= 0
+    right = rows.probabilities[labelled].argmax(axis=1) == rows.label[labelled]
+    assert right.mean() > 0.9
+    assert rows.query_id.tolist() == [number // 5 for number in range(1, 71)]
+    assert rows.gain.tolist() == np.maximum(rows.label, 0).tolist()
+
+
+def test_the_same_rows_give_the_same_scores(tmp_path: Path) -> None:
+    train, holdout = rows_of(tmp_path, (150, 60)), holdout_of(rows_of(tmp_path, (40, 30), seed=2))
+    one, other = (fitted(train, 120).score(holdout, StopSignal())["probabilities"] for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_rows_are_chosen_evenly_and_without_label_left_out(tmp_path: Path) -> None:
+    train = rows_of(tmp_path, (1500, 500))
+    assert fitted(train, 5000).num_rows == 2000 - len(range(0, 1500, 7)) - len(range(0, 500, 7))
+    some = boosting._some_rows(train, 400, StopSignal())
+    assert some["numeric"].shape == (400, 2)
+    every = boosting._some_rows(train, 5000, StopSignal())["numeric"]
+    places = [int(np.flatnonzero((every == row).all(axis=1))[0]) for row in some["numeric"]]
+    assert places == sorted(set(places)), "each row once"
+    counts = np.histogram(places, bins=4, range=(0, 2000))[0]
+    assert counts.min() > 70 and counts.max() < 130, counts
+
+
+def test_a_label_that_never_occurs_has_no_probability(tmp_path: Path) -> None:
+    model = fitted(rows_of(tmp_path, (90, 30)), num_labels=4)
+    table = model.score(holdout_of(rows_of(tmp_path, (9, 4), seed=2)), StopSignal())["probabilities"]
+    assert table.shape == (13, 4) and not table[:, 2:].any()
+    np.testing.assert_allclose(table.sum(axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "features", "labels", "reason"),
+    [
+        ((60, 20), 0, 2, "no numeric feature"),
+        ((60, 20), 2, 1, "fewer than two labels"),
+        ((0, 0), 2, 2, "no row of split train"),
+    ],
+)
+def test_when_there_is_nothing_to_fit(
+    tmp_path: Path, sizes: tuple[int, int], features: int, labels: int, reason: str
+) -> None:
+    found = fit(rows_of(tmp_path, sizes, features, labels), 2, 100, StopSignal())
+    assert isinstance(found, str) and reason in found
+
+
+def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    found = fit(rows_of(tmp_path, (60, 20)), 2, 100, StopSignal())
+    assert isinstance(found, str) and "pip install 'trnpipe[baselines]'" in found
+
+
+def test_a_stop_ends_it(tmp_path: Path) -> None:
+    train, stop = rows_of(tmp_path, (60, 20)), StopSignal()
+    model = fitted(train)
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="gradient boosting"):
+        fit(train, 2, 100, stop)
+    with pytest.raises(Preempted, match="scoring with gradient boosting"):
+        model.score(holdout_of(train), stop)

@@ -1,0 +1,204 @@
+"""Figures of a holdout: right, complete, and the same however ranks share the rows."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, log_loss
+from torch import Tensor
+
+from pipeline.backends import Batch
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.errors import DataError, Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import TokenRows
+from pipeline.evaluate.holdout import HoldoutFigures, evaluate_holdout, figures
+from pipeline.model.relevance import RelevanceOutputs
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from tests.train.rows import make_rows
+
+GAINS = (0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("holdout"), [(13, 6), (0, 9)])
+
+
+def score(batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+    """A pure function of the row: some right, some wrong. Embeddings are of the first two words."""
+    guess = torch.sin(batch["query"][:, 1].float() * 3 + batch["product"][:, 2].float())
+    query, product = (torch.cos(batch[side][:, 1:3].float()) + 0.01 for side in ("query", "product"))
+    return RelevanceOutputs(torch.stack([-guess, guess], dim=1), query, product)
+
+
+class Part(Gang):
+    """One rank of several, run one after another: gather() gives what all ranks gave."""
+
+    def __init__(self, rank: int, world_size: int, parts: list[Any]) -> None:
+        super().__init__(World(), timeout_s=1)
+        self.world = World(rank=rank, world_size=world_size)
+        self.parts = parts
+
+    def gather(self, value: Any) -> list[Any]:
+        self.parts.append(value)
+        return self.parts
+
+
+def evaluate(
+    rows: TokenRows,
+    gang: Gang | None = None,
+    *,
+    batch_size: int = 4,
+    limit: int = 1000,
+    backend: CpuBackend | None = None,
+    searching: bool = True,
+) -> HoldoutFigures:
+    return evaluate_holdout(
+        score,
+        backend or CpuBackend(),
+        rows,
+        label_gains=GAINS,
+        batch_size=batch_size,
+        limit=limit,
+        gang=gang or Gang(World(), timeout_s=1),
+        stop=StopSignal(),
+        search_pad_id=rows.pad_id if searching else None,
+    )
+
+
+def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
+    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
+    joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    found = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")})
+    texts = [tuple(row) for row in joined["product"].tolist()]
+    vectors = dict(zip(texts, torch.nn.functional.normalize(found.product).tolist(), strict=True))
+    values = []
+    for query_id in sorted(set(joined["query_id"].tolist())):
+        own = np.flatnonzero(joined["query_id"] == query_id)
+        gains: dict[tuple[int, ...], float] = {}
+        for row in own:
+            gains[texts[row]] = max(gains.get(texts[row], 0.0), float(joined["gain"][row]))
+        if not any(gains.values()):
+            continue
+        asks = found.query[own[0]]
+        ranked = sorted(vectors, key=lambda text: -float(torch.dot(asks, torch.tensor(vectors[text]))))[:10]
+        ideal = sorted(gains.values(), reverse=True)[:10]
+        dcg, best = (
+            sum(gain / math.log2(rank + 2) for rank, gain in enumerate(part))
+            for part in ([gains.get(text, 0.0) for text in ranked], ideal)
+        )
+        values.append(dcg / best)
+    seen = evaluate(rows)
+    assert seen.retrieval_ndcg == pytest.approx(np.mean(values))
+    assert seen.combined == pytest.approx((seen.macro_f1 + np.mean(values)) / 2)
+    assert evaluate(rows, searching=False).retrieval_ndcg is None
+
+
+def test_figures_by_hand(rows: TokenRows) -> None:
+    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
+    joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    logits = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")}).logits.numpy()
+    guess = logits.argmax(1)
+    probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    seen = evaluate(rows)
+    assert seen.rows == 28
+    assert seen.accuracy == pytest.approx((guess == joined["label"]).mean())
+    assert seen.macro_f1 == pytest.approx(f1_score(joined["label"], guess, average="macro"))
+    assert seen.positive_f1 == pytest.approx(f1_score(joined["label"], guess))
+    assert seen.loss == pytest.approx(log_loss(joined["label"], probability), rel=1e-5)
+    assert 0 < seen.ndcg < 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 40])
+def test_ranks_and_batch_sizes_do_not_change_the_figures(rows: TokenRows, world_size: int) -> None:
+    parts: list[Any] = []
+    for rank in range(world_size - 1):
+        with suppress(IndexError, DataError):  # before the last rank nothing is complete
+            evaluate(rows, Part(rank, world_size, parts), batch_size=5)
+    assert evaluate(rows, Part(world_size - 1, world_size, parts), batch_size=5) == evaluate(rows)
+
+
+def test_the_limit(rows: TokenRows) -> None:
+    assert evaluate(rows, limit=7).rows <= 7
+
+
+def test_an_empty_holdout_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the holdout is empty"):
+        evaluate(make_rows(tmp_path, [(0, 0)]))
+
+
+def test_a_stop_ends_it(rows: TokenRows) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="evaluating the holdout"):
+        evaluate_holdout(
+            score,
+            CpuBackend(),
+            rows,
+            label_gains=GAINS,
+            batch_size=4,
+            limit=10,
+            gang=Gang(World(), timeout_s=1),
+            stop=stop,
+        )
+
+
+class Mangling(CpuBackend):
+    def __init__(self, mangle: Callable[[Iterable[Batch]], Iterator[Batch]]) -> None:
+        super().__init__()
+        self.mangle = mangle
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        @contextmanager
+        def mangled() -> Iterator[Iterator[Batch]]:
+            yield self.mangle(batches)
+
+        return mangled()
+
+
+def test_a_loader_that_loses_batches_is_noticed(rows: TokenRows) -> None:
+    def ends_early(batches: Iterable[Batch]) -> Iterator[Batch]:
+        return islice([*batches], 3)
+
+    with pytest.raises(RuntimeError, match="evaluated 3 of"):
+        evaluate(rows, backend=Mangling(ends_early))
+
+
+def joined_of(label: list[int], gain: list[float], query: list[int]) -> dict[str, Any]:
+    size = len(label)
+    return {
+        "logits": np.stack([np.zeros(size), np.linspace(-1, 1, size)], axis=1).astype(np.float32),
+        "label": np.array(label, dtype=np.int16),
+        "gain": np.array(gain, dtype=np.float32),
+        "query_id": np.array(query, dtype=np.int64),
+    }
+
+
+def test_unlabelled_rows_count_for_ranking_only() -> None:
+    seen = figures(joined_of([-1, 0, 1], [1.0, 0.0, 0.0], [1, 1, 1]), GAINS)
+    assert seen.rows == 3 and seen.accuracy == 1.0
+    assert seen.ndcg == pytest.approx(1 / math.log2(4))
+
+
+def test_without_any_label_there_is_nothing_to_score() -> None:
+    with pytest.raises(DataError, match="no labelled rows"):
+        figures(joined_of([-1, -1], [1.0, 0.0], [1, 1]), GAINS)
+
+
+def test_without_gains_the_ranking_is_unknown() -> None:
+    assert math.isnan(figures(joined_of([0, 1], [0.0, 0.0], [1, 1]), GAINS).ndcg)
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    joined = joined_of([0, 1], [0.0, 1.0], [1, 1])
+    joined["logits"] = np.array([[3e4, -3e4], [3e4, -3e4]], dtype=np.float32)
+    seen = figures(joined, GAINS)
+    assert math.isfinite(seen.loss) and seen.accuracy == 0.5

@@ -1,0 +1,92 @@
+"""Holdout queries in the training data: found by id and by text, in any partition, by any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import save_file
+
+from pipeline.core.errors import DataError, Preempted
+from pipeline.core.progress import shown_on
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.evaluate.leak import HoldoutQueries, Leak, find_leak, judge_leak
+from pipeline.evaluate.texts import text_hashes
+from tests.evaluate.gangs import alone, on_ranks
+from tests.shown import Shown
+from tests.train.rows import BUCKETS, PAD
+
+
+def trained(path: Path, queries: list[tuple[int, int]]) -> TokenRows:
+    """Rows by (query id, the token that makes the text), alternately in both buckets."""
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    counts = []
+    for bucket, shape in enumerate(BUCKETS):
+        part = queries[bucket::2]
+        counts.append(len(part))
+        if not part:
+            continue
+        text = np.full((len(part), shape.query_tokens), PAD, dtype=np.uint16)
+        text[:, :3] = [[1, token, 2] for _, token in part]
+        rows = len(part)
+        tensors |= {
+            f"b{bucket}.query": text,
+            f"b{bucket}.product": np.ones((rows, shape.product_tokens), dtype=np.uint16),
+            f"b{bucket}.label": np.zeros(rows, dtype=np.int16),
+            f"b{bucket}.gain": np.zeros(rows, dtype=np.float32),
+            f"b{bucket}.numeric": np.zeros((rows, 1), dtype=np.float32),
+            f"b{bucket}.categorical": np.zeros((rows, 1), dtype=np.int32),
+            f"b{bucket}.sample_id": np.arange(rows),
+            f"b{bucket}.query_id": np.array([query for query, _ in part], dtype=np.int64),
+        }
+    save_file(tensors, path)
+    return TokenRows([ShardFile(path, tuple(counts))], BUCKETS, PAD)
+
+
+def holdout(queries: list[tuple[int, int]]) -> HoldoutQueries:
+    texts = np.array([[1, token, 2, 0] for _, token in queries], dtype=np.int32)
+    return HoldoutQueries.of(np.array([query for query, _ in queries]), text_hashes(texts, PAD))
+
+
+SEEN = [(1, 30), (2, 31), (3, 32), (4, 33)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_by_id_and_by_text(tmp_path: Path, world_size: int) -> None:
+    sets = [trained(tmp_path / "a", SEEN[:3]), trained(tmp_path / "b", SEEN[3:])]
+    asked = holdout([(1, 30), (1, 30), (4, 39), (8, 31), (9, 38)])  # both, id alone, text alone, neither
+    found = on_ranks(world_size, lambda gang: find_leak(asked, sets, gang, StopSignal(), ("dt=2026-01-01",)))
+    assert set(found) == {Leak(4, 2, 1, ("dt=2026-01-01",))}
+    assert found[0].share == 0.75
+    assert "3 of 4 holdout queries (75%) were trained on (2 by id, 1 by text)" in found[0].text()
+
+
+def test_nothing_in_common(tmp_path: Path) -> None:
+    leak = find_leak(holdout([(8, 39)]), [trained(tmp_path / "a", SEEN)], alone(), StopSignal())
+    assert (leak.by_id, leak.by_text, leak.share) == (0, 0, 0.0)
+    assert judge_leak(leak, "refuse", 0.0) == ""
+
+
+def test_a_stop_ends_it(tmp_path: Path) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="looking for holdout queries"):
+        find_leak(holdout([(8, 39)]), [trained(tmp_path / "a", SEEN)], alone(), stop)
+
+
+def test_what_is_made_of_it() -> None:
+    leak = Leak(100, 3, 2)
+    with pytest.raises(DataError, match=r"5 of 100 holdout queries \(5\.0%\) were trained on"):
+        judge_leak(leak, "refuse", 0.04)
+    assert "better than they would be" in judge_leak(leak, "refuse", 0.05)
+    assert "5 of 100" in judge_leak(leak, "warn", 0.0)
+
+
+def test_its_progress_is_shown(tmp_path: Path) -> None:
+    sets, shown = [trained(tmp_path / "a", SEEN[:3]), trained(tmp_path / "b", SEEN[3:])], Shown()
+    with shown_on(shown.display):
+        find_leak(holdout(SEEN), sets, alone(), StopSignal(), num_rows=4)
+    ((name, work),) = shown.works
+    assert (name, work.total, work.done) == ("looking for holdout queries in the training data", 4, 4)

@@ -1,0 +1,294 @@
+"""Retrieval: where queries, items and judgements come from, and a search that ranks share."""
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pipeline.core.errors import DataError, Preempted
+from pipeline.core.fingerprint import hash63
+from pipeline.core.stop import StopSignal
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_store import TokenSet
+from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
+from pipeline.embed.output import shorten_vectors
+from pipeline.evaluate.catalogue import open_catalogue
+from pipeline.evaluate.config import RetrievalConfig
+from pipeline.evaluate.fusion import Ranked
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.order import HoldoutOrder
+from pipeline.evaluate.products import distinct_products
+from pipeline.evaluate.retrieval import RetrievalTask, search
+from pipeline.evaluate.retrieval_sources import from_catalogue, from_products
+from pipeline.evaluate.texts import join_tokens
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from tests.evaluate.gangs import on_ranks
+from tests.train.rows import make_rows, token_set_info
+
+Float32s = npt.NDArray[np.float32]
+
+
+def embed(windows: Iterable[Tokens]) -> Iterator[Float32s]:
+    """A vector of each text, from its tokens alone."""
+    for window in windows:
+        ends = zip(window.offsets, window.offsets[1:], strict=False)
+        texts = [window.ids[start:end].tolist() for start, end in ends]
+        raw = np.array([[np.sin(sum(text) * (place + 1)) for place in range(4)] for text in texts])
+        yield (raw / np.linalg.norm(raw, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.fixture
+def holdout(tmp_path: Path) -> Holdout:
+    rows = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)
+    order = HoldoutOrder(tuple(np.arange(size) for size in rows.sizes))
+    return Holdout("test", [TokenSet("tokens/x", token_set_info("flat"))], rows, order, 0)
+
+
+TOKENIZER = train_tokenizer(["one two three"], TokenizerConfig(vocab_size=256))
+
+
+def products_task(
+    holdout: Holdout,
+    sources: Sequence[TokenRows],
+    config: RetrievalConfig,
+    warn: Callable[[str], None] = print,
+    valid: Holdout | str = "no valid rows",
+    max_valid: int = 9,
+) -> RetrievalTask:
+    task = from_products(holdout, valid, sources, TOKENIZER, config, max_valid, StopSignal(), warn)
+    assert isinstance(task, RetrievalTask)
+    return task
+
+
+def texts_of(tokens: Tokens) -> list[tuple[int, ...]]:
+    return [tuple(tokens.ids[a:b].tolist()) for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+
+
+def everything(task: RetrievalTask) -> list[tuple[int, ...]]:
+    parts = list(task.items(lambda number: True))
+    assert [first for first, _ in parts] == np.cumsum([0, *(len(part.lengths) for _, part in parts)])[:-1].tolist()
+    return texts_of(join_tokens([part for _, part in parts]))
+
+
+def test_the_products_of_the_data(holdout: Holdout, tmp_path: Path) -> None:
+    more = make_rows(tmp_path, [(13, 6)], first_id=101)  # the same products again, and others
+    others = make_rows(tmp_path, [(3, 3)], first_id=501)
+    warned: list[str] = []
+    config = RetrievalConfig(window_rows=7)
+    task = products_task(holdout, [holdout.rows, more, others], config, warned.append)
+    assert not warned
+    items = everything(task)
+    assert len(items) == task.num_items == len(set(items))
+    every = [
+        rows.read(np.full(size, pool), np.arange(size), pool)
+        for rows in (holdout.rows, others)
+        for pool, size in enumerate(rows.sizes)
+    ]
+    assert set(items) == {tuple(row[row != 0].tolist()) for part in every for row in part["product"]}
+    queries = texts_of(task.queries.tokens)
+    judged = {
+        (int(query), items[item], float(gain))
+        for query, item, gain in zip(
+            task.queries.judged.query_id, task.queries.judged.item_id, task.queries.judged.gain, strict=True
+        )
+    }
+    expected = set()
+    for part in every[:2]:
+        for query, product, gain in zip(part["query_id"], part["product"], part["gain"], strict=True):
+            if gain > 0:
+                expected.add((int(query), tuple(product[product != 0].tolist()), float(gain)))
+                assert int(query) in task.queries.ids.tolist()
+    assert judged == expected
+    assert len(queries) == len(task.queries.ids)
+
+
+def test_fewer_queries_and_items(holdout: Holdout) -> None:
+    warned: list[str] = []
+    config = RetrievalConfig(max_queries=2, max_items=5)
+    task = products_task(holdout, [holdout.rows], config, warned.append)
+    assert len(task.queries.ids) == 2
+    relevant = set(task.queries.judged.item_id.tolist())
+    assert task.num_items == max(5, len(relevant)) and -1 not in relevant
+    assert "products (evaluate.retrieval.max_items)" in warned[0]
+
+
+def test_valid_queries_are_asked_beside_those_that_are_judged(holdout: Holdout, tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(120, 60)], first_id=301)
+    shared = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)  # the holdout's own queries
+    for asking, found_at_all in ((rows, True), (shared, False)):
+        valid = Holdout("valid", holdout.sets, asking, HoldoutOrder(tuple(map(np.arange, asking.sizes))), 0)
+        task = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid)
+        alone = products_task(holdout, [holdout.rows, rows], RetrievalConfig())
+        assert task.queries.ids.tolist() == alone.queries.ids.tolist() and task.num_items == alone.num_items
+        if not found_at_all:
+            assert task.tuning == "the valid split has no query with a relevant item", "they are judged"
+            continue
+        assert not isinstance(task.tuning, str)
+        assert not set(task.tuning.ids.tolist()) & set(task.queries.ids.tolist())
+        assert set(task.tuning.judged.query_id.tolist()) == set(task.tuning.ids.tolist())
+        assert task.tuning.judged.item_id.min() >= 0
+        assert texts_of(task.tokens) == [*texts_of(task.queries.tokens), *texts_of(task.tuning.tokens)]
+        fewer = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid, max_valid=2).tuning
+        assert not isinstance(fewer, str) and len(fewer.ids) == 2
+        rare = products_task(holdout, [holdout.rows], RetrievalConfig(), valid=valid).tuning
+        assert not isinstance(rare, str) and len(rare.ids) < len(task.tuning.ids), "most products are no items"
+        assert rare.judged.item_id.min() >= 0
+        none = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid, max_valid=0).tuning
+        assert none == "evaluate.baselines.valid_queries is 0"
+
+
+def test_without_gains_there_is_nothing_to_find(holdout: Holdout, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = holdout.blocks
+
+    def ungraded(self: Holdout, fields: Iterable[str]) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
+        for arrays in blocks(tuple(fields)):
+            yield {**arrays, **({"gain": np.zeros_like(arrays["gain"])} if "gain" in arrays else {})}
+
+    monkeypatch.setattr(Holdout, "blocks", ungraded)
+    found = from_products(holdout, "", [holdout.rows], TOKENIZER, RetrievalConfig(), 9, StopSignal(), print)
+    assert found == "no row of the holdout has a gain, so nothing is relevant to any query"
+
+
+def test_a_stop_ends_the_look_at_products(holdout: Holdout) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="distinct products"):
+        distinct_products([holdout.rows], np.zeros(0, dtype=np.uint64), 5, stop)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("window_rows", [3, 100])
+def test_ranks_find_the_same(holdout: Holdout, world_size: int, window_rows: int) -> None:
+    config = RetrievalConfig(window_rows=window_rows)
+    task = products_task(holdout, [holdout.rows], config)
+    (queries,) = embed([task.queries.tokens])
+    (items,) = embed([join_tokens([part for _, part in task.items(lambda number: True)])])
+    scores = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
+    expected = np.lexsort((np.broadcast_to(np.arange(len(items)), scores.shape), -scores))[:, :4]
+
+    def work(gang: Gang) -> list[Ranked] | str:
+        return search(task, embed, 4, gang, StopSignal(), widths=(0, 3))
+
+    def narrow(windows: Iterable[Tokens]) -> Iterator[Float32s]:
+        return (shorten_vectors(vectors, 3) for vectors in embed(windows))
+
+    alone = search(task, narrow, 4, Gang(World(), timeout_s=1.0), StopSignal())
+    assert not isinstance(alone, str)
+    (cut,) = alone
+    for both in on_ranks(world_size, work):
+        assert not isinstance(both, str)
+        found, narrower = both
+        np.testing.assert_array_equal(narrower.items, cut.items)
+        np.testing.assert_array_equal(narrower.scores, cut.scores)
+        assert not np.array_equal(narrower.items, found.items)
+        np.testing.assert_array_equal(found.items, expected)
+        np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, expected, axis=1))
+
+
+def test_vectors_that_are_no_numbers_are_a_reason(holdout: Holdout) -> None:
+    task = products_task(holdout, [holdout.rows], RetrievalConfig(window_rows=3))
+
+    def broken(windows: Iterable[Tokens]) -> Iterator[Float32s]:
+        for number, vectors in enumerate(embed(windows)):
+            yield vectors * np.float32(np.nan if number == 1 else 1)
+
+    for found in on_ranks(2, lambda gang: search(task, broken, 4, gang, StopSignal())):
+        assert isinstance(found, str) and "item vectors hold NaN" in found
+
+
+ROWS = [
+    {"product_id": "1", "title": "red shoe", "text": "", "label": "shoe red", "cluster": "c1", "split": "test"},
+    {"product_id": "2", "title": "shoe, red", "text": "new", "label": "shoe red", "cluster": "c1", "split": "train"},
+    {"product_id": "2", "title": "twice", "text": "", "label": "blue", "cluster": "c2", "split": "test"},
+    {"product_id": "3", "title": "blue hat", "text": "", "label": "shoe red", "cluster": "c3", "split": "train"},
+    {"product_id": "4", "title": "", "text": "", "label": "", "cluster": "", "split": "test"},
+    {"product_id": "5", "title": "green hat", "text": "", "label": "hat green", "cluster": "c4", "split": "test"},
+]
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Path:
+    path = tmp_path / "offers.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    texts = [row[name] for row in ROWS for name in ("title", "label", "text")]
+    return TextTokenizer(train_tokenizer(texts, TokenizerConfig(vocab_size=256)))
+
+
+OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "test"}, window_rows=2)
+
+
+def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    assert task.num_items == 5, "an id counts once"
+    assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
+    asked = {hash63("c1"): "shoe red", hash63("c4"): "hat green"}
+    assert sorted(asked) == task.queries.ids.tolist()
+    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([asked[number] for number in sorted(asked)]))
+    judged = set(zip(task.queries.judged.query_id.tolist(), task.queries.judged.item_id.tolist(), strict=True))
+    assert judged == {(hash63("c1"), 0), (hash63("c1"), 1), (hash63("c4"), 4)}
+    odd = list(task.items(lambda number: number == 1))
+    assert [(first, len(part.lengths)) for first, part in odd] == [(2, 2)]
+
+
+def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
+    assert sorted(task.query_texts) == ["hat green", "shoe red"]
+    assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
+
+
+def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    config = OFFERS.model_copy(update={"valid_queries": {"split": "train|test"}})
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    assert not isinstance(task.tuning, str)
+    assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
+    assert task.tuning.judged.item_id.tolist() == [2]
+    config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    assert task.tuning == "the valid split has no query with a relevant item"
+
+
+def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    config = OFFERS.model_copy(update={"query_id": ""})
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    shoes = task.queries.judged.item_id[task.queries.judged.query_id == hash63("shoe red")]
+    assert shoes.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": "cluster_label"}, "no column 'cluster_label'"),
+        ({"text": "description"}, "no column 'description'"),
+        ({"queries": {"splitt": "test"}}, "no column 'splitt'"),
+        ({"valid_queries": {"splitt": "valid"}}, r"no column 'splitt'[\s\S]*retrieval.valid-queries"),
+        ({"queries": {"split": "valid"}}, "asks no query"),
+    ],
+)
+def test_a_catalogue_that_does_not_fit_is_named(
+    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, changes: dict[str, object], message: str
+) -> None:
+    file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
+    with pytest.raises(DataError, match=message):
+        from_catalogue(file, holdout, tokenizer, 9, StopSignal())
+
+
+def test_no_catalogue(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist[\s\S]*evaluate\.retrieval\.catalogue"):
+        open_catalogue(OFFERS, str(tmp_path / "none.csv"), StopSignal())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no catalogue"):
+        open_catalogue(OFFERS, str(tmp_path / "empty"), StopSignal())

@@ -1,0 +1,179 @@
+"""Scoring a holdout: all rows once, however many ranks share them, and stopped anywhere it goes on."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends import Batch
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.errors import Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import TokenRows
+from pipeline.evaluate.order import HoldoutOrder, choose_rows
+from pipeline.evaluate.parts import Arrays, PartStore
+from pipeline.evaluate.scorer import Scorer
+from pipeline.io.storage import open_storage
+from pipeline.parallel.gang import Gang
+from tests.evaluate.gangs import alone, on_ranks
+from tests.train.rows import make_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("scorer"), [(13, 6), (0, 9), (5, 0)])
+
+
+@pytest.fixture(scope="module")
+def order(rows: TokenRows) -> HoldoutOrder:
+    return HoldoutOrder(tuple(np.arange(size, dtype=np.int64) for size in rows.sizes))
+
+
+def score(batch: Mapping[str, Tensor]) -> Tensor:
+    """A function of each row alone."""
+    guess = torch.sin(batch["query"][:, 1].float() * 3 + batch["product"][:, 2].float())
+    return torch.stack([-guess, guess], dim=1)
+
+
+class Clock:
+    """Seconds that pass at every look."""
+
+    def __init__(self, step_s: float) -> None:
+        self._times = count(0.0, step_s)
+
+    def __call__(self) -> float:
+        return next(self._times)
+
+
+def parts_in(folder: Path, told: list[str] | None = None) -> PartStore:
+    storage = open_storage(str(folder / "workspace"))
+    return PartStore(
+        storage, "cycles/c1/evaluate/parts/x", folder / "scratch", (told if told is not None else []).append
+    )
+
+
+def run(
+    rows: TokenRows,
+    order: HoldoutOrder,
+    folder: Path,
+    gang: Gang | None = None,
+    *,
+    scoring: Callable[[Mapping[str, Tensor]], Tensor] = score,
+    stop: StopSignal | None = None,
+    save_every_s: float = 1e9,
+    backend: CpuBackend | None = None,
+    told: list[str] | None = None,
+    step_s: float = 2.0,
+) -> Arrays:
+    gang, stop = gang or alone(), stop or StopSignal()
+    scorer = Scorer(backend or CpuBackend(), gang, stop, 4, save_every_s, Clock(step_s))
+    return scorer.run(scoring, rows, order, parts_in(folder, told))
+
+
+def check(found: Arrays, rows: TokenRows) -> None:
+    """Against every row read and scored on its own."""
+    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
+    expected = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    expected["logits"] = score({name: torch.from_numpy(expected[name]) for name in ("query", "product")}).numpy()
+    expected["query_tokens"] = (expected["query"] != rows.pad_id).sum(axis=1)
+    by_id = np.argsort(expected["sample_id"])
+    for name in ("sample_id", "query_id", "label", "gain", "logits", "query_tokens"):
+        np.testing.assert_array_equal(found[name], expected[name][by_id], err_msg=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 12])
+def test_ranks_share_the_work(rows: TokenRows, order: HoldoutOrder, tmp_path: Path, world_size: int) -> None:
+    found = on_ranks(world_size, lambda gang: run(rows, order, tmp_path, gang))
+    check(found[0], rows)
+    assert not any(found[1:]), "only rank 0 keeps the scores"
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 2)])
+def test_stopped_anywhere_it_goes_on_with_other_ranks(
+    rows: TokenRows, order: HoldoutOrder, tmp_path: Path, before: int, after: int
+) -> None:
+    stop, calls = StopSignal(), count(1)
+
+    def stopping(batch: Mapping[str, Tensor]) -> Tensor:
+        if next(calls) == 4:
+            stop.set("SIGTERM")
+        return score(batch)
+
+    with pytest.raises(Preempted, match=r"of 33 rows are saved"):
+        on_ranks(before, lambda gang: run(rows, order, tmp_path, gang, scoring=stopping, stop=stop))
+    done, _ = parts_in(tmp_path).load()
+    assert 0 < done < order.total
+    scored: list[int] = []
+
+    def counting(batch: Mapping[str, Tensor]) -> Tensor:
+        scored.append(len(batch["query"]))
+        return score(batch)
+
+    check(on_ranks(after, lambda gang: run(rows, order, tmp_path, gang, scoring=counting))[0], rows)
+    assert sum(scored) < order.total + 12 * after, "what was saved is not scored again"
+
+
+def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:
+    check(run(rows, order, tmp_path, save_every_s=5.0), rows)
+    store = parts_in(tmp_path)
+    assert len(store.storage.list_dirs(f"{store.prefix}/")) > 2
+    place, found = store.load()
+    assert place == sum(len(part["sample_id"]) for part in found)
+
+    def never(batch: Mapping[str, Tensor]) -> Tensor:
+        assert len(batch["query"]) == 4
+        calls.append(1)
+        return score(batch)
+
+    calls: list[int] = []
+    check(run(rows, order, tmp_path, scoring=never), rows)
+    assert len(calls) <= -(-(order.total - place) // 4) + 1
+    store.clear()
+    assert store.load() == (0, [])
+    assert not list(store.storage.list(store.prefix))
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove", "hole"])
+def test_a_damaged_part_is_computed_again(rows: TokenRows, order: HoldoutOrder, tmp_path: Path, damage: str) -> None:
+    run(rows, order, tmp_path, save_every_s=5.0)
+    store, told = parts_in(tmp_path), list[str]()
+    names = store.storage.list_dirs(f"{store.prefix}/")
+    folder = store.storage.local_path(f"{store.prefix}/{names[1]}")
+    assert folder is not None
+    file = folder / "part.safetensors"
+    if damage == "flip":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "remove":
+        file.unlink()
+    else:
+        store.storage.delete_prefix(f"{store.prefix}/{names[1]}/")
+    check(run(rows, order, tmp_path, told=told), rows)
+    assert len(told) == (damage != "hole")
+
+
+def test_a_loader_that_loses_batches_is_noticed(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:
+    class Losing(CpuBackend):
+        def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+            @contextmanager
+            def short() -> Iterator[Iterator[Batch]]:
+                yield islice(iter(batches), 3)
+
+            return short()
+
+    with pytest.raises(RuntimeError, match="scored 12 of 33 rows"):
+        run(rows, order, tmp_path, backend=Losing())
+
+
+def test_some_queries_alone(rows: TokenRows, tmp_path: Path) -> None:
+    ids = [rows.read(np.full(size, pool), np.arange(size), pool)["query_id"] for pool, size in enumerate(rows.sizes)]
+    few = choose_rows(ids, 12)
+    found = run(rows, few, tmp_path)
+    assert len(found["sample_id"]) == few.total <= 12
+    assert set(found["query_id"].tolist()) < set(np.concatenate(ids).tolist())

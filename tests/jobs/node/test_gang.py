@@ -1,0 +1,189 @@
+"""Several entries of one multi-node job, as processes."""
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.parallel.network import own_address, own_interface
+from tests.jobs.node.entries import READY, WAIT, EntryGang, entry, entry_gang, job_env, post_mortem, python, read_until
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(90)]
+
+STOPS = READY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(100)"
+
+
+def all_ready(gang: EntryGang) -> None:
+    for process in gang.nodes.values():
+        read_until(process, "ready")
+
+
+def stderr_of(gang: EntryGang, node: int) -> str:
+    return gang.nodes[node].finish()[1]
+
+
+def test_the_main_node_waits_for_the_last_one(tmp_path: Path) -> None:
+    """It comes late, and ends last; nothing starts before it is there."""
+    marker = tmp_path / "last is done"
+    wait_for = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
+    with entry_gang(tmp_path, 3) as gang:
+        for node in (2, 0):
+            gang.start(node, python(READY + f"open({str(tmp_path)!r} + '/started-{node}', 'w')"))
+        early = socket.create_connection(_retry_address(gang))  # a stranger: no node
+        early.sendall(b'{"kind": "hello", "token": "wrong", "node": 1}\n')
+        assert early.recv(100) == b""
+        assert not list(tmp_path.glob("started-*"))
+        gang.start(1, python(READY + f"exec({wait_for!r}); open({str(marker)!r}, 'w')"))
+        all_ready(gang)
+        assert gang.nodes[0].poll() is None
+        (tmp_path / "go").touch()
+        assert gang.codes() == [0, 0, 0]
+        assert marker.exists()
+    assert not (tmp_path / "cycles/2026-11-20/jobs/post-mortem").exists()
+
+
+def _retry_address(gang: EntryGang) -> tuple[str, int]:
+    """Where the main node listens, once it does."""
+    address = (own_address(), gang.port + 1)
+    while True:
+        try:
+            socket.create_connection(address).close()
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        else:
+            return address
+
+
+def test_a_node_that_fails_for_good_decides(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 3) as gang:
+        gang.start(0, python(STOPS))
+        gang.start(1, python(READY + "print('bad row', flush=True); sys.exit(65)"))
+        gang.start(2, python(STOPS))
+        assert gang.codes() == [65, 65, 143]
+    main, child = post_mortem(tmp_path, node=0), post_mortem(tmp_path, node=1)
+    assert main["reason"] == "node 1 exited with 65"
+    assert [row["exit_code"] for row in main["nodes"]] == [143, 65, 143]
+    assert child["log"] == ["ready", "bad row"]
+
+
+def test_a_node_whose_command_is_killed_is_tried_again(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(0, python(STOPS))
+        gang.start(1, python(READY + "os.kill(os.getpid(), signal.SIGKILL)"))
+        assert gang.codes() == [75, 75]
+
+
+def test_a_node_that_is_killed_is_lost_at_once(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 3) as gang:
+        for node in range(3):
+            gang.start(node, python(STOPS), TRNJOBS_LOST_AFTER_S="1000")
+        all_ready(gang)
+        gang.nodes[2].kill()
+        assert gang.codes()[:2] == [75, 143]
+    main = post_mortem(tmp_path)
+    lost = main["nodes"][2]["lost"]
+    assert main["reason"] == f"node 2 is lost: {lost}"
+    # The kernel resets the connection of a process that had not read all it was sent.
+    assert lost in ("the connection was closed", "the connection is broken (Connection reset by peer)")
+
+
+def test_a_node_that_falls_silent_is_lost_after_a_while(tmp_path: Path) -> None:
+    """Stopped, it keeps its connection open but says nothing."""
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(0, python(STOPS))
+        gang.start(1, python(STOPS))
+        all_ready(gang)
+        gang.nodes[1].send_signal(signal.SIGSTOP)
+        err = stderr_of(gang, 0)
+        assert gang.nodes[0].returncode == 75
+        assert "node 1 is lost: no heartbeat for 1.5s" in err
+    assert post_mortem(tmp_path)["nodes"][1]["heard_s_ago"] > 1.5
+
+
+def test_without_the_main_node_the_others_stop(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 3) as gang:
+        for node in range(3):
+            gang.start(node, python(STOPS))
+        all_ready(gang)
+        gang.nodes[0].kill()
+        assert gang.codes()[1:] == [75, 75]
+    assert "the main node is lost" in post_mortem(tmp_path, node=2)["reason"]
+
+
+def test_a_silent_main_node_is_lost_too(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(0, python(STOPS))
+        gang.start(1, python(STOPS))
+        all_ready(gang)
+        gang.nodes[0].send_signal(signal.SIGSTOP)
+        assert "the main node is lost: no heartbeat for 1.5s" in stderr_of(gang, 1)
+        assert gang.nodes[1].returncode == 75
+
+
+def test_a_signal_to_the_main_node_stops_all(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        for node in range(2):
+            gang.start(node, python(STOPS), MASTER_ADDR="127.0.0.1")
+        all_ready(gang)
+        gang.nodes[0].send_signal(signal.SIGTERM)
+        assert gang.codes() == [143, 143]
+
+
+def test_the_main_node_fails_for_good(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(0, python(READY + "sys.exit(78)"))
+        gang.start(1, python(STOPS))
+        assert gang.codes() == [78, 143]
+
+
+NETWORK = "print({name: os.environ[name] for name in os.environ if name[:5] in ('CCOM_', 'GLOO_')}, flush=True)"
+
+
+def test_a_gang_is_told_its_network_and_a_node_alone_is_not(tmp_path: Path) -> None:
+    """What the job sets itself stays."""
+    with entry_gang(tmp_path, 2) as gang:
+        for node in range(2):
+            gang.start(node, python(READY + NETWORK), GLOO_SOCKET_IFNAME="given0")
+        said = [gang.nodes[node].finish()[0] for node in range(2)]
+        assert gang.codes() == [0, 0]
+    for text in said:
+        assert f"'CCOM_SOCKET_IFNAME': '{own_interface().name}'" in text and "'GLOO_SOCKET_IFNAME': 'given0'" in text
+    alone = entry(*python(READY + NETWORK), env=job_env(tmp_path))
+    assert alone.finish()[0].splitlines() == ["ready", "{}"]
+
+
+def test_a_gang_on_a_machine_without_a_network_is_told_none(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        for node in range(2):
+            gang.start(node, python(READY + NETWORK), MASTER_ADDR="127.0.0.1")
+        assert [gang.nodes[node].finish()[0].splitlines() for node in range(2)] == [["ready", "{}"]] * 2
+        assert gang.codes() == [0, 0]
+
+
+def test_nodes_that_never_come(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 3) as gang:
+        gang.start(0, python(WAIT), TRNJOBS_GATHER_S="1")
+        gang.start(1, python(WAIT))
+        out, err = gang.nodes[0].finish()
+        assert (out, gang.codes()) == ("", [75, 75])  # neither has started its command
+        assert "node 2 of 3 has not come within 1s" in err
+
+
+def test_a_main_node_that_never_comes(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(1, python(WAIT), TRNJOBS_GATHER_S="0.5")
+        assert gang.codes() == [75]
+        assert "no word to start from" in post_mortem(tmp_path, node=1)["reason"]
+
+
+def test_a_node_of_an_earlier_try_is_turned_away(tmp_path: Path) -> None:
+    with entry_gang(tmp_path, 2) as gang:
+        gang.start(0, python("pass"))
+        stale = gang.start(1, python(WAIT), AWS_BATCH_JOB_ATTEMPT="0", TRNJOBS_GATHER_S="1.5")
+        assert "wrong token" in gang.nodes[0].stderr.readline()
+        gang.start(1, python("pass"))
+        assert gang.codes() == [0, 0]
+        assert stale.finish()[0] == ""
+        assert stale.returncode == 75

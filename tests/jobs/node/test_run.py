@@ -1,0 +1,197 @@
+"""One entry and its command, as processes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.jobs.node.entries import READY, WAIT, clean_env, entry, job_env, post_mortem, python, read_until
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+
+SHOW = "import json, sys; print(json.dumps(sys.argv[1:]))"
+
+
+def test_words_arrive_as_they_are(tmp_path: Path) -> None:
+    words = ["two words", "", "'\"", "$HOME", "*", "--", "-x", "Straße 東京", "a\nb", "\\"]
+    command = [sys.executable, "-m", "jobs.node", "--", *python(SHOW), *words]
+    ended = subprocess.run(command, env=clean_env() | job_env(tmp_path), capture_output=True, text=True, check=True)
+    assert (json.loads(ended.stdout), ended.stderr) == (words, "")
+    assert not (tmp_path / "cycles/2026-11-20/jobs/post-mortem").exists()
+
+
+def test_commands_of_the_pipeline_get_the_settings_of_the_cycle(tmp_path: Path) -> None:
+    settings = tmp_path / "cycles/2026-11-20/jobs/settings.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"seed": 7}')
+    trnpipe = tmp_path / "trnpipe"
+    trnpipe.write_text(
+        f"#!{sys.executable}\nimport sys\nprint(sys.argv[1:-1], open(sys.argv[-1]).read(), sys.argv[-1])"
+    )
+    trnpipe.chmod(0o755)
+    process = entry(str(trnpipe), "train", "--x", "1", env=job_env(tmp_path))
+    out, _ = process.finish()
+    assert out.startswith("""['train', '--x', '1', '--config'] {"seed": 7} """)
+    assert not Path(out.split()[-1]).exists()
+    other = entry(*python(SHOW), "--x", env=job_env(tmp_path))
+    assert json.loads(other.finish()[0]) == ["--x"]
+
+
+def test_settings_that_cannot_be_read(tmp_path: Path) -> None:
+    env = job_env(tmp_path, TRNPIPE_WORKSPACE="gs://bucket/x")
+    process = entry(*python("print('ran')"), env=env)
+    out, err = process.finish()
+    assert (out, process.returncode) == ("", 78)
+    assert "scheme 'gs'" in err
+    assert "no post-mortem: ConfigError" in err
+
+
+def test_the_exit_code_passes_and_the_post_mortem_explains(tmp_path: Path) -> None:
+    events = tmp_path / "cycles/2026-11-20/events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text("".join(f'{{"event": "e{i}"}}\n' for i in range(300)))
+    env = job_env(tmp_path, AWS_BATCH_JOB_ATTEMPT="3", TRNPIPE_HF_TOKEN="hf_0123456789", TRNPIPE_SEED="7")
+    code = "import os, sys; print('using', os.environ['TRNPIPE_HF_TOKEN'], flush=True); os.write(2, b'last words\\n')"
+    process = entry(*python(f"{code}; sys.exit(65)"), env=env)
+    out, err = process.finish()
+    assert process.returncode == 65
+    assert (out, "post-mortem: file://" in err) == ("using hf_0123456789\nlast words\n", True)
+    found = post_mortem(tmp_path, attempt=3)
+    assert (found["exit_code"], found["returncode"], found["job"], found["job_id"]) == (65, 65, "train", "job-1")
+    assert found["log"] == ["using ***", "last words"]
+    assert (len(found["events"]), found["events"][-1]) == (200, '{"event": "e299"}')
+    assert found["environment"]["TRNPIPE_SEED"] == "7"
+    assert "hf_0123456789" not in json.dumps(found)
+    assert {"python", "torch", "trnpipe"} <= found["versions"].keys()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_once(tmp_path: Path, signum: signal.Signals) -> None:
+    code = f"""
+import signal, sys, time
+told = []
+signal.signal({int(signum)}, lambda *_: told.append(1))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.01)
+time.sleep(0.4)
+print("told", len(told), flush=True)
+sys.exit(143)
+"""
+    process = entry(*python(code), env=job_env(tmp_path))
+    read_until(process, "ready")
+    process.send_signal(signum)
+    process.send_signal(signum)
+    out, _ = process.finish()
+    assert ("told 1" in out, process.returncode) == (True, 143)
+    assert not (tmp_path / "cycles/2026-11-20/jobs/post-mortem").exists()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, 75), (signal.SIGSEGV, 75), (signal.SIGTERM, 143)])
+def test_a_command_that_a_signal_ends(tmp_path: Path, signum: signal.Signals, code: int) -> None:
+    process = entry(*python(f"import os; os.kill(os.getpid(), {int(signum)})"), env=job_env(tmp_path))
+    process.finish()
+    assert process.returncode == code
+    assert post_mortem(tmp_path)["returncode"] == -signum
+
+
+def test_one_that_does_not_stop_shows_its_stacks_and_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    grandchild = "import time; time.sleep(100)"
+    code = f"""
+import signal, subprocess, sys, time
+from pipeline.runtime_signals import show_stacks_when_asked
+show_stacks_when_asked()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def hangs_here():
+    time.sleep(100)
+subprocess.Popen([sys.executable, "-c", {grandchild!r}], start_new_session=True)
+print("ready", flush=True)
+hangs_here()
+"""
+    process = entry(*python(code), env=job_env(tmp_path))
+    read_until(process, "ready")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 2
+    process.send_signal(signal.SIGTERM)
+    _, err = process.finish()
+    assert process.returncode == 143
+    assert "has not stopped within 1.5 s" in err
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+    found = post_mortem(tmp_path)
+    assert found["killed"]
+    assert [pid for pid, text in found["stacks"].items() if "hangs_here" in text] == [str(family[0].pid)]
+    assert {row["pid"] for row in found["processes"]} == {one.pid for one in family}
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """Also that of a process that was killed before: orphans come to the entry, which reaps them."""
+    code = """
+import subprocess, sys
+inner = 'import subprocess, sys; p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])'
+subprocess.run([sys.executable, "-c", inner + '; print(p.pid, flush=True)'], start_new_session=True)
+"""
+    process = entry(*python(code), env=job_env(tmp_path))
+    out, _ = process.finish()
+    assert process.returncode == 0
+    assert not psutil.pid_exists(int(out))
+
+
+def test_when_the_entry_is_killed_its_command_goes_too(tmp_path: Path) -> None:
+    process = entry(*python(WAIT), env=job_env(tmp_path))
+    read_until(process, "ready")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.finish()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert (len(family), alive) == (1, [])
+
+
+def test_a_workspace_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cycles").write_text("a file where a folder should be")
+    process = entry(*python("raise SystemExit(70)"), env=job_env(tmp_path))
+    _, err = process.finish()
+    assert process.returncode == 70
+    assert [line for line in err.splitlines() if "no post-mortem" in line] != []
+    assert "Traceback" not in err
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    process = entry("no-such-command", env=job_env(tmp_path))
+    _, err = process.finish()
+    assert (process.returncode, "'no-such-command' cannot be started" in err) == (78, True)
+
+
+def test_outside_of_a_cycle_it_only_runs_the_command() -> None:
+    process = entry(*python(READY + "sys.exit(1)"), env={})
+    out, err = process.finish()
+    assert (out, err, process.returncode) == ("ready\n", "", 1)
+
+
+def test_as_the_first_process_of_a_container(tmp_path: Path) -> None:
+    """As PID 1 the kernel drops signals without a handler, and orphans are ours to reap."""
+    words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+    code = """
+import os, signal, sys, time
+if os.fork() == 0:
+    if os.fork() == 0:
+        os._exit(0)  # an orphan once its parent has gone
+    os._exit(0)
+os.wait()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("ready", os.getppid(), flush=True)
+time.sleep(100)
+"""
+    command = [*words, sys.executable, "-m", "jobs.node", "--", *python(code)]
+    env = clean_env() | job_env(tmp_path)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as unshare:
+        assert unshare.stdout is not None
+        assert unshare.stdout.readline() == "ready 1\n"
+        [init] = psutil.Process(unshare.pid).children()
+        init.terminate()
+        assert unshare.wait(timeout=60) == 143

@@ -1,0 +1,21 @@
+"""An account of AWS in this process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from tests.jobs.targets.batch.moto_account import make_account
+
+
+@pytest.fixture
+def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fair-share queue `relevance`, a bucket, and a log group; boto3's client of Batch."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws(config={"batch": {"use_docker": False}}):
+        make_account()
+        yield boto3.client("batch")

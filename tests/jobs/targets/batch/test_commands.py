@@ -1,0 +1,171 @@
+"""The commands over the fake of AWS Batch: a whole cycle from settings, submitted, killed, followed, cancelled."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.commands import cancel, driver, reconcile, submit
+from jobs.settings import SCHEMA, CycleSettings
+from jobs.store.cycle import LEASE_S, CycleStore
+from jobs.targets.batch.client import BatchClient
+from jobs.targets.batch.logs import LogsClient
+from jobs.targets.batch.target import BatchTarget
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.errors import KeyNotFound
+from pipeline.io.storage import open_storage
+from tests.jobs.targets.batch.fake_batch import FakeBatch
+from tests.jobs.targets.batch.faults import Faults, Killed, faulty
+from tests.jobs.targets.batch.setting import FAST, Clock
+
+FLAGS = {
+    "--jobs.queue": "relevance",
+    "--jobs.share-identifier": "production",
+    "--jobs.image": "trnpipe@sha256:0",
+    "--jobs.train.nodes": "2",
+    "--jobs.train.instance": "trn1.32xlarge",
+    "--jobs.embed.workers": "4",
+}
+NAMES = ["prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report"]
+
+
+def _nothing() -> None:
+    """No claim to renew."""
+
+
+@dataclass
+class Commands:
+    """`trnjobs` in one workspace and account."""
+
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+    clock: Clock = field(default_factory=Clock)
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.batch = FakeBatch(self.clock)
+        self.faults = Faults()
+        for module in (submit, driver, reconcile, cancel):
+            self.monkeypatch.setattr(module, "open_cycle", self._open_cycle)
+        self.monkeypatch.setattr(submit, "open_target", lambda _, store, *rest: self._target(store, rest[-1]))
+        for module in (driver, reconcile, cancel):
+            self.monkeypatch.setattr(module, "open_target_of", lambda _, store, *_rest: self._target(store, _nothing))
+
+    def settings(self, **more: str) -> CycleSettings:
+        flags = FLAGS | {f"--{name.replace('__', '.')}": value for name, value in more.items()}
+        return SCHEMA.resolve((), {}, [("--workspace", str(self.folder)), *flags.items()]).settings
+
+    def store(self, cycle: str = "2026-11-20") -> CycleStore:
+        return CycleStore(open_storage(str(self.folder)), cycle, self.clock)
+
+    def submit(self, faults: Faults | None = None, **more: str) -> bool:
+        """Whether it came to its end."""
+        self.faults = self.batch.faults = faults or Faults()
+        try:
+            settings = self.settings(cycle="2026-11-20", **more)
+            assert submit.submit_cycle(settings, "batch", self.said.append, StopSignal()) == 0
+        except Killed:
+            self.clock.now += LEASE_S + 1
+            return False
+        finally:
+            self.faults = self.batch.faults = Faults()
+        return True
+
+    def live(self) -> dict[str, str]:
+        """Id by name of job; fails when there are two of one name."""
+        jobs = [
+            one for one in self.batch.jobs.values() if not {":", "#"} & {*one["jobId"]} and one["status"] != "FAILED"
+        ]
+        found = {one["jobName"].removeprefix("trnpipe-2026-11-20-"): one["jobId"] for one in jobs}
+        assert len(found) == len(jobs)
+        return found
+
+    def page(self) -> str:
+        return open_storage(str(self.folder)).read_bytes("reports/2026-11-20.html").decode()
+
+    def _open_cycle(self, settings: CycleSettings, stop: StopSignal) -> CycleStore:
+        return CycleStore(faulty(open_storage(settings.workspace), self.faults), settings.cycle, self.clock)
+
+    def _target(self, store: CycleStore, renew: Any) -> BatchTarget:
+        client, logs = BatchClient(self.batch, policy=FAST), LogsClient(None, policy=FAST)
+        return BatchTarget(client, logs, store, renew, self.said.append)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(tmp_path, monkeypatch)
+
+
+def test_a_cycle_is_submitted_once(commands: Commands) -> None:
+    for _ in range(2):
+        assert commands.submit()
+    assert list(commands.live()) == NAMES
+    assert {name: one.id for name, one in commands.store().submitted(1).items()} == commands.live()
+    assert commands.said[-1] == "cycle 2026-11-20: under way; next: trnjobs status"
+
+
+def test_submit_killed_after_single_calls_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of BatchTarget itself is tried in test_submit.py."""
+    count = Commands(tmp_path / "count", monkeypatch)
+    faults = Faults()
+    count.submit(faults)
+    for number in range(1, len(faults.calls) + 1, 9):
+        commands = Commands(tmp_path / f"{number}", monkeypatch)
+        assert not commands.submit(Faults(kill_after=number))
+        assert commands.submit()
+        assert list(commands.live()) == NAMES, number
+        assert {name: one.id for name, one in commands.store().submitted(1).items()} == commands.live()
+
+
+def test_a_wrong_queue_is_corrected_and_submitted(commands: Commands) -> None:
+    with pytest.raises(ConfigError, match="queue typo: does not exist"):
+        commands.submit(jobs__queue="typo")
+    assert (commands.batch.definitions, commands.batch.submitted) == ([], [])
+    assert commands.submit()
+    assert list(commands.live()) == NAMES
+
+
+def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None:
+    cycles = driver.WorkspaceCycles(commands.settings(), "batch", commands.said.append, StopSignal())
+    assert commands.submit()
+    assert not cycles.has_ended("2026-11-20")
+    for job in commands.batch.jobs.values():
+        job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
+    assert cycles.has_ended("2026-11-20")
+    closed = commands.store().closed()
+    assert closed is not None
+    assert closed.outcome == "succeeded"
+    page = commands.page()
+    assert "class=succeeded>succeeded" in page and "11 of 11 succeeded" in page and "RUNNING" not in page
+    assert cycles.submit("2026-11-21") == 0
+    assert list(cycles.claimed()) == ["2026-11-20", "2026-11-21"]
+    assert commands.store("2026-11-21").submitted(1).keys() == {*NAMES}
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
+def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, commands: Commands) -> None:
+    assert commands.submit()
+    arguments = Namespace(settings=commands.settings(cycle=""))
+    assert reconcile.run(arguments, commands.said.append) == 0
+    with pytest.raises(KeyNotFound):
+        commands.page()
+    for name, job_id in commands.live().items():
+        attempt = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": code if name == "evaluate" else 0}}
+        late = name in ("embed", "verify", "report")
+        ended = {"status": "FAILED"} if late or name == "evaluate" else {"status": "SUCCEEDED"}
+        commands.batch.jobs[job_id] |= ended | {"stoppedAt": 2000, "attempts": [] if late else [attempt]}
+    assert reconcile.run(arguments, commands.said.append) == 0
+    closed = commands.store().closed()
+    assert closed is not None and closed.outcome == outcome
+    page = commands.page()
+    assert f"class={outcome}>{outcome}" in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
+
+
+def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
+    assert commands.submit()
+    arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
+    assert cancel.run(arguments, commands.said.append) == 0
+    assert "class=cancelled>cancelled" in commands.page() and "cancelled: wrong data" in commands.page()

@@ -1,0 +1,118 @@
+"""Definitions make the round trip: what is described compares equal to what would be registered."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.validate import validate_parameters
+from hypothesis import HealthCheck, given, settings
+from moto import mock_aws
+
+from jobs.core.limits import plan_problems
+from jobs.core.requests import definition_request, submit_request
+from jobs.core.spec import CyclePlan
+from jobs.targets.batch.client import BatchClient
+from jobs.targets.batch.definitions import ensure_definition
+from jobs.targets.batch.diff import change_lines, definition_changes, differences
+from tests.jobs.core.cases import cycle, job, plan
+from tests.jobs.targets.batch.fake_batch import FakeBatch, service
+from tests.jobs.targets.batch.plans import plans
+from tests.jobs.targets.batch.setting import FAST, Clock
+
+
+@pytest.fixture(scope="module")
+def moto_batch() -> Iterator[Any]:
+    with mock_aws(config={"batch": {"use_docker": False}}):
+        yield boto3.client("batch", region_name="us-east-1")
+
+
+def register_all(client: BatchClient, of: CyclePlan) -> None:
+    for one in of.jobs:
+        ensure_definition(client, definition_request(of, one))
+
+
+@given(plans())
+@settings(max_examples=60, deadline=None)
+def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: CyclePlan) -> None:
+    assert list(plan_problems(of)) == []
+    ids = {one.name: f"{index:036d}" for index, one in enumerate(of.jobs)}
+    for one in of.jobs:
+        for operation, request in (
+            ("RegisterJobDefinition", definition_request(of, one)),
+            ("SubmitJob", submit_request(of, one, definition="name:1", ids=ids)),
+        ):
+            validate_parameters(request, service().operation_model(operation).input_shape)
+
+
+@given(plans())
+@settings(max_examples=30, deadline=None)
+def test_what_is_registered_compares_equal_and_is_not_registered_again(of: CyclePlan) -> None:
+    fake = FakeBatch(Clock())
+    client = BatchClient(fake, policy=FAST)
+    register_all(client, of)
+    for one in of.jobs:
+        request = definition_request(of, one)
+        (described,) = client.active_definitions(request["jobDefinitionName"])
+        assert differences(request, described) == ()
+    assert [(one.revision, one.differences) for one in definition_changes(client, of)] == [(1, ())] * len(of.jobs)
+    register_all(client, of)
+    assert len(fake.definitions) == len(of.jobs)
+
+
+@given(plans(max_jobs=1))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_containers_as_moto_describes_them(moto_batch: Any, of: CyclePlan) -> None:
+    """It drops the priority of definitions, and the nodes of gangs."""
+    (only,) = of.jobs
+    if only.num_nodes:
+        return
+    request = definition_request(of, only.model_copy(update={"priority": 0}))
+    client = BatchClient(moto_batch, policy=FAST)
+    name, _, revision = ensure_definition(client, request).rpartition(":")
+    described = [one for one in client.active_definitions(name) if one["revision"] == int(revision)]
+    assert differences(request, described[0]) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "paths"),
+    [
+        ({"timeout_s": 7200}, ["timeout.attemptDurationSeconds"]),
+        ({"priority": 5}, ["schedulingPriority"]),
+        (
+            {"environment": {"A": "1"}},
+            ["containerProperties.environment[A].value"],
+        ),
+        ({"image": "other"}, ["containerProperties.image"]),
+        ({"resources": {"vcpus": 4, "memory_mib": 4096}}, ["containerProperties.resourceRequirements[VCPU].value"]),
+    ],
+)
+def test_what_changed_is_named(fields: dict[str, Any], paths: list[str]) -> None:
+    client = BatchClient(FakeBatch(Clock()), policy=FAST)
+    register_all(client, plan(job("train")))
+    (change,) = definition_changes(client, plan(job("train", **fields)))
+    assert (change.revision, change.latest) == (0, 1)
+    assert [one.path for one in change.differences] == paths
+
+
+def test_lines_for_new_equal_and_changed_definitions() -> None:
+    client = BatchClient(FakeBatch(Clock()), policy=FAST)
+    of = cycle()
+    assert next(change_lines(definition_changes(client, of))) == (
+        "+ relevance-train:1 (train) would be registered, the first of its name"
+    )
+    register_all(client, of)
+    assert [*change_lines(definition_changes(client, of))][2] == "= relevance-verify:1 (verify) is registered"
+    changed = plan(job("verify", timeout_s=60))
+    assert [*change_lines(definition_changes(client, changed))] == [
+        "~ relevance-verify (verify) would be registered anew; against revision 1:",
+        "    timeout.attemptDurationSeconds: 3600 -> 60",
+    ]
+
+
+def test_an_older_revision_that_is_equal_is_used_again() -> None:
+    client = BatchClient(FakeBatch(Clock()), policy=FAST)
+    for timeout_s in (60, 120):
+        register_all(client, plan(job("train", timeout_s=timeout_s)))
+    (change,) = definition_changes(client, plan(job("train", timeout_s=60)))
+    assert (change.revision, change.latest, change.differences) == (1, 2, ())

@@ -1,0 +1,194 @@
+"""What is known of submitted jobs; their logs; their end by a user."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.core.records import AttemptRecord, JobState
+from pipeline.core.errors import ConfigError, TransientError
+from tests.jobs.targets.batch.fake_batch import client_error
+from tests.jobs.targets.batch.faults import Faults
+from tests.jobs.targets.batch.setting import Setting
+
+DAY_S = 86_400.0
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    made = Setting(tmp_path)
+    made.drive()
+    return made
+
+
+def ids(setting: Setting) -> dict[str, str]:
+    return {name: one.id for name, one in setting.store().submitted(1).items()}
+
+
+def test_a_new_cycle_in_the_order_of_the_plan(setting: Setting) -> None:
+    train, embed, verify = setting.target().records(setting.plan)
+    assert [train.name, embed.name, verify.name] == ["train", "embed", "verify"]
+    assert (train.state, train.num_nodes, train.attempts) == (JobState.SUBMITTED, 2, ())
+    assert (embed.state, len(embed.children)) == (JobState.PENDING, 8)
+    assert [one.name for one in embed.leaves()] == [f"embed:{i}" for i in range(8)]
+    assert verify.id == ids(setting)["verify"]
+    assert train.created_at == pytest.approx(setting.store().submitted(1)["train"].submitted_at, abs=1)
+
+
+def test_a_gang_has_the_exit_code_of_its_main_node_and_the_logs_of_all(setting: Setting) -> None:
+    batch, train = setting.batch, ids(setting)["train"]
+    for exit_code, retry in ((75, True), (0, False)):
+        for job_id in (train, f"{train}#0", f"{train}#1"):
+            batch.start(job_id)
+            batch.finish(job_id, exit_code, retry=retry)
+    record = setting.target().records(setting.plan)[0]
+    assert record.state is JobState.SUCCEEDED
+    assert [one.exit_code for one in record.attempts] == [75, 0]
+    assert [one.log_streams for one in record.attempts] == [
+        (f"stream/{train}#0/{attempt}", f"stream/{train}#1/{attempt}") for attempt in (0, 1)
+    ]
+    started, stopped = record.attempts[1].started_at, record.attempts[1].stopped_at
+    assert started is not None
+    assert stopped is not None
+    assert started <= stopped
+
+
+def test_the_attempt_under_way_is_the_last(setting: Setting) -> None:
+    batch, embed = setting.batch, ids(setting)["embed"]
+    batch.start(f"{embed}:3")
+    batch.finish(f"{embed}:3", 137, retry=True, reason="OutOfMemoryError: Container killed due to memory usage")
+    batch.start(f"{embed}:3")
+    child = setting.target().records(setting.plan)[1].children[3]
+    assert child.state is JobState.RUNNING
+    assert [(one.exit_code, one.stopped_at is None, one.reason[:16]) for one in child.attempts] == [
+        (137, False, "OutOfMemoryError"),
+        (None, True, ""),
+    ]
+    assert child.attempts[1].log_streams == (f"stream/{embed}:3/1",)
+
+
+def test_a_job_that_is_not_described_yet_was_submitted(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, lag=40)
+    setting.drive()
+    assert {one.state for one in setting.target().records(setting.plan)} == {JobState.SUBMITTED}
+
+
+def test_jobs_that_aws_has_forgotten_are_as_last_recorded(setting: Setting) -> None:
+    train, verify = ids(setting)["train"], ids(setting)["verify"]
+    setting.batch.start(train)
+    setting.batch.finish(train, 0)
+    setting.store().save_records(setting.target().records(setting.plan))
+    setting.batch.forget(train)
+    setting.batch.forget(verify)
+    gone, _, missing = setting.target().records(setting.plan)
+    assert (gone.state, gone.attempts[0].exit_code) == (JobState.SUCCEEDED, 0)
+    assert missing.state is JobState.SUBMITTED, "a gap of some minutes is no end"
+    setting.clock.now += 8 * DAY_S
+    gone, embed, missing = setting.target().records(setting.plan)
+    assert gone.state is JobState.SUCCEEDED
+    assert embed.state is JobState.PENDING
+    assert (missing.state, "forgotten" in missing.status_reason) == (JobState.FAILED, True)
+
+
+class Logs:
+    """CloudWatch with one stream, in pages; the first page is empty, and the last token repeats."""
+
+    def __init__(self, stream: str, pages: list[list[str]]) -> None:
+        self.stream, self.pages = stream, pages
+
+    def get_log_events(self, **request: Any) -> dict[str, Any]:
+        if (request["logGroupName"], request["logStreamName"]) != ("/aws/batch/job", self.stream):
+            raise client_error("ResourceNotFoundException")
+        page = int(request.get("nextToken", 0))
+        lines = self.pages[page] if page < len(self.pages) else []
+        return {
+            "events": [{"message": line} for line in lines],
+            "nextForwardToken": str(min(page + 1, len(self.pages))),
+        }
+
+
+def test_logs_of_every_node_and_attempt(setting: Setting) -> None:
+    train, embed = ids(setting)["train"], ids(setting)["embed"]
+    for job_id in (train, f"{train}#0", f"{train}#1", f"{embed}:3"):
+        setting.batch.start(job_id)
+    setting.logs = Logs(f"stream/{train}#1/0", [[], ["a", "b"], ["c"]])
+    target = setting.target()
+    gang, array, verify = target.records(setting.plan)
+    assert [*target.logs(gang, attempt=1, node=1)] == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="no log stream"):
+        [*target.logs(gang, attempt=1, node=0)]
+    setting.logs = Logs(f"stream/{embed}:3/0", [["child"]])
+    assert [*setting.target().logs(array.children[3], attempt=1, node=0)] == ["child"]
+    for record, attempt, node in ((gang, 2, 0), (gang, 1, 2), (gang, 0, 0), (array, 1, 0), (verify, 1, 0)):
+        with pytest.raises(ConfigError, match=f"no log of attempt {attempt}"):
+            target.logs(record, attempt=attempt, node=node)
+
+
+def test_cancel_goes_from_the_sinks_backwards_and_can_be_repeated(setting: Setting) -> None:
+    train = ids(setting)["train"]
+    setting.batch.start(train)
+    setting.batch.faults = faults = Faults()
+    setting.target().cancel(setting.plan, "by hand")
+    assert faults.calls.count("TerminateJob") == 3
+    assert {one.status_reason for one in setting.target().records(setting.plan)} == {"by hand"}
+    ended = sorted(setting.batch.jobs.values(), key=lambda one: -one["stoppedAt"])
+    names = [one["jobName"].rpartition("-")[2] for one in ended if not {":", "#"} & {*one["jobId"]}]
+    assert names == ["train", "embed", "verify"], "the last to end is the first of the plan"
+    setting.target().cancel(setting.plan, "by hand")
+    assert faults.calls.count("TerminateJob") == 3
+
+
+def test_cancel_finds_what_a_dead_driver_did_not_record(tmp_path: Path) -> None:
+    count, setting = Setting(tmp_path / "count"), Setting(tmp_path / "run")
+    count.drive(faults := Faults())
+    second = [i for i, call in enumerate(faults.calls, 1) if call == "SubmitJob"][1]
+    assert setting.drive_killed(Faults(kill_after=second))
+    setting.target().cancel(setting.plan, "by hand")
+    assert setting.live() == []
+
+
+@pytest.mark.parametrize("number", range(1, 20))
+def test_cancel_killed_anywhere_and_run_again(setting: Setting, number: int) -> None:
+    setting.batch.faults = Faults(errors={number: (client_error("AccessDeniedException", status=403), True)})
+    try:
+        setting.target().cancel(setting.plan, "by hand")
+    except (ConfigError, TransientError):
+        setting.batch.faults = Faults()
+        setting.target().cancel(setting.plan, "by hand")
+    assert setting.live() == []
+
+
+def test_a_job_that_never_ran_has_no_attempt(setting: Setting) -> None:
+    setting.batch.terminate_job(jobId=ids(setting)["verify"], reason="by hand")
+    verify = setting.target().records(setting.plan)[2]
+    assert (verify.state, verify.attempts, verify.status_reason) == (JobState.FAILED, (), "by hand")
+
+
+def test_an_end_without_a_list_of_attempts_is_one_attempt(setting: Setting) -> None:
+    """As some emulators describe it."""
+    job = setting.batch.jobs[ids(setting)["verify"]]
+    job |= {"status": "SUCCEEDED", "startedAt": 2000, "stoppedAt": 3000, "container": {"exitCode": 0}}
+    expected = AttemptRecord(started_at=2.0, stopped_at=3.0, exit_code=0, log_streams=("",))
+    assert setting.target().records(setting.plan)[2].attempts == (expected,)
+
+
+def test_a_blocked_job_is_ended_after_the_dwell_time_only(setting: Setting) -> None:
+    setting.batch.settle()
+    train = setting.batch.jobs[ids(setting)["train"]]
+    train["statusReason"] = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
+    for minutes, state in ((0, "RUNNABLE"), (14, "RUNNABLE"), (15, "FAILED")):
+        setting.clock.now = 1_763_700_000.0 + 60 * minutes
+        target = setting.target()
+        (line,) = target.check_blocked(target.records(setting.plan), dwell_s=900.0)
+        assert line.startswith("train cannot start: no instance type")
+        assert train["status"] == state
+    assert train["statusReason"].startswith("blocked for 900 s: MISCONFIGURATION")
+
+
+def test_a_blocked_child_ends_its_array(setting: Setting) -> None:
+    embed = ids(setting)["embed"]
+    setting.batch.jobs[f"{embed}:2"] |= {"status": "RUNNABLE", "statusReason": "MISCONFIGURATION:NEW"}
+    for _ in range(2):
+        setting.target().check_blocked(setting.target().records(setting.plan), dwell_s=900.0)
+        setting.clock.now += 901
+    assert {one["status"] for name, one in setting.batch.jobs.items() if name.startswith(embed)} == {"FAILED"}

@@ -1,0 +1,274 @@
+"""Submitting a cycle to AWS Batch: one DAG, one job per node of it, whatever happens on the way."""
+
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
+
+from jobs.core.spec import JobSpec
+from jobs.store.cycle import LEASE_S
+from jobs.targets.batch.client import BatchClient
+from jobs.targets.batch.preflight import preflight
+from pipeline.core.errors import ConfigError, TransientError
+from tests.jobs.core.cases import job, plan
+from tests.jobs.targets.batch.fake_batch import client_error
+from tests.jobs.targets.batch.faults import Faults
+from tests.jobs.targets.batch.setting import FAST, Setting
+
+LOST = ReadTimeoutError(endpoint_url="http://batch")
+THROTTLED = client_error("TooManyRequestsException", status=429)
+
+
+def number_of_calls(folder: Path) -> list[str]:
+    faults = Faults()
+    Setting(folder).drive(faults)
+    return faults.calls
+
+
+def position(calls: list[str], name: str, number: int = 1) -> int:
+    """Of the n-th call of this name, from 1."""
+    return [i for i, call in enumerate(calls, 1) if call == name][number - 1]
+
+
+def test_a_cycle_is_one_dag_in_the_plan_s_order(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    setting.assert_one_dag()
+    assert [one["jobName"] for one in setting.batch.submitted] == [
+        "relevance-2026-11-20-train",
+        "relevance-2026-11-20-embed",
+        "relevance-2026-11-20-verify",
+    ]
+    assert [one["jobDefinition"] for one in setting.batch.submitted] == [
+        "relevance-train:1",
+        "relevance-embed:1",
+        "relevance-verify:1",
+    ]
+    recorded = setting.store().submitted(1)
+    assert recorded["train"].definition == "relevance-train:1"
+    assert recorded["train"].submitted_at < recorded["embed"].submitted_at
+    assert setting.warnings == []
+
+
+def test_submitted_twice_it_makes_nothing_twice(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    before = {**setting.batch.jobs}
+    setting.drive(owner="another")
+    assert setting.batch.jobs == before
+    assert len(setting.batch.definitions) == 3
+
+
+@pytest.mark.parametrize(("lag", "owner", "step"), [(0, "driver", 1), (3, "another", 4)])
+def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str, step: int) -> None:
+    """Dying before a call is dying after the one before it."""
+    calls = number_of_calls(tmp_path / "count")
+    assert calls.count("SubmitJob") == 3
+    for number in range(1, len(calls) + 1, step):
+        setting = Setting(tmp_path / f"{number}", lag=lag)
+        assert setting.drive_killed(Faults(kill_after=number)), number
+        setting.drive(owner=owner)
+        setting.assert_one_dag()
+        assert len(setting.batch.definitions) == 3, number
+
+
+def test_killed_again_and_again_it_still_converges(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    for number in range(5, len(calls), 4):
+        setting.drive_killed(Faults(kill_after=number), owner=f"driver {number}")
+    setting.drive()
+    setting.assert_one_dag()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("done", [True, False])
+def test_a_submission_without_an_answer_is_looked_for_before_it_is_repeated(
+    tmp_path: Path, number: int, done: bool
+) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive(Faults(errors={position(calls, "SubmitJob", number): (LOST, done)}))
+    setting.assert_one_dag()
+    assert len(setting.batch.submitted) == 3
+
+
+def test_every_call_throttled_once(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    batch_calls = {i for i, call in enumerate(calls, 1) if call[0].isupper()}
+    setting.drive(Faults(errors={min(batch_calls): (THROTTLED, False)}))
+    for number in sorted(batch_calls):
+        setting = Setting(tmp_path / f"run-{number}")
+        setting.drive(Faults(errors={number: (THROTTLED, False)}))
+        setting.assert_one_dag()
+        assert len(setting.batch.submitted) == 3
+
+
+def test_no_route_is_worth_another_try_later(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    lost = EndpointConnectionError(endpoint_url="http://user:secret@batch")
+    setting.batch.faults = Faults(errors={1: (lost, False)})
+    impatient = FAST.model_copy(update={"total_deadline_s": 0.0})
+    with pytest.raises(TransientError, match="EndpointConnectionError") as caught:
+        preflight(BatchClient(setting.batch, policy=impatient), setting.plan)
+    assert "secret" not in str(caught.value)
+
+
+def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
+    """AWS Batch lists a new job so late that a second driver does not see it."""
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run", lag=8)
+    assert setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    setting.drive()
+    setting.assert_one_dag()
+    ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
+    assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
+    assert ended[0]["statusReason"] == "train was submitted twice, and this one is not on record"
+
+
+def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    first = setting.live()[0]["jobId"]
+    setting.batch.submit_job(**setting.batch.submitted[0])
+    setting.drive()
+    setting.assert_one_dag()
+    assert setting.store().submitted(1)["train"].id == first
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_driver_that_slept_through_its_lease_ends_what_it_made(tmp_path: Path, number: int) -> None:
+    """It has found no job of that name, sleeps, and submits; another driver has done the work meanwhile."""
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+
+    def another() -> None:
+        setting.clock.now += LEASE_S + 1
+        setting.drive(owner="another")
+
+    with pytest.raises(TransientError, match="another process submitted this job"):
+        setting.drive(Faults(meanwhile={position(calls, "SubmitJob", number): another}))
+    assert len(setting.batch.submitted) == 4
+    setting.assert_one_dag()
+
+
+def test_a_driver_that_lost_its_lease_makes_nothing_more(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+
+    def another() -> None:
+        setting.clock.now += LEASE_S + 1
+        setting.drive(owner="another")
+
+    with pytest.raises(TransientError, match="another process took the cycle over"):
+        setting.drive(Faults(meanwhile={position(calls, "RegisterJobDefinition", 2): another}))
+    assert len(setting.batch.submitted) == 3
+    setting.assert_one_dag()
+
+
+def test_a_job_that_failed_before_it_was_recorded_is_not_adopted(tmp_path: Path) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
+    setting.batch.terminate_job(jobId=setting.live()[0]["jobId"], reason="by hand")
+    setting.drive()
+    setting.assert_one_dag()
+
+
+def test_jobs_of_another_workspace_with_the_same_names_are_left_alone(tmp_path: Path) -> None:
+    one, other = Setting(tmp_path / "one"), Setting(tmp_path / "other")
+    other.plan = one.plan.model_copy(update={"workspace": "s3://bucket/staging"})
+    other.batch = one.batch
+    one.drive()
+    other.drive()
+    assert len(one.live()) == 6
+    ids = [{s.id for s in setting.store().submitted(1).values()} for setting in (one, other)]
+    assert not ids[0] & ids[1]
+
+
+def test_jobs_of_an_earlier_life_of_the_cycle_are_not_adopted(tmp_path: Path) -> None:
+    """The workspace was emptied and the same plan submitted again the next day."""
+    first, again = Setting(tmp_path / "first"), Setting(tmp_path / "again")
+    first.drive()
+    for one in first.batch.jobs.values():
+        one["status"] = "SUCCEEDED"
+    again.batch, again.clock = first.batch, first.clock
+    first.clock.now += 86_400
+    again.drive()
+    assert len(again.live()) == 6
+
+
+def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.drive()
+    train = setting.store().submitted(1)["train"].id
+    for one in setting.batch.jobs.values():
+        one["status"] = "SUCCEEDED" if one["jobId"].startswith(train) else "FAILED"
+    setting.batch.forget(train)
+    setting.drive(round_=2, jobs=["embed", "verify"])
+    embed, verify = setting.batch.submitted[3:]
+    assert embed["jobName"] == "relevance-2026-11-20-embed-round-2"
+    assert embed["dependsOn"] == []
+    assert verify["dependsOn"] == [{"jobId": setting.store().submitted(2)["embed"].id}]
+    assert setting.store().current()["train"].id == train
+    setting.drive(round_=2, jobs=["embed", "verify"])
+    assert len(setting.batch.submitted) == 5
+
+
+def test_what_a_driver_left_unrecorded_in_an_earlier_round_is_ended(tmp_path: Path) -> None:
+    def in_second_round(folder: Path, faults: Faults) -> Setting:
+        setting = Setting(folder)
+        setting.drive()
+        for one in setting.batch.jobs.values():
+            one["status"] = "FAILED"
+        setting.drive_killed(faults, round_=2, jobs=["embed", "verify"])
+        return setting
+
+    in_second_round(tmp_path / "count", count := Faults())
+    setting = in_second_round(tmp_path / "run", Faults(kill_after=position(count.calls, "SubmitJob", 2)))
+    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
+    assert names == ["embed-round-2", "verify-round-2"]
+    assert setting.store().submitted(2).keys() == {"embed"}
+    setting.drive(round_=3, jobs=["verify"])
+    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
+    assert names == ["embed-round-2", "verify-round-3"]
+
+
+def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+
+    def submit(cycle: str, timeout_s: int) -> str:
+        setting.plan = plan(job("train", timeout_s=timeout_s)).model_copy(update={"cycle": cycle})
+        setting.drive()
+        return setting.store().submitted(1)["train"].definition
+
+    revisions = [submit("a", 3600), submit("b", 7200), submit("c", 3600), submit("d", 7200), submit("e", 60)]
+    assert [one.rpartition(":")[2] for one in revisions] == ["1", "2", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (job("train", queue="nobody"), "queue nobody: does not exist"),
+        (job("train", share_identifier="prod-1"), "share identifier 'prod-1'"),
+        (job("train", array_size=1), "an array of 1"),
+        (job("train", command=("x" * 9000,)), "container overrides of"),
+        (job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000}), "1,408 vCPU at once"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sent(tmp_path: Path, spec: JobSpec, message: str) -> None:
+    setting = Setting(tmp_path, plan=plan(spec))
+    with pytest.raises(ConfigError, match=message):
+        setting.drive()
+    assert (setting.batch.definitions, setting.batch.submitted) == ([], [])
+
+
+def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:
+    name = "x" * 100
+    setting = Setting(tmp_path, plan=plan(job(name, stage="train")))
+    setting.drive()
+    with pytest.raises(ConfigError, match="of 129 characters"):
+        setting.drive(round_=2)
+    assert len(setting.batch.submitted) == 1

@@ -1,0 +1,317 @@
+"""The engine over nodes that are not there: order, gangs, retries, cancelling, and its own death at any call."""
+
+import errno
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.core.gang import NodeEnd
+from jobs.core.records import JobState
+from jobs.core.retry import retry_strategy
+from jobs.core.spec import Dependency, DependencyType, JobSpec
+from jobs.targets.local import engine
+from pipeline.core.errors import Preempted, TransientError
+from pipeline.core.stop import StopSignal
+from tests.jobs.core.cases import job
+from tests.jobs.targets.local.cases import GRACE_S, Died, Fate, World, world
+
+SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
+EXIT_75, LOST = Fate(end=NodeEnd(exit_code=75)), Fate(end=NodeEnd(lost=True))
+
+
+def ran(jobs: list[JobSpec], table: Mapping[tuple[str, int, int], Fate]) -> World:
+    made = world(jobs, lambda name, attempt, node: table.get((name, attempt, node), Fate()))
+    made.engine().run()
+    return made
+
+
+def test_a_chain_runs_in_order_and_says_each_change_once() -> None:
+    made = ran([job("a"), job("b", "a")], {})
+    assert made.nodes.starts == [("a", 1, 0), ("b", 1, 0)]
+    states = [tuple(line.split()[:2]) for line in made.said]
+    passed = ("RUNNABLE", "STARTING", "RUNNING", "SUCCEEDED")
+    assert [state for name, state in states if name == "a"] == list(passed)
+    assert [state for name, state in states if name == "b"] == ["PENDING", *passed]
+
+
+def test_only_the_main_node_decides_and_a_retry_runs_all_nodes_again() -> None:
+    made = ran([job("g", num_nodes=2)], {("g", 1, 0): EXIT_75, ("g", 2, 1): Fate(end=NodeEnd(exit_code=1))})
+    assert made.nodes.starts == [("g", 1, 0), ("g", 1, 1), ("g", 2, 0), ("g", 2, 1)]
+    assert made.ends() == {"g": SUCCEEDED}
+    assert [one.exit_code for one in made.record("g").attempts] == [75, 0]
+
+
+def test_the_end_of_the_main_node_stops_the_others_before_the_next_attempt() -> None:
+    made = ran([job("g", num_nodes=3)], {("g", 1, 0): LOST, ("g", 1, 1): Fate(after_s=1e3), ("g", 1, 2): Fate(1e3)})
+    assert made.nodes.stops[:2] == [(("g", 1, 1), "SIGTERM"), (("g", 1, 2), "SIGTERM")]
+    first, second = made.record("g").attempts
+    assert (first.status_reason, second.exit_code) == ("Host EC2 (local) terminated.", 0)
+    assert len(first.log_streams) == 3
+
+
+def test_the_death_of_another_node_does_nothing() -> None:
+    made = ran([job("g", num_nodes=3)], {("g", 1, 1): LOST, ("g", 1, 0): Fate(after_s=9.0)})
+    assert made.ends() == {"g": SUCCEEDED}
+    assert len(made.nodes.starts) == 3
+    assert made.record("g").stopped_at == pytest.approx(9.25, abs=0.2)
+
+
+def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
+    made = ran([job("g", num_nodes=2, timeout_s=100)], {})
+    main, child = made.nodes.told["g", 1, 0], made.nodes.told["g", 1, 1]
+    assert main.timeout_s == 100
+    assert 99 < child.timeout_s < 100  # the main node had begun before
+
+
+PATIENCE_S = GRACE_S + engine.MARGIN_S
+
+
+def test_a_node_whose_keeper_hangs_is_killed_after_the_main_node_has_ended() -> None:
+    table = {("g", 1, 0): EXIT_75, ("g", 1, 1): Fate(hangs="running"), ("g", 1, 2): Fate(hangs="starting")}
+    made = ran([job("g", num_nodes=3)], table)
+    assert made.nodes.kills == [(("g", 1, 1), "SIGTERM"), (("g", 1, 2), "SIGTERM")]
+    assert [one.exit_code for one in made.record("g").attempts] == [75, 0]
+    assert made.record("g").attempts[0].stopped_at == pytest.approx(PATIENCE_S, abs=2.0)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 2])
+def test_the_engine_enforces_a_timeout_that_the_keeper_does_not(num_nodes: int) -> None:
+    hung = Fate(hangs="running")
+    made = ran([job("g", num_nodes=num_nodes, timeout_s=100)], {("g", 1, 0): hung, ("g", 1, 1): hung})
+    record = made.record("g")
+    assert (record.state, record.status_reason) == (FAILED, "Job attempt duration exceeded timeout")
+    assert len(record.attempts) == 1
+    assert {by for _, by in made.nodes.kills} == {"timeout"}
+    assert made.nodes.now == pytest.approx(100 + PATIENCE_S, abs=2.0)
+
+
+def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
+    made = ran([job("a")], {("a", 1, 0): Fate(hangs="starting")})
+    assert made.ends() == {"a": SUCCEEDED}
+    first, _ = made.record("a").attempts
+    assert first.status_reason == "Task failed to start"
+    assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
+
+
+def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
+    made = world([job("a")], lambda *_: Fate(hangs="running"))
+    running = made.engine()
+    for _ in range(10):
+        running.tick()
+        made.nodes.pause(0.1)
+    made.files.asked["a"] = "why"
+    running.run()
+    assert (made.ends(), made.record("a").status_reason) == ({"a": FAILED}, "why")
+    assert made.nodes.now == pytest.approx(PATIENCE_S, abs=2.0)
+
+
+def interrupt(made: World) -> None:
+    """An engine runs for a second, and is told to stop as Ctrl-C does."""
+    stop = StopSignal()
+    first = made.engine(stop)
+    for _ in range(10):
+        first.tick()
+        made.nodes.pause(0.1)
+    stop.set("SIGINT")
+    with pytest.raises(Preempted):
+        first.run()
+
+
+def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
+    fates = {1: Fate(hangs="running")}
+    made = world([job("a", retry=retry_strategy(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
+    interrupt(made)
+    assert made.nodes.kills == [(("a", 1, 0), "SIGINT")]
+    made.engine().run()
+    assert made.ends() == {"a": SUCCEEDED}
+
+
+def test_timeouts_are_final() -> None:
+    made = ran([job("a")], {("a", 1, 0): Fate(end=NodeEnd(exit_code=143, stopped_by="timeout"))})
+    record = made.record("a")
+    assert (record.state, record.status_reason, len(record.attempts)) == (
+        FAILED,
+        "Job attempt duration exceeded timeout",
+        1,
+    )
+
+
+def test_children_are_tried_again_one_by_one_and_the_others_continue() -> None:
+    table = {("e:1", 1, 0): EXIT_75, ("e:2", 1, 0): Fate(end=NodeEnd(exit_code=1))}
+    made = ran([job("e", array_size=4), job("z", "e")], table)
+    assert made.ends() == {"e:0": SUCCEEDED, "e:1": SUCCEEDED, "e:2": FAILED, "e:3": SUCCEEDED, "z": FAILED}
+    assert [len(made.record(f"e:{i}").attempts) for i in range(4)] == [1, 2, 1, 1]
+    assert made.record("z").status_reason == "Dependent Job failed"
+
+
+def test_cancelling_ends_what_runs_and_what_waits() -> None:
+    made = world([job("a"), job("g", num_nodes=2), job("b", "a")], lambda *_: Fate(after_s=1e3))
+    running = made.engine()
+    for _ in range(30):
+        running.tick()
+        made.nodes.pause(0.1)
+    made.files.asked.update({"a": "why", "b": "why"})
+    running.tick()
+    assert made.record("b").status_reason == "why"
+    assert made.nodes.stops == [(("a", 1, 0), "SIGTERM")]
+    made.files.asked["g"] = "also"
+    running.run()
+    assert made.ends() == {"a": FAILED, "b": FAILED, "g": FAILED}
+    assert made.record("g").status_reason == "also"
+    assert made.nodes.alive() == set()
+
+
+def test_cancelled_jobs_are_not_tried_again() -> None:
+    made = world([job("a")], lambda *_: Fate(after_s=1e3))
+    made.files.asked["a"] = "why"
+    made.engine().run()
+    assert (made.ends(), made.nodes.starts) == ({"a": FAILED}, [])
+
+
+def test_interrupted_it_ends_what_runs_and_the_next_engine_goes_on() -> None:
+    made = world([job("a", retry=retry_strategy(1)), job("b", "a")], lambda name, attempt, node: Fate(after_s=5.0))
+    interrupt(made)
+    assert made.nodes.stops == [(("a", 1, 0), "SIGINT")]
+    assert made.ends() == {"a": JobState.RUNNABLE, "b": JobState.PENDING}
+    made.engine().run()
+    assert made.ends() == {"a": SUCCEEDED, "b": SUCCEEDED}
+    assert made.nodes.starts == [("a", 1, 0), ("a", 2, 0), ("b", 1, 0)]
+
+
+def test_a_full_disk_starts_nothing_until_there_is_room() -> None:
+    made = world([job("a"), job("b", "a")])
+    full_until = 7.0
+
+    def before_save() -> None:
+        if made.nodes.now < full_until:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    object.__setattr__(made.files, "before_save", before_save)
+    made.engine().run()
+    assert made.ends() == {"a": SUCCEEDED, "b": SUCCEEDED}
+    assert sum("nothing is started" in line for line in made.said) == 1
+    assert min(node.begins_at for node in made.nodes.nodes.values()) >= full_until
+
+
+def test_a_disk_that_stays_full_is_given_up_on() -> None:
+    made = world([job("a")])
+
+    def before_save() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    object.__setattr__(made.files, "before_save", before_save)
+    with pytest.raises(TransientError, match="no space left"):
+        made.engine().run()
+    assert made.nodes.now == pytest.approx(engine.DISK_PATIENCE_S, abs=1.0)
+    assert made.nodes.starts == []
+
+
+ENDS = (
+    NodeEnd(exit_code=0),
+    NodeEnd(exit_code=0),
+    NodeEnd(exit_code=75),
+    NodeEnd(exit_code=65),
+    NodeEnd(lost=True),
+    NodeEnd(error="x: gone"),
+    NodeEnd(exit_code=143, stopped_by="timeout"),
+)
+AGAIN = (NodeEnd(exit_code=75), NodeEnd(lost=True), NodeEnd(error="x: gone"))
+
+
+@st.composite
+def dags(draw: st.DrawFn) -> list[JobSpec]:
+    """Jobs, gangs and arrays; each depends on some of those before it in some way."""
+    made: list[JobSpec] = []
+    for number in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(["job", "gang", "array"]))
+        size = draw(st.integers(2, 3)) if kind == "array" else 0
+        on = []
+        for one in made:
+            match draw(st.sampled_from(["", "", "ALL", "N_TO_N"])):
+                case "ALL":
+                    on.append(Dependency(job=one.name))
+                case "N_TO_N" if size and one.array_size == size:
+                    on.append(Dependency(job=one.name, type=DependencyType.N_TO_N))
+        if size and draw(st.booleans()):
+            on.append(Dependency(type=DependencyType.SEQUENTIAL))
+        nodes = draw(st.integers(1, 2)) if kind == "gang" else 0
+        attempts = draw(st.integers(1, 3))
+        made.append(
+            job(
+                f"j{number}",
+                array_size=size,
+                num_nodes=nodes,
+                depends_on=tuple(on),
+                retry=retry_strategy(attempts),
+            )
+        )
+    return made
+
+
+def expected_ends(made: World, outcome: Mapping[tuple[str, int], NodeEnd]) -> dict[str, JobState]:
+    """What must become of every leaf, whatever the order, by the words of the documentation."""
+    good: set[str] = set()
+    ends = {}
+    for name, leaf in made.nodes.leaves.items():
+        ready = all(_all_good(made, one, good) for one in leaf.waits_for())
+        ends[name] = SUCCEEDED if ready and _succeeds(leaf.spec, name, outcome) else FAILED
+        good |= {name} if ends[name] is SUCCEEDED else set()
+    return ends
+
+
+def _all_good(made: World, name: str, good: set[str]) -> bool:
+    return all(leaf.name in good for leaf in made.nodes.leaves.values() if name in (leaf.name, leaf.spec.name))
+
+
+def _succeeds(spec: JobSpec, name: str, outcome: Mapping[tuple[str, int], NodeEnd]) -> bool:
+    for attempt in range(1, spec.retry.attempts + 1):
+        end = outcome.get((name, attempt), NodeEnd(exit_code=0))
+        if end not in AGAIN:
+            return end.exit_code == 0
+    return False
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_dag_with_any_outcomes_ends_as_it_must_though_the_engine_dies_at_any_call(data: st.DataObject) -> None:
+    """FakeNodes asserts at every start: dependencies have succeeded, no second attempt, nothing beyond the machine."""
+    jobs = data.draw(dags())
+    outcome: dict[tuple[str, int], NodeEnd] = {}
+    seconds: dict[tuple[str, int, int], float] = {}
+
+    def fate(name: str, attempt: int, node: int) -> Fate:
+        key = (name, attempt)
+        if node == 0 and key not in outcome:
+            outcome[key] = data.draw(st.sampled_from(ENDS), label=f"{key}")
+        after_s = seconds.setdefault((*key, node), data.draw(st.sampled_from([0.0, 0.2, 3.0])))
+        if node:  # the end of which changes nothing, however it comes
+            return Fate(after_s, NodeEnd(exit_code=1), data.draw(st.sampled_from([*[""] * 7, "running"])))
+        return Fate(after_s, outcome[key])
+
+    made = world(jobs, fate, vcpus=data.draw(st.integers(4, 8)))
+    lives = iter(data.draw(st.lists(st.integers(0, 15), max_size=6), label="calls before each death"))
+    left = [next(lives, None)]
+
+    def before_call() -> None:
+        if left[0] is not None:
+            if left[0] == 0:
+                left[0] = next(lives, None)
+                raise Died
+            left[0] -= 1
+
+    made.nodes.before_call = before_call
+    object.__setattr__(made.files, "before_save", before_call)
+    while True:
+        try:
+            made.engine().run()
+            break
+        except Died:
+            made.nodes.pause(data.draw(st.sampled_from([0.0, 1.0])))
+    assert made.ends() == expected_ends(made, outcome)
+    assert made.nodes.alive() == set()
+    assert len(made.nodes.starts) == len(set(made.nodes.starts))
+    for record in made.files.state(1):
+        tries = {key[1] for key in made.nodes.nodes if key[0] == record.name}
+        assert tries == set(range(1, len(record.attempts) + 1))

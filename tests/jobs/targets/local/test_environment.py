@@ -1,0 +1,102 @@
+"""The variables of AWS Batch, one column of its table each."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.core.spec import JobSpec
+from jobs.core.states import Leaf
+from jobs.targets.local.environment import gang_port, local_command, node_environment
+from pipeline.parallel.rendezvous import torchrun_arguments
+from tests.jobs.core.cases import job, plan
+
+MAIN_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+COMMON = {"AWS_BATCH_JOB_ATTEMPT": "2", "AWS_BATCH_JQ_NAME": "relevance", "AWS_BATCH_CE_NAME": "local"}
+GANG = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"}
+
+
+def environment(spec: JobSpec, *, index: int | None = None, node: int = 0) -> dict[str, str]:
+    leaf = Leaf(spec, index)
+    leaf_id = "id" if index is None else f"id:{index}"
+    return node_environment({}, plan(spec), leaf, leaf_id, 2, node, "10.0.0.7")
+
+
+def of_batch(found: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in found.items() if name.startswith("AWS_BATCH")}
+
+
+def test_a_container() -> None:
+    assert of_batch(environment(job("a"))) == {**COMMON, "AWS_BATCH_JOB_ID": "id"}
+
+
+def test_a_child_of_an_array() -> None:
+    found = of_batch(environment(job("a", array_size=3), index=1))
+    assert found == {**COMMON, "AWS_BATCH_JOB_ID": "id:1", "AWS_BATCH_JOB_ARRAY_INDEX": "1"}
+
+
+def test_the_main_node_has_no_address_of_itself() -> None:
+    found = of_batch(environment(job("g", num_nodes=2)))
+    assert found == {**COMMON, **GANG, "AWS_BATCH_JOB_ID": "id#0", "AWS_BATCH_JOB_NODE_INDEX": "0"}
+
+
+def test_another_node_has_it() -> None:
+    found = of_batch(environment(job("g", num_nodes=2), node=1))
+    own = {"AWS_BATCH_JOB_ID": "id#1", "AWS_BATCH_JOB_NODE_INDEX": "1", MAIN_ADDRESS: "10.0.0.7"}
+    assert found == {**COMMON, **GANG, **own}
+
+
+def test_all_nodes_of_an_attempt_meet_at_one_place() -> None:
+    gang = job("g", num_nodes=2)
+    found = [torchrun_arguments(1, environment(gang, node=node), own=lambda: "10.0.0.7")[-2:] for node in range(2)]
+    assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={gang_port('id', 2)}"]
+
+
+def test_without_a_network_they_meet_on_the_loopback() -> None:
+    spec = job("g", num_nodes=2)
+    for node in range(2):
+        found = node_environment({}, plan(spec), Leaf(spec), "id", 1, node, "127.0.0.1")
+        assert "--master-addr=127.0.0.1" in torchrun_arguments(1, found, own=lambda: "nowhere")
+
+
+def test_each_attempt_has_a_port_of_its_own_outside_those_of_clients() -> None:
+    ports = {gang_port(f"id-{i}", attempt) for i in range(20) for attempt in (1, 2, 3)}
+    assert len(ports) > 55
+    assert all(20_000 <= port < 32_000 and port % 2 == 0 for port in ports)
+
+
+def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() -> None:
+    around = {
+        "HOME": "/home/x",
+        "PATH": "/usr/bin",
+        "AWS_REGION": "us-west-2",
+        "TRNPIPE_TRAIN__MAX_STEPS": "1",
+        "TRNJOBS_JOB": "driver",
+        "AWS_BATCH_JOB_NODE_INDEX": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_PORT": "1",
+    }
+    spec = job("a", environment={"TRNPIPE_BACKEND": "cpu", "HOME": "/root"})
+    found = node_environment(around, plan(spec), Leaf(spec), "id", 1, 0, "10.0.0.7")
+    assert {name: found.get(name) for name in around} == {
+        **dict.fromkeys(around, None),
+        "HOME": "/root",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin",
+        "AWS_REGION": "us-west-2",
+        "TRNJOBS_JOB": "a",
+    }
+    assert found["TRNPIPE_BACKEND"] == "cpu"
+    assert (found["TRNPIPE_CYCLE"], found["TRNPIPE_WORKSPACE"]) == ("2026-11-20", "s3://bucket/relevance")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("trnjobs-entry", "--", "trnpipe", "train"), [sys.executable, "-m", "jobs.node", "--", "trnpipe", "train"]),
+        (("trnpipe", "train"), [sys.executable, "-m", "pipeline", "train"]),
+        (("sh", "-c", "trnpipe"), ["sh", "-c", "trnpipe"]),
+    ],
+)
+def test_our_commands_run_with_this_interpreter(words: tuple[str, ...], expected: list[str]) -> None:
+    assert local_command(words) == expected

@@ -1,0 +1,247 @@
+"""Keepers and their commands as processes: ends, time-outs, what is left behind, kill -9."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from jobs.core.gang import NodeEnd, NodeView, Phase
+from jobs.targets.local import keeper
+from jobs.targets.local.nodes import NodeStart, Processes, end_leftovers
+from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
+
+# Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
+GRANDCHILD = """
+import os, subprocess, sys
+code = '''
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("grandchild", "w").write(str(os.getpid()) + chr(10))
+time.sleep(600)
+'''
+subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+while not (os.path.exists("grandchild") and open("grandchild").read().endswith(chr(10))):
+    pass
+"""
+SLEEP = """
+import os, time
+open("command", "w").write(str(os.getpid()) + chr(10))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a node of an attempt that nobody else has; commands write into the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / str(uuid.uuid4()) / "1" / "node-0"
+
+
+def start(nodes: Processes, folder: Path, code: str, *, timeout_s: float = 600.0) -> None:
+    command = [sys.executable, "-S", "-c", code]
+    nodes.start(folder, NodeStart(command, {**os.environ, "COLOUR": "blue"}, timeout_s))
+
+
+def ended(nodes: Processes, folder: Path) -> NodeEnd:
+    until(lambda: nodes.look(folder).phase is Phase.ENDED, "the end of a node")
+    end = nodes.look(folder).end
+    assert end is not None
+    return end
+
+
+def test_a_command_has_its_environment_a_session_and_a_log(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    code = "import os, sys\nprint(os.environ['COLOUR'], os.getsid(0) == os.getpid(), flush=True)\nsys.exit('bye')"
+    start(nodes, folder, code)
+    end = ended(nodes, folder)
+    assert (end.exit_code, end.stopped_by, end.lost, end.error) == (1, "", False, "")
+    assert (folder / "log.txt").read_text() == "blue True\nbye\n"
+    view = nodes.look(folder)
+    assert view.started_at is not None
+    assert end.at is not None
+    assert end.at >= view.started_at
+
+
+def test_a_signal_is_an_exit_code_as_a_container_has_it(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, "import os,signal;os.kill(os.getpid(),signal.SIGKILL)")
+    end = ended(nodes, folder)
+    assert (end.exit_code, end.stopped_by) == (137, "")
+
+
+def test_no_such_command(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    nodes.start(folder, NodeStart(["no-such-command"], os.environ, 60.0))
+    assert ended(nodes, folder).error == "no-such-command: No such file or directory"
+    assert nodes.look(folder).started_at is None
+
+
+def test_the_timeout_asks_first(folder: Path) -> None:
+    nodes = Processes(grace_s=600)
+    code = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + SLEEP
+    start(nodes, folder, code, timeout_s=0.5)
+    end = ended(nodes, folder)
+    assert (end.exit_code, end.stopped_by) in {(7, "timeout"), (143, "timeout")}  # 143: before the handler was there
+
+
+def test_the_timeout_kills_what_does_not_listen_with_all_it_started(folder: Path) -> None:
+    nodes = Processes(grace_s=0.1)
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + GRANDCHILD + SLEEP
+    start(nodes, folder, code, timeout_s=600)
+    until(lambda: number_in(Path("command")), "the command")
+    nodes.stop(folder, "SIGTERM")
+    nodes.stop(folder, "SIGTERM")  # the first counts
+    end = ended(nodes, folder)
+    assert (end.exit_code, end.stopped_by) == (137, "SIGTERM")
+    assert not is_alive(number_in(Path("command")))
+    assert not is_alive(number_in(Path("grandchild")))
+
+
+def test_what_a_command_left_behind_ends_with_it(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, GRANDCHILD)
+    assert ended(nodes, folder).exit_code == 0
+    assert not is_alive(number_in(Path("grandchild")))
+
+
+def test_a_node_started_twice_runs_once(folder: Path) -> None:
+    one, other = Processes(grace_s=5), Processes(grace_s=5)
+    code = "open('runs','a').write('x')"
+    start(one, folder, code)
+    start(other, folder, code)
+    assert ended(one, folder).exit_code == 0
+    assert ended(other, folder).exit_code == 0
+    start(Processes(grace_s=5), folder, code)
+    until(lambda: not any(keepers_of(folder)), "the last keeper")
+    assert Path("runs").read_text() == "x"
+
+
+def test_another_engine_sees_the_same(folder: Path) -> None:
+    start(Processes(grace_s=5), folder, SLEEP)
+    until(lambda: number_in(Path("command")))
+    other = Processes(grace_s=5)
+    assert other.look(folder).phase is Phase.RUNNING
+    other.stop(folder, "SIGINT")
+    end = ended(other, folder)
+    assert (end.exit_code, end.stopped_by) == (143, "SIGINT")
+
+
+def test_a_killed_keeper_is_a_lost_host_and_its_command_does_not_live_on(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, GRANDCHILD + SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    (pid,) = keepers_of(folder)
+    os.kill(pid, signal.SIGKILL)
+    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True)
+    assert not is_alive(number_in(Path("command")))
+    assert not is_alive(number_in(Path("grandchild")))
+    assert ended(nodes, folder) == NodeEnd(lost=True)
+
+
+def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(folder: Path) -> None:
+    nodes = Processes(grace_s=0.1)
+    start(nodes, folder, GRANDCHILD + SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    (pid,) = keepers_of(folder)
+    suspend(pid)
+    nodes.stop(folder, "SIGTERM")
+    assert nodes.look(folder).phase is Phase.RUNNING
+    nodes.kill(folder, "timeout")
+    nodes.kill(folder, "SIGTERM")  # the first counts
+    assert ended(nodes, folder) == NodeEnd(lost=True, stopped_by="timeout")
+    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="timeout")
+    for one in (pid, number_in(Path("command")), number_in(Path("grandchild"))):
+        assert not is_alive(one)
+
+
+def test_a_suspended_command_ends_as_well(folder: Path) -> None:
+    nodes = Processes(grace_s=0.1)
+    start(nodes, folder, SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    suspend(number_in(Path("command")))
+    nodes.stop(folder, "SIGTERM")
+    end = ended(nodes, folder)  # by its keeper
+    assert (end.exit_code, end.stopped_by, end.lost) == (137, "SIGTERM", False)
+
+
+def test_what_attempts_that_are_over_have_left_is_found(tmp_path: Path) -> None:
+    """Processes that bear a mark, beside one of the attempt that runs now and one of another job."""
+    job, other = str(uuid.uuid4()), str(uuid.uuid4())
+    marks = [f"{job}_3/1/node-0", f"{job}_3/2/node-1", f"{job}_3/3/node-0", f"{job}_30/1/node-0", f"{other}/1/node-0"]
+    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) for mark in marks]
+    try:
+        until(lambda: all(_has_mark(one.pid, mark) for one, mark in zip(sleepers, marks, strict=True)))
+        assert end_leftovers({f"{job}:3": 2}) == 2
+        assert [one.wait() for one in sleepers[:2]] == [-signal.SIGKILL] * 2
+        assert [one.poll() for one in sleepers[2:]] == [None] * 3
+    finally:
+        for one in sleepers:
+            one.kill()
+            one.wait()
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    """From its exec on."""
+    return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_a_keeper_killed_before_it_took_the_node_is_a_task_that_did_not_start(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, "open('runs','a').write('x')")
+    nodes._own[folder].send_signal(signal.SIGSTOP)
+    if nodes.look(folder).phase is Phase.STARTING:  # nearly always: Python takes longer to start
+        nodes._own[folder].kill()
+        assert ended(nodes, folder).error
+        assert not Path("runs").exists()
+    else:
+        nodes._own[folder].kill()
+        assert ended(nodes, folder).lost
+
+
+def test_an_excluded_node_never_starts(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    assert nodes.look(folder) == NodeView(Phase.ABSENT)
+    nodes.exclude(folder)
+    expected = NodeView(Phase.ENDED, None, NodeEnd(error="stopped before it began"))
+    assert nodes.look(folder) == expected
+    start(nodes, folder, "open('runs','a').write('x')")
+    until(lambda: nodes._own[folder].poll() is not None, "the keeper that finds the node taken")
+    assert nodes.look(folder) == expected
+    assert not Path("runs").exists()
+
+
+def test_a_node_that_runs_cannot_be_excluded(folder: Path) -> None:
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, SLEEP)
+    until(lambda: number_in(Path("command")))
+    nodes.exclude(folder)
+    assert nodes.look(folder).phase is Phase.RUNNING
+    nodes.stop(folder, "SIGTERM")
+    assert ended(nodes, folder).exit_code == 143
+
+
+def test_a_keeper_waits_for_room_on_the_disk() -> None:
+    answers = iter([errno.ENOSPC, errno.EDQUOT, 0])
+    pauses: list[float] = []
+
+    def write() -> int:
+        if code := next(answers):
+            raise OSError(code, os.strerror(code))
+        return 5
+
+    assert keeper._when_there_is_room(write, pauses.append, []) == 5
+    assert len(pauses) == 2
+    assert keeper._when_there_is_room(write, pauses.append, ["SIGTERM"]) is None
+
+
+def test_it_does_not_wait_for_what_will_not_change() -> None:
+    def write() -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(OSError, match="Read-only"):
+        keeper._when_there_is_room(write, lambda seconds: None, [])

@@ -1,0 +1,384 @@
+"""Whole submissions on this machine: ends, logs, cancelling, interruptions, and an engine killed at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from jobs.core.records import AttemptRecord, JobRecord, JobState
+from jobs.core.retry import retry_strategy
+from jobs.core.slots import Slots
+from jobs.core.spec import CyclePlan, JobSpec, Resources
+from jobs.store.cycle import CycleStore
+from jobs.targets.local import keeper
+from jobs.targets.local.engine import MARGIN_S
+from jobs.targets.local.files import local_files
+from jobs.targets.local.target import LocalTarget, this_machine
+from pipeline.core.errors import ConfigError, Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+from tests.jobs.core.cases import job
+from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
+from tests.killing import FILE_CHANGES, FORK, killed_at
+
+SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
+SMALL = Resources(vcpus=1, memory_mib=64)
+MACHINE = Slots(vcpus=4, memory_mib=4096, gangs=1)
+# One line in the journal a try of a node, written at its beginning and at its end.
+BEGIN = """
+import os, sys
+me = os.environ["AWS_BATCH_JOB_ID"] + "/" + os.environ["AWS_BATCH_JOB_ATTEMPT"]
+def note(what):
+    with open("journal", "a") as file:
+        file.write(f"{what} {os.environ['TRNJOBS_JOB']} {me}\\n")
+note("begin")
+"""
+SLEEP = BEGIN + "open('command', 'w').write(f'{os.getpid()}\\n')\nimport time\ntime.sleep(600)\n"
+
+
+def work(name: str, *after: str, code: str = "", **fields: object) -> JobSpec:
+    command = (sys.executable, "-S", "-c", BEGIN + code + "\nnote('end')\n")
+    return job(name, *after, **{"command": command, "resources": SMALL, **fields})
+
+
+def sleeps(name: str, *after: str, **fields: object) -> JobSpec:
+    return job(name, *after, command=(sys.executable, "-S", "-c", SLEEP), resources=SMALL, **fields)
+
+
+def plan_of(*jobs: JobSpec) -> CyclePlan:
+    return CyclePlan(pipeline="p", cycle="c1", workspace="unused", jobs=jobs)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The workspace; commands write into the working folder above it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "workspace"
+
+
+def target(place: Path, *, grace_s: float = 10.0, say: Callable[[str], None] = lambda line: None) -> LocalTarget:
+    store = CycleStore(open_storage(str(place)), "c1", time.time)
+    stop = StopSignal()
+    return LocalTarget(store, place / "scratch", MACHINE, say, stop, grace_s=grace_s, poll_s=0.01)
+
+
+def submit(to: LocalTarget, plan: CyclePlan, round_: int = 1) -> dict[str, JobRecord]:
+    to.submit(plan, round_, [one.name for one in plan.jobs])
+    return {record.name: record for record in to.records(plan)}
+
+
+def journal() -> list[str]:
+    path = Path("journal")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def codes(record: JobRecord) -> list[int | None]:
+    return [attempt.exit_code for attempt in record.attempts]
+
+
+AGAIN_ONCE = "sys.exit(75 if os.environ['AWS_BATCH_JOB_ATTEMPT'] == '1' else 0)"
+
+
+def test_a_cycle_of_jobs_gangs_and_arrays(place: Path) -> None:
+    plan = plan_of(
+        work("a", code="print('out')\nprint('err', file=sys.stderr)"),
+        work("g", "a", num_nodes=2, code=AGAIN_ONCE),
+        work("e", "g", array_size=3, code=f"if os.environ['AWS_BATCH_JOB_ARRAY_INDEX'] == '1': {AGAIN_ONCE}"),
+        work("z", "e", code="sys.exit(80)"),
+        work("never", "z"),
+    )
+    to = target(place)
+    found = submit(to, plan)
+    assert {name: record.state for name, record in found.items()} == {
+        "a": SUCCEEDED,
+        "g": SUCCEEDED,
+        "e": SUCCEEDED,
+        "z": FAILED,
+        "never": FAILED,
+    }
+    assert codes(found["g"]) == [75, 0]
+    assert [codes(child) for child in found["e"].children] == [[0], [75, 0], [0]]
+    assert found["z"].status_reason == "Essential container in task exited"
+    assert found["never"].status_reason == "Dependent Job failed"
+    assert sorted(to.logs(found["a"], attempt=1, node=0)) == ["err", "out"]
+    assert list(to.logs(found["e"].children[1], attempt=2, node=0)) == []
+    for attempt, node in ((2, 0), (1, 1), (0, 0)):
+        with pytest.raises(ConfigError, match=f"no log of attempt {attempt}, node {node}"):
+            list(to.logs(found["a"], attempt=attempt, node=node))
+    stream = Path(found["a"].attempts[0].log_streams[0])
+    assert (place / stream).is_file()  # named relative to the workspace
+    assert [one.state for one in target(place).records(plan)] == [one.state for one in found.values()]
+
+
+def test_submitted_again_nothing_runs_again(place: Path) -> None:
+    plan = plan_of(work("a"), work("b", "a"))
+    first = submit(target(place), plan)
+    assert submit(target(place), plan) == first
+    assert Counter(line.split()[0] for line in journal()) == {"begin": 2, "end": 2}
+
+
+def test_a_later_round_has_jobs_of_its_own(place: Path) -> None:
+    plan = plan_of(work("a"), work("b", "a", code="sys.exit(0 if os.path.exists('fixed') else 65)"), work("c", "b"))
+    first = submit(target(place), plan)
+    assert first["b"].state is first["c"].state is FAILED
+    Path("fixed").touch()
+    to = target(place)
+    to.submit(plan, 2, ["b", "c"])
+    second = {record.name: record for record in to.records(plan)}
+    assert {record.state for record in second.values()} == {SUCCEEDED}
+    assert second["a"] == first["a"]
+    assert second["b"].id != first["b"].id
+
+
+def test_what_can_never_fit_is_refused_before_anything_starts(place: Path) -> None:
+    to = target(place)
+    with pytest.raises(ConfigError, match="g: 5 vCPU"):
+        submit(to, plan_of(work("a"), work("g", "a", num_nodes=5)))
+    assert (to.store.rounds(), journal()) == ([], [])
+
+
+def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(place: Path) -> None:
+    class Elsewhere:
+        root = "s3://bucket/a"
+
+        def local_path(self, key: str) -> None:
+            return None
+
+    files = local_files(Elsewhere(), place / "scratch", "c1")  # type: ignore[arg-type]
+    assert files.folder.is_relative_to(place / "scratch" / "jobs")
+    assert files.folder.name == "c1"
+    assert files.log_path(files.log_stream("id", 1, 0)) == files.node("id", 1, 0) / "log.txt"
+
+
+def test_the_timeout_of_a_gang_ends_all_its_nodes_and_is_final(place: Path) -> None:
+    gang = sleeps("g", num_nodes=2).model_copy(update={"timeout_s": 1})
+    found = submit(target(place), plan_of(gang))
+    assert (found["g"].state, found["g"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
+    assert codes(found["g"]) == [143]
+    assert keepers_of(place) == []
+
+
+def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(place: Path) -> None:
+    plan = plan_of(
+        work(
+            "a", retry=retry_strategy(1), code="if not os.path.exists('again'):\n    import time\n    time.sleep(600)"
+        ),
+        work("b", "a"),
+    )
+    stop = StopSignal()
+    interrupting = target(place, say=lambda line: stop.set("SIGINT") if "RUNNING" in line else None)
+    stopped = replace(interrupting, stop=stop)
+    with pytest.raises(Preempted):
+        submit(stopped, plan)
+    assert keepers_of(place) == []
+    (a, b) = stopped.records(plan)
+    assert (a.state, b.state) == (JobState.RUNNABLE, JobState.PENDING)
+    Path("again").touch()
+    found = submit(target(place), plan)
+    assert {record.state for record in found.values()} == {SUCCEEDED}
+    assert codes(found["a"]) == [143, 0]
+
+
+def test_cancelled_from_another_process_while_the_engine_runs(place: Path) -> None:
+    plan = plan_of(sleeps("a"), sleeps("g", num_nodes=2), work("b", "a"))
+    engine = FORK.Process(target=lambda: submit(target(place), plan))
+    engine.start()
+    until(lambda: len(journal()) == 3, "three nodes")
+    lines: list[str] = []
+    to = target(place, say=lines.append)
+    to.cancel(plan, "not today")
+    engine.join()
+    for record in to.records(plan):
+        assert (record.state, record.status_reason) == (FAILED, "not today"), record.name
+    assert engine.exitcode == 0
+    assert keepers_of(place) == []
+    assert lines == ["another process runs the jobs of this cycle; waiting for it"]
+    to.cancel(plan, "again")  # nothing is left to end
+    assert to.records(plan)[0].status_reason == "not today"
+
+
+def test_cancelled_when_the_engine_is_dead(place: Path) -> None:
+    plan = plan_of(sleeps("a"), work("b", "a"))
+    engine = FORK.Process(target=lambda: submit(target(place), plan))
+    engine.start()
+    until(lambda: number_in(Path("command")), "the command")
+    engine.kill()
+    engine.join()
+    assert is_alive(number_in(Path("command")))
+    to = target(place)
+    assert [record.state for record in to.records(plan)] == [JobState.RUNNING, JobState.PENDING]
+    to.cancel(plan, "why")
+    assert [(record.state, record.status_reason) for record in to.records(plan)] == [(FAILED, "why")] * 2
+    assert not is_alive(number_in(Path("command")))
+
+
+def test_two_engines_at_once_run_every_attempt_once(place: Path) -> None:
+    plan = plan_of(work("a", code="while not os.path.exists('go'): pass"), work("b", "a"))
+    engine = FORK.Process(target=lambda: submit(target(place), plan))
+    engine.start()
+    until(journal, "the first job")
+
+    def say(line: str) -> None:
+        assert "waiting" in line
+        Path("go").touch()
+
+    found = submit(target(place, say=say), plan)
+    engine.join()
+    assert engine.exitcode == 0
+    assert {record.state for record in found.values()} == {SUCCEEDED}
+    assert sorted(line.split()[0] for line in journal()) == ["begin", "begin", "end", "end"]
+
+
+def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
+    plan = plan_of(sleeps("a"))
+    engine = FORK.Process(target=lambda: submit(target(place), plan))
+    engine.start()
+    until(lambda: number_in(Path("command")), "the command")
+    engine.kill()
+    engine.join()
+    with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in round 1"):
+        submit(target(place), plan, round_=2)
+    target(place).cancel(plan, "end of the test")
+
+
+def test_a_killed_keeper_is_a_lost_host_and_the_job_is_tried_again(place: Path) -> None:
+    code = "if os.environ['AWS_BATCH_JOB_ATTEMPT'] == '1':\n    import time\n    time.sleep(600)"
+    plan = plan_of(work("a", code=code))
+
+    def say(line: str) -> None:
+        if "RUNNING" in line and "attempt 1" in line:
+            (started,) = place.rglob("started.json")
+            os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
+
+    found = submit(target(place, say=say), plan)
+    reasons = [attempt.status_reason for attempt in found["a"].attempts]
+    assert reasons == ["Host EC2 (local) terminated.", "Essential container in task exited"]
+    assert found["a"].state is SUCCEEDED
+
+
+def suspend_keeper(place: Path, node: int) -> None:
+    (started,) = place.rglob(f"1/node-{node}/started.json")
+    suspend(json.loads(started.read_text())["pid"])
+
+
+class Late:
+    """A clock that is ahead, by more with each look at it up to a limit."""
+
+    def __init__(self) -> None:
+        self.ahead_s, self.until_s = 0.0, 0.0
+
+    def __call__(self) -> float:
+        self.ahead_s = min(self.until_s, self.ahead_s + 1.0)
+        return time.time() + self.ahead_s
+
+
+def test_the_timeout_of_a_job_whose_keeper_is_suspended(place: Path) -> None:
+    clock = Late()
+    plan = plan_of(sleeps("a", timeout_s=3600))
+
+    def say(line: str) -> None:
+        if "RUNNING" in line:
+            until(lambda: number_in(Path("command")), "the command")
+            suspend_keeper(place, 0)
+            clock.ahead_s = clock.until_s = 3600 + 10 + MARGIN_S
+
+    to = target(place, say=say)
+    found = submit(replace(to, store=replace(to.store, clock=clock)), plan)
+    assert (found["a"].state, found["a"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
+    assert not is_alive(number_in(Path("command")))
+    assert keepers_of(place) == []
+
+
+def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
+    clock = Late()
+    code = """
+if os.environ["AWS_BATCH_JOB_NODE_INDEX"] == "1":
+    open("command", "w").write(f"{os.getpid()}\\n")
+    import time
+    time.sleep(600)
+if os.environ["AWS_BATCH_JOB_ATTEMPT"] == "1":
+    while not os.path.exists("go"): pass
+    sys.exit(75)
+"""
+
+    def suspend_node() -> None:
+        until(lambda: number_in(Path("command")), "the command of node 1")
+        suspend_keeper(place, 1)
+        clock.until_s = 2 * (10 + MARGIN_S)
+        Path("go").touch()
+
+    helper = Thread(target=suspend_node)
+    helper.start()
+    to = target(place)
+    found = submit(replace(to, store=replace(to.store, clock=clock)), plan_of(work("g", num_nodes=2, code=code)))
+    helper.join()
+    assert codes(found["g"]) == [75, 0]
+    assert keepers_of(place) == []
+
+
+def test_what_an_attempt_left_behind_ends_with_the_next_submission(place: Path) -> None:
+    plan = plan_of(work("a"))
+    found = submit(target(place), plan)
+    mark = f"{found['a'].id}/1/node-0"
+    lines: list[str] = []
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) as left:
+        until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
+        submit(target(place, say=lines.append), plan)
+        assert left.wait() == -signal.SIGKILL
+    assert lines == ["ended 1 processes that earlier attempts had left"]
+
+
+CHANGES = FILE_CHANGES | {"subprocess.Popen", "os.kill"}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("calls", [(1, 9, 20), (3, 14, 40), (5, 28, 60), (7, 33, 2), (12, 12, 12), (25, 50, 4)])
+def test_killed_at_any_call_and_started_again_it_ends_the_same(place: Path, calls: tuple[int, ...]) -> None:
+    """The engine is killed just before the n-th change of a file, start of a process or signal of each life."""
+    plan = plan_of(
+        work("a"),
+        work("g", "a", num_nodes=2, code=AGAIN_ONCE),
+        work("e", "a", array_size=2, code=AGAIN_ONCE),
+        work("z", "g", "e", code="sys.exit(65)"),
+    )
+    ends = [killed_at(number, lambda: submit(target(place), plan), CHANGES) for number in calls]
+    assert -signal.SIGKILL in ends
+    found = submit(target(place), plan)
+    tries = {leaf.name: codes(leaf) for record in found.values() for leaf in record.leaves()}
+    assert tries == {"a": [0], "g": [75, 0], "e:0": [75, 0], "e:1": [75, 0], "z": [65]}
+    begun = Counter(line for line in journal() if line.startswith("begin"))
+    assert set(begun.values()) == {1}  # each attempt of each node once
+    mains = [line for line in begun if "#1" not in line]
+    assert len(mains) == sum(map(len, tries.values()))
+    assert keepers_of(place) == []
+
+
+def test_no_more_than_the_machine_runs_at_once(place: Path) -> None:
+    plan = plan_of(work("e", array_size=6, resources=Resources(vcpus=2, memory_mib=64)))
+    found = submit(target(place), plan)
+    spans = [_span(child.attempts[0]) for child in found["e"].children]
+    for at, _ in spans:
+        assert sum(begin <= at < end for begin, end in spans) <= 2
+    assert found["e"].state is SUCCEEDED
+
+
+def _span(attempt: AttemptRecord) -> tuple[float, float]:
+    assert attempt.started_at is not None
+    assert attempt.stopped_at is not None
+    return attempt.started_at, attempt.stopped_at
+
+
+def test_this_machine_has_something_to_give() -> None:
+    found = this_machine()
+    assert found.vcpus >= 1
+    assert found.memory_mib > 64
+    assert found.gangs == 1

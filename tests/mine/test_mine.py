@@ -1,0 +1,189 @@
+"""Mining in pieces: equal to a search of everything at once, whoever does which piece, and after any stop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pipeline.core.errors import Preempted
+from pipeline.core.stop import StopSignal
+from pipeline.evaluate.exact import UNIT, exact_scores
+from pipeline.io.storage import open_storage
+from pipeline.mine.config import MineConfig
+from pipeline.mine.mine import all_negatives, mine_share
+from pipeline.mine.parts import MiningParts
+from pipeline.mine.search import Bm25Search, VectorSearch
+from pipeline.mine.select import NONE, Candidates, Judged, choose_negatives
+
+Float32s = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+QUERIES, ITEMS, WIDTH = 23, 130, 8
+CONFIG = MineConfig(negatives_per_query=4, depth=20, relative_margin=0.1)
+
+
+def unit(values: npt.NDArray[np.float64]) -> Float32s:
+    return np.asarray(values / np.linalg.norm(values, axis=1, keepdims=True), dtype=np.float32)
+
+
+NOISE = np.random.default_rng(1)
+ITEM_VECTORS = unit(NOISE.normal(size=(ITEMS, WIDTH)))
+QUERY_VECTORS = unit(ITEM_VECTORS[50 : 50 + QUERIES] + 0.3 * NOISE.normal(size=(QUERIES, WIDTH)))
+"""Near their positives."""
+
+
+@dataclass
+class Vectors:
+    """Made-up vectors; what was asked for, and something to do when it is."""
+
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    told: Callable[[str, int], None] = lambda kind, start: None
+
+    def items(self, start: int, stop: int) -> Float32s:
+        return self._part("items", ITEM_VECTORS, start, stop)
+
+    def queries(self, start: int, stop: int) -> Float32s:
+        return self._part("queries", QUERY_VECTORS, start, stop)
+
+    def _part(self, kind: str, vectors: Float32s, start: int, stop: int) -> Float32s:
+        self.asked.append((kind, start))
+        self.told(kind, start)
+        return vectors[start:stop]
+
+
+def judged() -> Judged:
+    """Query q has judged items q, 2 q, 3 q and 50 + q, of which 2 q and 50 + q are positives."""
+    items = [sorted({q, 2 * q, 3 * q, 50 + q}) for q in range(QUERIES)]
+    flat = np.array([item for row in items for item in row])
+    positive = np.array([item in (2 * q, 50 + q) for q, row in enumerate(items) for item in row])
+    return Judged(np.concatenate([[0], np.cumsum([len(row) for row in items])]), flat, positive)
+
+
+def all_at_once() -> tuple[Int64s, object]:
+    """By a sort of all scores."""
+    known = judged()
+    pairs = np.repeat(QUERY_VECTORS, ITEMS, axis=0), np.tile(ITEM_VECTORS, (QUERIES, 1))
+    scores = exact_scores(*pairs).reshape(QUERIES, ITEMS) / UNIT
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : CONFIG.depth]
+    best = [scores[q, known.items[(known.query == q) & known.positive]].max() for q in range(QUERIES)]
+    return choose_negatives(Candidates(np.take_along_axis(scores, order, 1), order, np.array(best)), known, CONFIG)
+
+
+def parts_of(folder: Path, worker: int = 0) -> MiningParts:
+    return MiningParts(
+        workspace=open_storage(str(folder / "workspace")),
+        prefix="cycles/c/mine/x",
+        scratch=folder / f"scratch-{worker}",
+        cache_dir=folder / "cache",
+        num_items=ITEMS,
+        num_queries=QUERIES,
+        items_per_part=50,
+        queries_per_part=6,
+    )
+
+
+def run(
+    folder: Path, vectors: Vectors, worker: int = 0, workers: int = 1, stop: StopSignal | None = None
+) -> tuple[int, MiningParts]:
+    """(missing, pieces): items are committed as ten times their number."""
+    stop = stop or StopSignal()
+    parts = parts_of(folder, worker)
+    searcher = VectorSearch(parts, vectors, CONFIG.depth, stop)
+    known = judged()
+    missing = mine_share(
+        parts,
+        searcher,
+        known,
+        lambda items: np.where(items == NONE, NONE, 10 * items),
+        CONFIG,
+        worker=worker,
+        workers=workers,
+        stop=stop,
+    )
+    return missing, parts
+
+
+def check_whole(parts: MiningParts) -> None:
+    negatives, counts = all_at_once()
+    found, seen = all_negatives(parts, CONFIG.negatives_per_query)
+    np.testing.assert_array_equal(found, np.where(negatives == NONE, NONE, 10 * negatives))
+    assert seen == counts and seen.negatives > QUERIES
+
+
+def test_one_worker_finds_what_a_sort_of_everything_finds(tmp_path: Path) -> None:
+    vectors = Vectors()
+    missing, parts = run(tmp_path, vectors)
+    assert missing == 0
+    check_whole(parts)
+    assert vectors.asked == [("items", 0), ("items", 50), ("items", 100), *(("queries", q) for q in (0, 6, 12, 18))]
+    again = Vectors()
+    assert run(tmp_path, again)[0] == 0 and again.asked == []
+    parts.delete()
+    assert parts.done("vectors") == parts.done("negatives") == set()
+
+
+def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Path) -> None:
+    seen, missing = [], []
+    for worker in (2, 0, 1):
+        vectors = Vectors()
+        left, parts = run(tmp_path, vectors, worker, 3)
+        missing.append(left)
+        seen.append(vectors.asked)
+    assert missing == [2, 1, 0]
+    check_whole(parts)
+    # The first one to come has nobody's vectors to use, so it makes all of them, its own first.
+    assert seen[0] == [("items", 100), ("items", 0), ("items", 50), ("queries", 12), ("queries", 18)]
+    assert seen[1:] == [[("queries", 0)], [("queries", 6)]]
+
+
+def test_vectors_another_worker_makes_meanwhile_are_used(tmp_path: Path) -> None:
+    other = parts_of(tmp_path, 1)
+
+    def meanwhile(kind: str, start: int) -> None:
+        if (kind, start) == ("items", 0):
+            other.commit_vectors(1, ITEM_VECTORS[50:100])
+
+    vectors = Vectors(told=meanwhile)
+    run(tmp_path, vectors, 0, 3)
+    assert [start for kind, start in vectors.asked if kind == "items"] == [0, 100]
+
+
+@pytest.mark.parametrize("at", [("items", 50), ("queries", 0), ("queries", 12)])
+def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple[str, int]) -> None:
+    stop = StopSignal()
+    vectors = Vectors(told=lambda kind, start: stop.set("SIGTERM") if (kind, start) == at else None)
+    with pytest.raises(Preempted, match="finished parts are kept"):
+        run(tmp_path, vectors, stop=stop)
+    rest = Vectors()
+    missing, parts = run(tmp_path, rest)
+    assert missing == 0
+    check_whole(parts)
+    assert not set(rest.asked) & set(vectors.asked[: vectors.asked.index(at)])
+
+
+def test_few_items_are_all_candidates(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    few = MiningParts(**{**vars(parts), "num_items": 3, "items_per_part": 2})
+    search = VectorSearch(few, Vectors(), 20, StopSignal())
+    search.prepare(0, 1)
+    found = search.search(0, 5, Judged(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
+    assert np.sort(found.items, axis=1).tolist() == [[0, 1, 2]] * 5
+    assert found.best_positive[0] == found.scores[0][found.items[0].tolist().index(2)]
+    assert (found.best_positive[1:] == -np.inf).all()
+
+
+def test_bm25_ranks_by_shared_words() -> None:
+    items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
+    queries = ["red shoe", "scarf", "nothing of it"]
+    search = Bm25Search(lambda: iter(items), lambda start, stop: queries[start:stop], 3, StopSignal())
+    search.prepare(0, 1)
+    known = Judged(np.array([0, 2, 3, 4]), np.array([2, 4, 1, 0]), np.array([True, True, True, False]))
+    found = search.search(0, 3, known)
+    assert found.items[0, 0] == 0 and set(found.items[0].tolist()) < {0, 1, 2, 4}
+    assert found.items[1:].tolist() == [[3, NONE, NONE], [NONE] * 3]
+    of_items = dict(zip(found.items[0].tolist(), found.scores[0], strict=True))
+    assert found.best_positive[0] == max(of_items.get(2, 0.0), of_items.get(4, 0.0)) > 0
+    assert found.best_positive[1:].tolist() == [0.0, 0.0]
+    assert search.search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]

@@ -1,0 +1,78 @@
+"""Committed negatives: what is read is what was written, and only for the data they were mined from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.io.storage import Storage, open_storage
+from pipeline.mine.negatives import (
+    Negatives,
+    NegativeSet,
+    NegativesInfo,
+    check_negatives,
+    commit_negatives,
+    find_negatives,
+    open_negatives,
+)
+from pipeline.mine.parts import empty_folder
+
+INFO = NegativesInfo(
+    dataset="d", token_sets=("one", "two"), rows=(7, 3), source="bm25", settings={"depth": 5}, figures={"queries": 2}
+)
+MINED = Negatives(np.array([4, 9]), np.array([[3, 8, -1], [0, -1, -1]]))
+
+
+def commit(tmp_path: Path, mined: Negatives = MINED) -> tuple[Storage, NegativeSet]:
+    storage = open_storage(str(tmp_path / "workspace"))
+    return storage, commit_negatives(storage, "negatives/d/x", mined, INFO, empty_folder(tmp_path / "staged"))
+
+
+def test_they_are_read_as_written(tmp_path: Path) -> None:
+    storage, made = commit(tmp_path)
+    assert find_negatives(storage, "negatives/d/y") is None
+    assert find_negatives(storage, "negatives/d/x") == made and made.info == INFO
+    found = open_negatives(storage, made, (7, 3), tmp_path / "cache")
+    assert isinstance(found.query_id, np.memmap) and isinstance(found.product, np.memmap)
+    np.testing.assert_array_equal(found.query_id, MINED.query_id)
+    np.testing.assert_array_equal(found.product, MINED.product)
+
+
+def test_equal_negatives_have_one_digest(tmp_path: Path) -> None:
+    _, one = commit(tmp_path / "a")
+    _, same = commit(tmp_path / "b")
+    _, other = commit(tmp_path / "c", Negatives(MINED.query_id, MINED.product + 1))
+    assert one.digest == same.digest != other.digest
+
+
+def test_nothing_mined_is_readable_too(tmp_path: Path) -> None:
+    storage, made = commit(tmp_path, Negatives(np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64)))
+    found = open_negatives(storage, made, (7, 3), tmp_path / "cache")
+    assert found.query_id.shape == (0,) and found.product.shape == (0, 4)
+
+
+def test_those_of_other_data_are_refused(tmp_path: Path) -> None:
+    storage, made = commit(tmp_path)
+    check_negatives(made, ["one", "two"], storage)
+    for sets, seen in (
+        (["one", "three"], "1 of 2 prepared partitions"),
+        (["one", "two", "three"], "1 of 3"),
+        (["two", "one"], "in another order"),
+        (["one"], "of more partitions than the 1"),
+    ):
+        with pytest.raises(DataError, match=f"mined from other data.*{seen}") as caught:
+            check_negatives(made, sets, storage)
+        assert caught.value.next_command.startswith("trnpipe mine")
+    with pytest.raises(DataError, match=r"\(7, 3\)"):
+        open_negatives(storage, made, (7, 4), tmp_path / "cache")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    storage, made = commit(tmp_path)
+    path = tmp_path / "workspace/negatives/d/x/product.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"product\.npy"):
+        open_negatives(storage, made, (7, 3), tmp_path / "cache")

@@ -1,0 +1,93 @@
+"""Negatives of a query, against loops over its best products."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.mine.config import MineConfig
+from pipeline.mine.select import NONE, Candidates, Counts, Judged, choose_negatives
+
+ITEMS = 12
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Candidates, Judged, MineConfig]:
+    """Some queries with their best items, of which some are judged."""
+    depth, queries = draw(st.integers(1, ITEMS)), draw(st.integers(0, 5))
+    scores, items, offsets, judged, positive, best = [], [], [0], list[int](), list[bool](), []
+    for _ in range(queries):
+        found = draw(st.permutations(range(ITEMS)))[: draw(st.integers(0, depth))]
+        items.append([*found, *[NONE] * (depth - len(found))])
+        scores.append(sorted(draw(st.lists(st.integers(-8, 8), min_size=depth, max_size=depth)), reverse=True))
+        mine = sorted(draw(st.sets(st.integers(0, ITEMS - 1), max_size=5)))
+        judged += mine
+        positive += [False] * len(mine)
+        offsets.append(len(judged))
+        best.append(draw(st.integers(-8, 8)))
+    kept = draw(st.integers(1, depth))
+    relative, absolute = draw(st.sampled_from([(None, None), (0.25, None), (None, 0.5), (0.1, 0.75)]))
+    config = MineConfig(
+        depth=depth,
+        negatives_per_query=kept,
+        skip_top=draw(st.integers(0, depth - kept)),
+        relative_margin=relative,
+        absolute_margin=absolute,
+    )
+    shape = (queries, depth)
+    found_all = Candidates(
+        np.array(scores, dtype=np.float64).reshape(shape) / 4,
+        np.array(items, dtype=np.int64).reshape(shape),
+        np.array(best, dtype=np.float64) / 4,
+    )
+    return (
+        found_all,
+        Judged(np.array(offsets), np.array(judged, dtype=np.int64), np.array(positive, dtype=bool)),
+        config,
+    )
+
+
+@given(cases())
+def test_against_loops(case: tuple[Candidates, Judged, MineConfig]) -> None:
+    found, judged, config = case
+    expected, counts = [], Counts()
+    for query in range(len(found.items)):
+        best = found.best_positive[query]
+        ceiling = min(
+            np.inf if config.relative_margin is None else best - config.relative_margin * abs(best),
+            np.inf if config.absolute_margin is None else best - config.absolute_margin,
+        )
+        known = judged.items[judged.offsets[query] : judged.offsets[query + 1]].tolist()
+        kept: list[int] = []
+        rank = 0
+        for score, item in zip(found.scores[query], found.items[query].tolist(), strict=True):
+            if item == NONE:
+                continue
+            if item in known:
+                counts += Counts(judged=1)
+                continue
+            rank += 1
+            if rank <= config.skip_top:
+                counts += Counts(passed_over=1)
+            elif score > ceiling:
+                counts += Counts(above_margin=1)
+            elif len(kept) < config.negatives_per_query:
+                kept.append(item)
+        counts += Counts(queries=1, negatives=len(kept))
+        expected.append(kept + [NONE] * (config.negatives_per_query - len(kept)))
+    negatives, seen = choose_negatives(found, judged, config)
+    assert negatives.tolist() == expected
+    assert seen == counts
+
+
+def test_a_part_of_the_judgements() -> None:
+    every = Judged(np.array([0, 2, 2, 5]), np.array([3, 7, 0, 4, 9]), np.array([True, False, False, True, True]))
+    part = every.part(1, 3)
+    assert (part.offsets.tolist(), part.items.tolist(), part.query.tolist()) == ([0, 0, 3], [0, 4, 9], [1, 1, 1])
+    assert part.holds(np.array([[0, 4], [9, NONE]])).tolist() == [[False, False], [True, False]]
+
+
+def test_there_must_be_room_for_the_negatives() -> None:
+    with pytest.raises(ValidationError, match="depth 10: expected at least skip_top 3 and negatives_per_query 8"):
+        MineConfig(depth=10, skip_top=3)

@@ -1,0 +1,82 @@
+"""What is mined for: queries that have a positive, distinct products, and what of them is judged."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import TokenRows
+from pipeline.evaluate.texts import text_hashes
+from pipeline.mine.select import NONE
+from pipeline.mine.task import MiningTask, make_task
+from tests.train.rows import BUCKETS, PAD, write_shard
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    """Partition 0 with 70 rows, partition 1 with 50 of other queries; four rows a query, in two shapes."""
+    folder = tmp_path_factory.mktemp("task")
+    shards = []
+    for partition, counts in enumerate(([40, 30], [20, 30])):
+        shard = write_shard(folder / f"{partition}.safetensors", counts, 1000 * partition)
+        shards.append(type(shard)(shard.path, shard.rows, partition))
+    return TokenRows(shards, BUCKETS, PAD, ("partition",))
+
+
+def table_of(rows: TokenRows) -> dict[str, npt.NDArray[np.int64]]:
+    """All rows in the order of their numbers; products as hashes."""
+    parts = [rows.read(np.full(size, bucket), np.arange(size), 1) for bucket, size in enumerate(rows.sizes)]
+    table = {name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]}
+    return table | {"product": text_hashes(table["product"], PAD), "query": text_hashes(table["query"], PAD)}
+
+
+def task_of(rows: TokenRows, partitions: list[int], max_items: int = 10_000) -> MiningTask:
+    return make_task(rows, partitions, positive_gain=0.99, max_items=max_items, stop=StopSignal())
+
+
+@pytest.mark.parametrize("partitions", [[0, 1], [1], []])
+def test_the_task_is_what_the_rows_say(rows: TokenRows, partitions: list[int]) -> None:
+    task, table = task_of(rows, partitions), table_of(rows)
+    positive = table["gain"] >= 0.99
+    of_asked = np.isin(table["partition"], partitions)
+    with_positive = set(table["query_id"][positive].tolist())
+    assert task.query_id.tolist() == sorted(set(table["query_id"][of_asked].tolist()) & with_positive)
+    assert task.num_items == len(np.unique(table["product"]))
+    texts = text_hashes_of(task, 0, task.num_items)
+    assert table["product"][task.rows_of(np.arange(task.num_items))].tolist() == texts
+    for place, query in enumerate(task.query_id.tolist()):
+        mine = slice(task.judged.offsets[place], task.judged.offsets[place + 1])
+        of_query = table["query_id"] == query
+        items = task.judged.items[mine].tolist()
+        assert items == sorted(set(items))
+        assert {texts[item] for item in items} == set(table["product"][of_query].tolist())
+        relevant = {texts[item] for item, good in zip(items, task.judged.positive[mine], strict=True) if good}
+        assert relevant == set(table["product"][of_query & positive].tolist())
+        assert table["query_id"][task.query_row[place]] == query
+
+
+def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:
+    tokens = task.items(start, stop)
+    padded = np.full((stop - start, 8), PAD, dtype=np.int32)
+    for row in range(stop - start):
+        ids = tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]]
+        padded[row, : len(ids)] = ids
+    hashes: list[int] = text_hashes(padded, PAD).tolist()
+    return hashes
+
+
+def test_texts_by_part_are_those_of_all(rows: TokenRows) -> None:
+    task = task_of(rows, [0, 1])
+    whole, part = task.queries(0, task.num_queries), task.queries(3, 9)
+    assert part.ids.tolist() == whole.part(3, 9).ids.tolist()
+    assert text_hashes_of(task, 5, 11) == text_hashes_of(task, 0, task.num_items)[5:11]
+
+
+def test_a_limit_of_items_keeps_the_positives(rows: TokenRows) -> None:
+    table = table_of(rows)
+    positives = set(table["product"][table["gain"] >= 0.99].tolist())
+    task = task_of(rows, [0, 1], max_items=len(positives) + 2)
+    texts = text_hashes_of(task, 0, task.num_items)
+    assert len(texts) == len(positives) + 2 and positives <= set(texts)
+    assert task.judged.items.min() >= 0 and task.judged.positive.any()
+    assert task.rows_of(np.array([[NONE, 0]]))[0, 0] == NONE
