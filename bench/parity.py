@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.results import ROOT, Figure, Target, figure, finish
 from pipeline.core.errors import EXIT_OK, GateRefused
-from pipeline.core.parity import CurveFigures
+from pipeline.evaluate.parity import CurveFigures
 from pipeline.parity.compare import ParityReport
 
 NAME = "parity"

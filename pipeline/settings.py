@@ -8,17 +8,15 @@ from pydantic.main import IncEx
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.gate.config import GateConfig
-from pipeline.core.parity_config import ParityConfig
-from pipeline.core.tune.config import TuneConfig
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
 from pipeline.health.config import HealthConfig
 from pipeline.io.retry import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
+from pipeline.tune.config import TuneConfig
 
 
 class LaunchConfig(BaseModel):

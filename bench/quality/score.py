@@ -6,9 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.quality.tasks import Catalogue
-from pipeline.core.metrics import Judgements, MetricsConfig, retrieval_report
-from pipeline.core.scored import PerQuery, ScoredRows
+from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
+from pipeline.evaluate.metrics.report import retrieval_report
+from pipeline.evaluate.metrics.retrieval import Judgements
+from pipeline.evaluate.scored import PerQuery, ScoredRows
 
 Float32s = npt.NDArray[np.float32]
 Encode = Callable[[Sequence[str]], Float32s]

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.retention import steps_to_delete
 from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.manifest import Manifest
-from pipeline.core.retention import steps_to_delete
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage
 

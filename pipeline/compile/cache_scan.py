@@ -19,8 +19,8 @@ from pipeline.compile.cache_entry import (
     parse_entry,
 )
 from pipeline.compile.cache_host import CompilerProcess, Compilers, live_compilers
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.core.format import format_bytes, format_duration
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.io.errors import os_errors
 from pipeline.io.keys import is_temp, join_key
 from pipeline.io.storage import Storage

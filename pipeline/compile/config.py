@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.core.neuron_flags import CompilerFlags
+from pipeline.compile.flags import CompilerFlags
 
 ALL_THERE_S = 1800.0
 """From the first node of a job to the last one: an image to load, a cache to pull; a node that died comes never."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pipeline.compile.flags import flags_hash
 from pipeline.compile.neuron_log import NeuronLog, entry_key, graph_name
-from pipeline.core.neuron_flags import flags_hash
 
 GIB = 2**30
 BYTES_PER_COMPILER = 64 * GIB  # AWS keeps this much for each neuronx-cc (neuron_parallel_compile, SDK 2.23)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.partitions import Partition
+from pipeline.data.selection import Partition
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_set import FORMAT_VERSION, Split, TokenSetInfo
 from pipeline.io.commit import fetch_dir, read_manifest

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.stop import StopSignal
-from pipeline.core.work_shards import WorkShard
 from pipeline.data.pool import WorkerPool
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.open_part import OpenPart
@@ -17,6 +16,7 @@ from pipeline.embed.parts import Tally
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.reading import CatalogueReader, RawWindow
 from pipeline.embed.texts import TextRules, Window, make_window
+from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
 
 Int64s = npt.NDArray[np.int64]

@@ -13,7 +13,6 @@ import numpy as np
 
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.stop import StopSignal
-from pipeline.core.work_shards import WorkShard
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry import take_over
 from pipeline.embed.feed import Complete, OpenWorkers, Texts, feed
@@ -24,6 +23,7 @@ from pipeline.embed.parts import PartRecord, commit_part
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet
+from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
 
 FEED_DEPTH = 2

@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError
-from pipeline.core.work_shards import Piece, WorkShard
 from pipeline.data.columns import ColumnPlan, to_fields
 from pipeline.data.readers import open_parquet
 from pipeline.embed.catalogue import Catalogue, IdType, not_parquet, row_bytes
+from pipeline.embed.work_shards import Piece, WorkShard
 from pipeline.io.storage import Storage
 
 BATCH_BYTES = 8 * 2**20

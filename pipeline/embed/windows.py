@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from pipeline.backends import Batch
-from pipeline.core.packing import batches_by_length, pack_rows
 from pipeline.data.tokenizer import Tokens, take
+from pipeline.embed.packing import batches_by_length, pack_rows
 from pipeline.embed.program import RowShape
 from pipeline.embed.texts import cut_tokens
 

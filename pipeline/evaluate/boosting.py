@@ -18,11 +18,11 @@ import numpy.typing as npt
 from pipeline.core.groups import locate
 from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
-from pipeline.core.scored import ScoredRows
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_set import TokenSetInfo
 from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.scored import ScoredRows
 
 Int64s = npt.NDArray[np.int64]
 

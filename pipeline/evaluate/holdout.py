@@ -11,12 +11,16 @@ from torch import Tensor
 from pipeline.backends import Backend, Batch
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import DataError
-from pipeline.core.metrics import Judgements, MetricsConfig, class_figures, ndcg, retrieval_report
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, evaluation_batches
 from pipeline.data.shards import Arrays
+from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
+from pipeline.evaluate.metrics.classes import class_figures
+from pipeline.evaluate.metrics.ranking import ndcg
+from pipeline.evaluate.metrics.report import retrieval_report
+from pipeline.evaluate.metrics.retrieval import Judgements
 from pipeline.evaluate.texts import text_hashes
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.gang import Gang

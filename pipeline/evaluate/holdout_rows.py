@@ -11,7 +11,6 @@ import numpy.typing as npt
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.order import mix64
-from pipeline.core.scored import SliceColumn
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.slices import codes_of, merge_names
 from pipeline.data.token_set import Split
@@ -19,6 +18,7 @@ from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
 from pipeline.evaluate.leak import HoldoutQueries
 from pipeline.evaluate.order import HoldoutOrder, choose_rows
+from pipeline.evaluate.scored import SliceColumn
 from pipeline.evaluate.texts import join_tokens, text_hashes, to_tokens
 from pipeline.io.storage import Storage
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from pipeline.core.metrics import MetricsConfig, retrieval_report
-from pipeline.core.metrics.names import RETRIEVAL
+from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.fusion import Int64s, Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.metrics.names import RETRIEVAL
+from pipeline.evaluate.metrics.report import retrieval_report
 from pipeline.evaluate.report import HybridReport
 from pipeline.evaluate.retrieval import RetrievalTask
 

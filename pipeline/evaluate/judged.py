@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.core.scored import ScoredRows, SliceColumn
 from pipeline.evaluate.holdout_rows import PARTITION
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
 
 AGE = "age"
 NEW, OLD = "new", "old"

@@ -6,8 +6,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import DataError
-from pipeline.core.gate.verdict import Verdict
-from pipeline.core.metrics import MetricReport, SliceReport
+from pipeline.evaluate.gate.verdict import Verdict
+from pipeline.evaluate.metrics.report import MetricReport, SliceReport
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
 

@@ -9,16 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import NumericError
-from pipeline.core.metrics import Judgements, MetricReport, MetricsConfig, retrieval_report
 from pipeline.core.progress import progress
-from pipeline.core.scored import PerQuery
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embed.embedder import counted
 from pipeline.embed.output import shorten_vectors
 from pipeline.evaluate.bm25 import Bm25
+from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.fusion import Ranked
+from pipeline.evaluate.metrics.report import MetricReport, retrieval_report
+from pipeline.evaluate.metrics.retrieval import Judgements
+from pipeline.evaluate.scored import PerQuery
 from pipeline.evaluate.texts import join_tokens
 from pipeline.parallel.gang import Gang
 

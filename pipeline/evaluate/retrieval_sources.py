@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.metrics import Judgements
 from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.encode import text_characters
@@ -16,6 +15,7 @@ from pipeline.embed.texts import cut_tokens
 from pipeline.evaluate.catalogue import NO_QUERY, CatalogueFile
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.metrics.retrieval import Judgements
 from pipeline.evaluate.products import distinct_products
 from pipeline.evaluate.retrieval import Queries, RetrievalTask
 from pipeline.evaluate.texts import UInt64s, decoded, join_tokens, text_hashes, to_tokens

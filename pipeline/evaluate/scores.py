@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
-from pipeline.core.scored import ScoredRows, SliceColumn
 from pipeline.evaluate.saved_arrays import stage_arrays
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.core.gate.verdict import GateCheck
-from pipeline.core.metrics import MetricReport
-from pipeline.core.metrics.names import MetricName
+from pipeline.evaluate.gate.verdict import GateCheck
+from pipeline.evaluate.metrics.names import MetricName
+from pipeline.evaluate.metrics.report import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, HybridReport, ModelReport
 
 _SLICES_SHOWN = 5

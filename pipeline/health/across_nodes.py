@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.nccom import check_nccom
 from pipeline.health.tools import BANDWIDTH, NCCOM_LEAVE_S, NCCOM_LIMIT_S, bandwidth_test, correctness_test, least_gib_s
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.parallel.network import own_address
 
 ADDRESS, ACROSS = "address", f"{NCCOM} across nodes"

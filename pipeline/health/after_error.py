@@ -2,12 +2,12 @@
 
 from pipeline.backends import Backend
 from pipeline.core.errors import TransientError
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_operations, on_device
 from pipeline.health.neuron_errors import device_error
+from pipeline.health.verdict import CheckResult, Verdict
 
 _ASSERT = "device-side assert triggered"
 """Of CUDA, for an index beyond a table and the like: a bug, after which the process cannot use the device any more."""

@@ -19,9 +19,9 @@ import psutil
 
 from pipeline.core.errors import Preempted, TrnpipeError
 from pipeline.core.format import format_duration
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import Group, HealthConfig, Profile
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 
 BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from pipeline.core.format import format_duration
-from pipeline.core.health import CheckResult, Verdict
+from pipeline.health.verdict import CheckResult, Verdict
 
 NAME = "clock"
 ROUNDS = 10

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import one_line
 from pipeline.health.device import on_device
+from pipeline.health.verdict import CheckResult, Verdict
 
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""

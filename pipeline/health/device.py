@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.core.format import format_bytes
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import OperationName
 from pipeline.health.operations import OPERATIONS, Operation, reference, worst_error
 from pipeline.health.tolerance import OPERATIONS as NAME
 from pipeline.health.tolerance import beyond_tolerance, error_figures
+from pipeline.health.verdict import CheckResult, Verdict
 
 Clock = Callable[[], float]
 

@@ -5,9 +5,9 @@ Read from sysfs, which shows those of the host, and from /dev/infiniband, which 
 
 from pathlib import Path
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.neuron_ls import numbered
+from pipeline.health.verdict import CheckResult, Verdict
 
 NAME = "efa"
 INFINIBAND = Path("/sys/class/infiniband")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.health.check import one_line
 from pipeline.health.report import from_json, to_json
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.health.versions import DRIVER, VERSIONS
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.keys import join_key

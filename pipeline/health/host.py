@@ -12,13 +12,13 @@ from typing import Literal
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.footprint import GIB
 from pipeline.core.format import format_bytes, format_duration
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
 from pipeline.health.identity import Identity
 from pipeline.health.machine import SHM, Disk, Host
 from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
 from pipeline.health.nccom import NAME as NCCOM
+from pipeline.health.verdict import CheckResult, Verdict
 from pipeline.io.storage import Storage
 from pipeline.parallel.rendezvous import MASTER_PORT
 

@@ -5,8 +5,8 @@ pages (EFA interfaces of trn2.48xlarge: an EKS sample), and core/footprint.
 from dataclasses import dataclass
 
 from pipeline.core import footprint
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.tool import ToolRun
+from pipeline.health.verdict import CheckResult, Verdict
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.neuron_errors import Evidence, Match, classify
 from pipeline.health.tool import run_tool
+from pipeline.health.verdict import CheckResult, Verdict
 
 NAME = "kernel-log"
 HANG = "HANG_ON_COLLECTIVES"

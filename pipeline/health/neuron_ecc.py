@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.neuron_ls import SYSFS, numbered
+from pipeline.health.verdict import CheckResult, Verdict
 
 ECC = "neuron-ecc"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
-from pipeline.core.health import Verdict
+from pipeline.health.verdict import Verdict
 
 PASS, WARN, RETRY, FIX = Verdict
 

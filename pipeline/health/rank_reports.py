@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.core.errors import DataError
-from pipeline.core.health import CheckResult, NodeReport, Verdict, slow_ranks
 from pipeline.health.report import from_json, to_json
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict, slow_ranks
 from pipeline.io import atomic
 
 BURN, ROUND = "burn", "fastest_round_s"

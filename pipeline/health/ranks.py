@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from pipeline.backends import Backend, process_group
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
@@ -29,6 +28,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_burn, check_memory, check_operations, on_device
 from pipeline.health.rank_reports import BURN, SHARED, leave
 from pipeline.health.tolerance import OPERATIONS
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.parallel.device import open_device
 from pipeline.parallel.world import World
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
-from pipeline.core.health import CheckResult, NodeReport, Verdict
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io.storage import Storage
 
 FOLDER_VARIABLE = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings

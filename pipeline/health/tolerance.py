@@ -7,7 +7,7 @@ expectation is wrong, or what compiles for them. Without torch: the process that
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.core.health import CheckResult, NodeReport, Verdict
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 
 OPERATIONS = "operations"
 BEYOND = "beyond_tolerance"

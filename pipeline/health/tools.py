@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pipeline.core.footprint import GIB
-from pipeline.core.health import CheckResult
 from pipeline.health.check import BOTH, Check, CheckContext
 from pipeline.health.config import HealthConfig, Profile
 from pipeline.health.efa import check_efa
@@ -15,6 +14,7 @@ from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.nccom import NccomTest, check_nccom
 from pipeline.health.neuron_ls import check_neuron_ls
 from pipeline.health.neuron_monitor import check_neuron_monitor
+from pipeline.health.verdict import CheckResult
 
 NCCOM_LIMIT_S = 300.0  # each size is compiled first
 NCCOM_LEAVE_S = 60.0  # for one that is killed to leave its cores

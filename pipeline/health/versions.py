@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.check import Check, CheckContext
+from pipeline.health.verdict import CheckResult, Verdict
 
 VERSIONS = "versions"
 DRIVER, RUNTIME = "driver", "runtime"

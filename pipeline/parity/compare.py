@@ -7,7 +7,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.parity import (
+from pipeline.evaluate.config import ParityBars, ParityConfig
+from pipeline.evaluate.parity import (
     Comparison,
     ParityCheck,
     compare_curves,
@@ -16,7 +17,6 @@ from pipeline.core.parity import (
     compare_vectors,
     judge,
 )
-from pipeline.core.parity_config import ParityBars, ParityConfig
 from pipeline.evaluate.scores import to_rows
 from pipeline.parity.record import RecordedSide
 

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 
-from pipeline.core.parity import Curve, relative_difference
+from pipeline.evaluate.parity import Curve, relative_difference
 from pipeline.parity.compare import ParityReport
 
 INSTALL = "pip install 'trnpipe[report]'"

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import DataError
-from pipeline.core.parity import Curve, Evaluation
+from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage

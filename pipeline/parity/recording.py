@@ -11,11 +11,11 @@ from typing import Any
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.core.errors import ConfigError
 from pipeline.core.events import EventName
-from pipeline.core.parity import Curve, Evaluation
-from pipeline.core.partitions import Selection
 from pipeline.core.stop import StopSignal
+from pipeline.data.selection import Selection
 from pipeline.data.token_store import open_rows
 from pipeline.evaluate.holdout import figures
+from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores, save_scores
 from pipeline.io import atomic, locks
 from pipeline.io.storage import Storage, open_storage

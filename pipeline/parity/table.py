@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.core.parity import ParityCheck
+from pipeline.evaluate.parity import ParityCheck
 from pipeline.parity.compare import ParityReport
 
 

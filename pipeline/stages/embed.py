@@ -10,7 +10,6 @@ from pipeline.core.events import EventName
 from pipeline.core.footprint import INSTANCES
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.prices import price_usd_per_hour
-from pipeline.core.work_shards import WorkShard, share_of
 from pipeline.embed.carry import index_of, open_earlier
 from pipeline.embed.feed import worker_processes
 from pipeline.embed.finish import finish
@@ -22,6 +21,7 @@ from pipeline.embed.planning import Surroundings, asked_for, make_plan
 from pipeline.embed.share import worker_of
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.work_shards import WorkShard, share_of
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import join_ranks
 from pipeline.settings import Settings

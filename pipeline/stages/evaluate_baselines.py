@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.core.gate import Baseline
-from pipeline.core.metrics import best_threshold, metric_report
 from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.evaluate import bm25, boosting
 from pipeline.evaluate.boosting import Boosting
 from pipeline.evaluate.fusion import Ranked
+from pipeline.evaluate.gate.baselines import Baseline
 from pipeline.evaluate.holdout_rows import Holdout
 from pipeline.evaluate.hybrid import hybrid_reports
+from pipeline.evaluate.metrics.binary import best_threshold
+from pipeline.evaluate.metrics.report import metric_report
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import RetrievalTask, lexical_search
 from pipeline.evaluate.saved_arrays import load_arrays, save_arrays

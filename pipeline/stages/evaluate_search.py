@@ -7,9 +7,6 @@ from functools import cached_property
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.core.metrics import MetricReport
-from pipeline.core.metrics.names import RETRIEVAL
-from pipeline.core.scored import PerQuery
 from pipeline.data.token_set import SPLITS
 from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import TextTokenizer
@@ -17,9 +14,12 @@ from pipeline.embed.output import check_dimensions
 from pipeline.evaluate.catalogue import CatalogueFile, open_catalogue
 from pipeline.evaluate.fusion import Ranked
 from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.metrics.names import RETRIEVAL
+from pipeline.evaluate.metrics.report import MetricReport
 from pipeline.evaluate.retrieval import RetrievalTask, search
 from pipeline.evaluate.retrieval_sources import from_catalogue, from_products
 from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
+from pipeline.evaluate.scored import PerQuery
 from pipeline.evaluate.vectors import Vectors
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.gang import Gang

@@ -9,16 +9,18 @@ from datetime import UTC, datetime
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.events import EventName
-from pipeline.core.gate import Verdict, judge
-from pipeline.core.metrics import best_threshold, metric_report, slice_reports
-from pipeline.core.partitions import select_partitions
-from pipeline.core.scored import ScoredRows
+from pipeline.data.selection import select_partitions
 from pipeline.data.token_set import Split
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
+from pipeline.evaluate.gate.judge import judge
+from pipeline.evaluate.gate.verdict import Verdict
 from pipeline.evaluate.holdout_rows import Holdout, open_holdout
 from pipeline.evaluate.judged import judged_slices
 from pipeline.evaluate.leak import Leak, find_leak, judge_leak
+from pipeline.evaluate.metrics.binary import best_threshold
+from pipeline.evaluate.metrics.report import metric_report, slice_reports
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluate.scored import ScoredRows
 from pipeline.evaluate.scores import ScoreSet, to_rows
 from pipeline.health.after_error import informed
 from pipeline.io.verify import read_manifest

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import EXIT_OK, TrnpipeError
-from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
@@ -34,6 +33,7 @@ from pipeline.health.rank_reports import results_of, with_slow_ranks
 from pipeline.health.report import FOLDER_VARIABLE, report_key, show, store_report
 from pipeline.health.tolerance import with_shared_errors
 from pipeline.health.tools import tool_checks, tools_limit_s
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.versions import versions_check
 from pipeline.parallel.launch import launch
 from pipeline.settings import Settings

@@ -14,7 +14,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
-from pipeline.core.partitions import select_partitions
+from pipeline.data.selection import select_partitions
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
 from pipeline.embed.share import worker_of
 from pipeline.evaluate.bm25 import K1, B

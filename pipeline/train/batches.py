@@ -9,7 +9,7 @@ import torch
 
 from pipeline.backends import Batch
 from pipeline.core.batching import BatchPlan, RankShare
-from pipeline.core.schedule import learning_rate
+from pipeline.core.lr import learning_rate
 from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import control_values

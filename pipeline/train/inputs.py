@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.partitions import Selection, select_partitions
+from pipeline.data.selection import Selection, select_partitions
 from pipeline.data.token_set import TokenSetInfo
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.io.storage import Storage

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pipeline.backends import Backend, Batch
-from pipeline.core.deadline import forecast
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.order import stream_key
@@ -19,6 +18,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
 from pipeline.train.batches import BatchStream, add_digests, schedule_of
 from pipeline.train.config import TrainConfig
+from pipeline.train.deadline import forecast
 from pipeline.train.pace import Pace
 from pipeline.train.program import TEMPERATURE, TrainProgram
 

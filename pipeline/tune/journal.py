@@ -21,8 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.tune.hyperband import Hyperband
-from pipeline.core.tune.ranges import Choices, Floats, Range, Value
+from pipeline.tune.config import Choices, Floats, Hyperband, Range, Value
 
 State = Literal["running", "complete", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {

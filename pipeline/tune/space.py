@@ -9,9 +9,9 @@ from pydantic import JsonValue, ValidationError
 
 from pipeline.config_sources import PIPELINE, decode
 from pipeline.core.errors import ConfigError
-from pipeline.core.tune.ranges import Choices, Floats, Integers, Range, Value, ends_of, parse_range
 from pipeline.settings import Settings
 from pipeline.settings_fields import Leaf, nearest
+from pipeline.tune.config import Choices, Floats, Integers, Range, Value, ends_of, parse_range
 
 _SECTIONS = ("train", "model")
 _SET_BY_THE_SEARCH = frozenset(

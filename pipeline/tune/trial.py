@@ -9,7 +9,6 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.core.errors import ConfigError, NumericError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.core.tune.hyperband import Hyperband
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
@@ -20,6 +19,7 @@ from pipeline.telemetry.events import EventLog
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Surroundings, TrainRun
 from pipeline.train.share import batch_share
+from pipeline.tune.config import Hyperband
 from pipeline.tune.journal import OpenTrial
 from pipeline.tune.space import Space
 

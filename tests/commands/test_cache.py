@@ -18,10 +18,10 @@ from pipeline.compile.cache_entry import EntryState
 from pipeline.compile.cache_host import Compilers, Mount, Mounts
 from pipeline.compile.cache_ledger import LEDGER_DIR
 from pipeline.compile.cache_sync import sync_cache
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, GraphRecord, store_manifest
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings

@@ -18,8 +18,8 @@ from pipeline.compile.cache_host import (
 )
 from pipeline.compile.cache_scan import CacheReport, scan_local, scan_storage
 from pipeline.compile.cache_sync import sync_cache
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.core.errors import ConfigError
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.io.storage import Storage
 from tests.compile.cache_cases import (
     FILES,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.config import CompileConfig
+from pipeline.compile.flags import CompilerFlags
 from pipeline.compile.neuron_command import TRACE_FILE, drives_tool, neuron_environment, use_neuron_cache
-from pipeline.core.neuron_flags import CompilerFlags
 
 NEURON, CPU = {"PJRT_DEVICE": "NEURON"}, {"PJRT_DEVICE": "CPU"}
 FLAGS = CompilerFlags(auto_cast="matmult", optlevel=2)

@@ -16,11 +16,11 @@ import pytest
 from pipeline.compile import neuron_compile
 from pipeline.compile.cache_host import CompilerProcess
 from pipeline.compile.config import CompileConfig
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.neuron_command import neuron_environment, wrapper_script
 from pipeline.compile.neuron_compile import NeuronCompileResult, Repair, compile_graphs
 from pipeline.compile.neuron_repair import repair_after_run
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.compile.fake_neuron.cache import VERSION, lock_of

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.neuron_log import parse_log
 from pipeline.compile.neuron_verdict import Attempt, Verdict, judge, parallel_compilers, unexpected_suffixes
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 
 GIB = 2**30
 A, B = "neuronxcc-2.24.1.0+ab/MODULE_1+11111111", "neuronxcc-2.24.1.0+ab/MODULE_2+11111111"

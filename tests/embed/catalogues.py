@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.stop import StopSignal
-from pipeline.core.work_shards import share_of
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry import find_earlier, index_of, open_earlier
@@ -25,6 +24,7 @@ from pipeline.embed.parts import PartRecord, finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
 from pipeline.embed.texts import TextRules, cut_tokens
 from pipeline.embed.vector_set import VectorSet
+from pipeline.embed.work_shards import share_of
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS = 16, 12

@@ -7,13 +7,13 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.core.scored import ScoredRows, SliceColumn
 from pipeline.data.slices import NO_VALUE
 from pipeline.data.token_set import SliceInfo
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.evaluate.holdout_rows import Holdout, length_column, open_holdout
 from pipeline.evaluate.judged import judged_slices
 from pipeline.evaluate.order import HoldoutOrder
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
 from tests.data.test_token_store import commit
 from tests.train.rows import make_rows, token_set_info

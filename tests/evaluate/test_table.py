@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.core.gate.verdict import GateCheck, Verdict
-from pipeline.core.metrics import MetricReport
+from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.metrics.report import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, HybridReport, ModelReport
 from pipeline.evaluate.table import table_lines
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from pipeline.compile.cache_scan import list_storage
+from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
 from pipeline.compile.neuron_command import TRACE_FILE
-from pipeline.core.neuron_flags import CompilerFlags, flags_hash
 from pipeline.io.storage import open_storage
 from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ToolChain

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pipeline.backends.base import HostMean
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.health import CheckResult
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
 from pipeline.health.check import run_checks
@@ -33,6 +32,7 @@ from pipeline.health.collectives import (
 )
 from pipeline.health.config import HealthConfig
 from pipeline.health.ranks import RankChecks
+from pipeline.health.verdict import CheckResult
 from pipeline.parallel.world import World
 
 LIMIT_S = 3.0

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.across_nodes import across_check, address_check, addresses
 from pipeline.health.check import run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import NeuronInstance
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from tests.health.fake_tools import fake_tool
 
 TRN1 = NeuronInstance("trn1.32xlarge", bus_gib_s=39.0)

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health import check as check_module
 from pipeline.health.check import Check, CheckContext, run_checks
 from pipeline.health.config import HealthConfig
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 
 QUICK = HealthConfig()
 SLEEP = ("sleep", "600")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.health import Verdict
 from pipeline.health.clocks import clock_faults, judge_clock, skew
+from pipeline.health.verdict import Verdict
 
 
 def rounds(ahead_s: dict[int, float], num: int = 5, length_s: float = 0.001) -> list[dict[int, float]]:

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.health.clocks import skew
 from pipeline.health.collectives import bus_factor, contents
+from pipeline.health.verdict import CheckResult, Verdict
 from tests.health.gang import SIZES_BYTES, clocks, collectives, gang, node
 
 WORLD = 3

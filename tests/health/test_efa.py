@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.health import Verdict
 from pipeline.health.efa import check_efa, judge_efa, num_efa
 from pipeline.health.instances import neuron_instance
+from pipeline.health.verdict import Verdict
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
 pytestmark = pytest.mark.unit

@@ -9,9 +9,9 @@ import pytest
 from pipeline.compile import node_barrier
 from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import ConfigError, Preempted, TransientError
-from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.stop import StopSignal
 from pipeline.health.gang import meet, version_faults
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.versions import VERSIONS, find_versions
 from pipeline.io.local import LocalStorage
 

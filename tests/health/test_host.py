@@ -12,7 +12,6 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.footprint import GIB, INSTANCES
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health import machine
 from pipeline.health.check import run_checks
@@ -20,6 +19,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.host import MACHINES, HostChecks, Place, Port, usual_places, usual_ports
 from pipeline.health.identity import Identity
 from pipeline.health.machine import Disk, Host, Memory
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
 

@@ -3,9 +3,9 @@
 import pytest
 
 from pipeline.core.footprint import INSTANCES
-from pipeline.core.health import Verdict
 from pipeline.health.instances import NeuronInstance, judge_rank_count, neuron_instance, without_answer
 from pipeline.health.tool import ToolRun
+from pipeline.health.verdict import Verdict
 
 GIB = 2**30
 pytestmark = pytest.mark.unit

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.health import Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import neuron_instance
 from pipeline.health.kernel_log import check_kernel_log, judge_kernel_log, parse_kernel_log
+from pipeline.health.verdict import Verdict
 from tests.health.fake_tools import environment, fake_tool, says
 
 TRN1 = neuron_instance("trn1.32xlarge")

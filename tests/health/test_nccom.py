@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import neuron_instance
 from pipeline.health.nccom import (
@@ -20,6 +19,7 @@ from pipeline.health.nccom import (
     parse_table,
 )
 from pipeline.health.tool import ToolRun
+from pipeline.health.verdict import CheckResult, Verdict
 from tests.health import fake_tools
 from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_report
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.health import Verdict
 from pipeline.health.neuron_ecc import DeviceCounts, judge_ecc, merge, read_sysfs
+from pipeline.health.verdict import Verdict
 
 pytestmark = pytest.mark.unit
 

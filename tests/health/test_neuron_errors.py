@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.core.errors import ConfigError, NumericError, TransientError
-from pipeline.core.health import Verdict
 from pipeline.health.neuron_errors import LOG_ROWS, ROWS, STATUS_ROWS, classify, decisive, device_error
+from pipeline.health.verdict import Verdict
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
 pytestmark = pytest.mark.unit

@@ -7,12 +7,12 @@ import torch
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
-from pipeline.core.health import Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
 from pipeline.health.config import HealthConfig
 from pipeline.health.rank_reports import results_of
 from pipeline.health.ranks import RankChecks, is_host, report_rank
+from pipeline.health.verdict import Verdict
 from pipeline.parallel.world import World
 
 QUICK = HealthConfig(burn_s=0.2, sweep_mib=64)

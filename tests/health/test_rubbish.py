@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.core.health import CheckResult, Verdict, gang_error
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
@@ -22,6 +21,7 @@ from pipeline.health.neuron_ls import judge_devices, judge_processes, parse_neur
 from pipeline.health.neuron_monitor import judge_hardware, parse_neuron_monitor
 from pipeline.health.report import from_json, report_lines, to_json
 from pipeline.health.tool import ToolRun
+from pipeline.health.verdict import CheckResult, Verdict, gang_error
 from tests.health import fake_tools
 
 TRN1 = neuron_instance("trn1.32xlarge") or NeuronInstance("")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from pipeline.core.health import CheckResult, Verdict
 from pipeline.core.stop import StopSignal
 from pipeline.health import tools
 from pipeline.health.check import Check, run_checks
@@ -17,6 +16,7 @@ from pipeline.health.tools import (
     tool_checks,
     tools_limit_s,
 )
+from pipeline.health.verdict import CheckResult, Verdict
 
 EVERYWHERE = ["kernel log", "neuron devices", "neuron monitor"]
 ON_NEURON = [*EVERYWHERE, "processes", "EFA"]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.health import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.core.stop import StopSignal
 from pipeline.health import tools
 from pipeline.health.check import CheckContext, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.instances import neuron_instance
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.versions import DRIVER_FIT, VERSIONS, find_versions, judge_driver, versions_check
 
 PASS, WARN, FIX = Verdict.PASS, Verdict.WARN, Verdict.FIX

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.core.parity_config import ParityConfig
 from pipeline.core.stop import StopSignal
+from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
-from pipeline.core.parity_config import ParityConfig
+from pipeline.evaluate.config import ParityConfig
 from pipeline.parity.compare import ParityReport, compare_sides
 from pipeline.parity.plot import plot_svg
 from pipeline.parity.record import RecordedSide

@@ -14,10 +14,10 @@ import pytest
 
 from pipeline import cli
 from pipeline.core.footprint import GIB
-from pipeline.core.health import CheckResult, NodeReport, Verdict
 from pipeline.health import tools
 from pipeline.health.neuron_ls import check_neuron_ls
 from pipeline.health.report import to_json
+from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io import atomic
 from pipeline.stages import health
 from tests.health.fake_tools import fake_tool, neuron_ls, says

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.tune.hyperband import Hyperband
-from pipeline.core.tune.ranges import Value, parse_range
+from pipeline.tune.config import Hyperband, Value, parse_range
 from pipeline.tune.journal import Journal, TrialRecord
 
 RANGES = {

@@ -10,7 +10,7 @@ from jobs.ledger.page import page
 from jobs.ledger.report import CycleReport, gather, losses_of
 from jobs.store.cycle import CycleStore
 from pipeline.core.events import EventName
-from pipeline.core.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.gate.verdict import GateCheck, Verdict
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.io.storage import open_storage
 from tests.evaluate.test_table import HOLDOUT, model

@@ -1,1 +1,0 @@
-"""What a search over settings decides from values alone."""

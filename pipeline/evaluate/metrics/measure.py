@@ -1,0 +1,149 @@
+"""From the name of a metric and scored rows to its value, or to the reason why there is none."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.metrics.binary import Area, AtThreshold, Curve, at_threshold
+from pipeline.evaluate.metrics.calibration import calibration_error, log_loss
+from pipeline.evaluate.metrics.classes import accuracy, label_f1, macro_f1
+from pipeline.evaluate.metrics.names import MetricName
+from pipeline.evaluate.metrics.ranking import (
+    Ranking,
+    ndcg_by_query,
+    precision_by_query,
+    recall_by_query,
+    reciprocal_rank_by_query,
+)
+from pipeline.evaluate.metrics.statistic import Missing, Queries, Statistic, mean_over_queries, value_of
+from pipeline.evaluate.scored import GAIN_TOLERANCE, Bools, Float64s, Int64s, PerQuery, ScoredRows
+
+_TWO_LABELS = ("precision", "recall", "f1", "roc_auc", "average_precision")
+_AT_THRESHOLD: dict[str, tuple[AtThreshold, str]] = {
+    "precision": ("precision", "no row is called a match at the threshold"),
+    "recall": ("recall", "no row is a match"),
+    "f1": ("f1", "no row is a match or called one"),
+}
+_AREAS: dict[str, tuple[Area, str]] = {
+    "roc_auc": ("roc_auc", "labelled rows of both labels are needed"),
+    "average_precision": ("average_precision", "no row is a match"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A metric that could be computed."""
+
+    value: float
+    statistic: Statistic
+
+    @property
+    def num_queries(self) -> int:
+        """Queries that bear on it."""
+        return int(self.statistic.counted.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class RowMetrics:
+    """The metrics of scored rows by name; what several of them need is computed once."""
+
+    rows: ScoredRows
+    config: MetricsConfig
+    threshold: float | None = None
+
+    def measure(self, name: MetricName) -> Measured | Missing:
+        """One metric of these rows."""
+        if name.of_retrieval:
+            return Missing("retrieval was not evaluated")
+        if self.rows.meaningless:
+            return Missing(self.rows.meaningless)
+        if self.rows.unusable.any():
+            bad, rows = int(self.rows.unusable.sum()), self.rows.num_rows
+            return Missing(f"{bad:,} of {rows:,} rows have NaN or infinite scores")
+        if name.rank is not None or name.word == "mrr":
+            return self._ranked(name)
+        if not (self.rows.label >= 0).any():
+            return Missing("no row has a label")
+        if name.label is None and name.word in _TWO_LABELS:
+            return self._matched(name)
+        return self._classified(name)
+
+    @cached_property
+    def queries(self) -> Queries:
+        return Queries.of(self.rows.query_id)
+
+    @cached_property
+    def ranking(self) -> Ranking:
+        return Ranking.of(self.queries, self.rows.relevance)
+
+    @cached_property
+    def predicted(self) -> Int64s:
+        predicted: Int64s = self.rows.probabilities.argmax(axis=1)
+        return predicted
+
+    @cached_property
+    def relevant(self) -> Bools:
+        """[N]: the rows that MRR, recall@k and precision@k look for."""
+        if self.config.relevant_gain is None:
+            return np.equal(self.rows.label, len(self.rows.labels) - 1)
+        return np.greater_equal(self.rows.gain, self.config.relevant_gain - GAIN_TOLERANCE)
+
+    def _ranked(self, name: MetricName) -> Measured | Missing:
+        if len(set(self.rows.label_gains)) < 2:
+            return Missing("all labels have the same gain; set data.labels, from least to most relevant")
+        k = name.rank or 0
+        by_query: dict[str, Callable[[], Float64s]] = {
+            "ndcg": lambda: ndcg_by_query(self.ranking, self.rows.gain, k),
+            "mrr": lambda: reciprocal_rank_by_query(self.ranking, self.relevant),
+            "recall": lambda: recall_by_query(self.ranking, self.relevant, k),
+            "precision": lambda: precision_by_query(self.ranking, self.relevant, k),
+        }
+        nothing = "no query has a row with a gain" if name.word == "ndcg" else "no query has a relevant row"
+        return _measured(mean_over_queries(by_query[name.word]()), nothing)
+
+    def _matched(self, name: MetricName) -> Measured | Missing:
+        rows, score = self.rows, self.rows.probabilities[:, -1]
+        if len(rows.labels) != 2:
+            return Missing(f"it is for two labels, there are {len(rows.labels)}")
+        if name.word in _AREAS:
+            area, nothing = _AREAS[name.word]
+            return _measured(Curve.of(self.queries, rows.label, score, area), nothing)
+        if self.threshold is None:
+            return Missing("no threshold was chosen on the valid split")
+        metric, nothing = _AT_THRESHOLD[name.word]
+        return _measured(at_threshold(self.queries, rows.label, score, self.threshold, metric), nothing)
+
+    def _classified(self, name: MetricName) -> Measured | Missing:
+        rows, num_labels = self.rows, len(self.rows.labels)
+        if name.label is not None:
+            if name.label not in rows.labels:
+                return Missing(f"there is no label {name.label!r}; there are {', '.join(rows.labels)}")
+            wanted = rows.labels.index(name.label)
+            found = label_f1(self.queries, rows.label, self.predicted, num_labels, wanted)
+            return _measured(found, f"no row is labelled or predicted {name.label}")
+        build: dict[str, Callable[[], Statistic]] = {
+            "accuracy": lambda: accuracy(self.queries, rows.label, self.predicted),
+            "micro_f1": lambda: accuracy(self.queries, rows.label, self.predicted),
+            "macro_f1": lambda: macro_f1(self.queries, rows.label, self.predicted, num_labels),
+            "ece": lambda: calibration_error(self.queries, rows.label, rows.probabilities, self.config.ece_bins),
+            "loss": lambda: log_loss(self.queries, rows.label, rows.probabilities),
+        }
+        return _measured(build[name.word](), "no row has a label")
+
+
+def measure_retrieval(found: PerQuery | None, name: MetricName) -> Measured | Missing:
+    """One metric of retrieval, from its value for each query."""
+    if found is None:
+        return Missing("retrieval was not evaluated")
+    if name.text not in found.values:
+        return Missing(f"it was not evaluated; there are {', '.join(found.values)}")
+    return _measured(mean_over_queries(found.values[name.text]), "no query has a relevant item in the catalogue")
+
+
+def _measured(statistic: Statistic, nothing: str) -> Measured | Missing:
+    value = value_of(statistic)
+    return Missing(nothing) if math.isnan(value) else Measured(value, statistic)

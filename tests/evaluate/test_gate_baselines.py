@@ -1,0 +1,181 @@
+"""The gate against simple tools: who is refused, who is warned of, and what is said."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.gate_pairs import METRICS, Population, equal, evenly_worse, population
+from pipeline.core.errors import DataError
+from pipeline.evaluate.config import GateConfig
+from pipeline.evaluate.gate.baselines import Baseline
+from pipeline.evaluate.gate.judge import judge
+from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.scored import Float64s, PerQuery, ScoredRows
+
+QUERIES = 1000
+NDCG = "retrieval_ndcg@10"
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Population:
+    """The first of the two sees every row less clearly."""
+    return population(evenly_worse(1.0), num_queries=QUERIES)
+
+
+@pytest.fixture(scope="module")
+def alike() -> Population:
+    return population(equal, num_queries=QUERIES)
+
+
+def verdict(
+    candidate: ScoredRows,
+    *baselines: Baseline,
+    incumbent: ScoredRows | None = None,
+    found: PerQuery | None = None,
+    config: GateConfig | None = None,
+) -> Verdict:
+    config = config or GateConfig()
+    return judge(candidate, incumbent, config, metrics=METRICS, candidate_retrieval=found, baselines=baselines, seed=1)
+
+
+def against(found: Verdict) -> dict[str, GateCheck]:
+    return {check.name.removeprefix("baseline "): check for check in found.checks if check.kind == "baseline"}
+
+
+def figures(values: Float64s) -> PerQuery:
+    return PerQuery(np.arange(len(values)), {NDCG: values})
+
+
+def test_a_first_model_that_a_baseline_beats_is_refused_and_told_so(uneven: Population) -> None:
+    found = verdict(uneven.candidate, Baseline("boosting", rows=uneven.incumbent))
+    assert not found.promote
+    checks = against(found)
+    assert {name: check.outcome for name, check in checks.items()} == {
+        "boosting ndcg@10": "fail",
+        "boosting macro_f1": "fail",
+    }, "f1 is of two labels"
+    check = checks["boosting ndcg@10"]
+    assert check.candidate is not None and check.baseline_value is not None and check.incumbent is None
+    start = f"boosting is better: ndcg@10 {check.candidate:.4f} against {check.baseline_value:.4f}, "
+    assert check.reason.startswith(start) and "with 97.50% confidence at least" in check.reason
+    assert found.baseline_confidence == pytest.approx(1 - 0.05 / 2)
+    assert check.reason in found.reasons and check.reason in "\n".join(found.lines())
+    assert check.baseline == "boosting" and check.high is not None and check.high < 0
+
+
+def test_a_later_model_is_warned_of_unless_it_is_to_be_refused(uneven: Population) -> None:
+    tool = Baseline("boosting", rows=uneven.incumbent)
+    later = uneven.candidate
+    found = verdict(uneven.candidate, tool, incumbent=later)
+    assert found.promote
+    assert against(found)["boosting ndcg@10"].outcome == "warn"
+    assert any(reason.startswith("boosting is better") for reason in found.reasons)
+    assert not verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="refuse")).promote
+    assert against(verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="off"))) == {}
+    assert verdict(uneven.candidate, tool, config=GateConfig(first_baselines="warn")).promote
+    assert against(verdict(uneven.candidate, tool, config=GateConfig(first_baselines="off"))) == {}
+
+
+def test_a_model_that_is_better_or_as_good_passes(uneven: Population, alike: Population) -> None:
+    found = verdict(uneven.incumbent, Baseline("boosting", rows=uneven.candidate))
+    assert found.promote
+    assert {check.outcome for check in against(found).values()} == {"pass"}
+    assert against(found)["boosting ndcg@10"].reason.startswith("boosting is not better: ndcg@10 ")
+    assert verdict(alike.candidate, Baseline("boosting", rows=alike.incumbent)).promote
+    same = verdict(alike.candidate, Baseline("boosting", rows=alike.candidate))
+    assert "the same" in against(same)["boosting macro_f1"].reason
+
+
+def test_retrieval_is_compared_query_by_query(alike: Population) -> None:
+    stream = np.random.default_rng(3)
+    ours = np.clip(stream.normal(0.5, 0.3, 200), 0, 1)
+    worse = verdict(alike.candidate, Baseline("BM25", retrieval=figures(ours + 0.02)), found=figures(ours))
+    check = against(worse)[f"BM25 {NDCG}"]
+    assert check.outcome == "fail" and check.num_queries == 200, "2 points in each query are no chance"
+    assert check.reason.startswith(f"BM25 is better: {NDCG} ")
+    shuffled = verdict(
+        alike.candidate, Baseline("BM25", retrieval=figures(stream.permutation(ours + 0.02))), found=figures(ours)
+    )
+    check = against(shuffled)[f"BM25 {NDCG}"]
+    assert check.outcome == "warn" and check.reason.startswith("BM25 may be better")
+    assert "200 queries do not tell it from chance" in check.reason
+    assert shuffled.promote
+    allowed = GateConfig(baseline_drops={NDCG: 0.03})
+    passed = verdict(
+        alike.candidate, Baseline("BM25", retrieval=figures(ours + 0.02)), found=figures(ours), config=allowed
+    )
+    assert against(passed)[f"BM25 {NDCG}"].outcome == "pass"
+
+
+def test_bonferroni_counts_what_is_compared(alike: Population) -> None:
+    ours = np.full(100, 0.5)
+    tools = [Baseline("boosting", rows=alike.incumbent), Baseline("BM25", retrieval=figures(ours))]
+    found = verdict(alike.candidate, *tools, found=figures(ours))
+    assert len(against(found)) == 3
+    assert found.baseline_confidence == pytest.approx(1 - 0.05 / 3)
+
+
+def test_few_queries_show_nothing(alike: Population) -> None:
+    found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(np.ones(30))), found=figures(np.zeros(30)))
+    check = against(found)[f"BM25 {NDCG}"]
+    assert check.outcome == "skipped" and "30 queries bear on it, 50 are needed" in check.reason
+    assert found.promote
+
+
+def test_a_candidate_without_the_figure_does_not_get_away(alike: Population) -> None:
+    found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(np.full(90, 0.7))))
+    check = against(found)[f"BM25 {NDCG}"]
+    assert check.outcome == "fail" and not found.promote
+    assert check.reason == (
+        f"{NDCG} against BM25: the candidate has none (retrieval was not evaluated), BM25 has 0.7000"
+    )
+
+
+def test_what_was_not_scored_is_told(alike: Population) -> None:
+    found = verdict(alike.candidate, Baseline("boosting", missing="scikit-learn is not installed"))
+    assert found.promote
+    assert [check.reason for check in against(found).values()] == [
+        "boosting was not scored: scikit-learn is not installed"
+    ]
+    assert against(found)["boosting"].outcome == "skipped"
+
+
+def test_another_holdout_is_an_error(alike: Population) -> None:
+    other = replace(alike.incumbent, label=np.roll(alike.incumbent.label, 1))
+    with pytest.raises(DataError, match="not scored on the same holdout"):
+        verdict(alike.candidate, Baseline("boosting", rows=other))
+    tool = Baseline("BM25", retrieval=PerQuery(np.arange(60) + 1, {NDCG: np.ones(60)}))
+    with pytest.raises(DataError, match="not scored on the same holdout"):
+        verdict(alike.candidate, tool, found=figures(np.ones(60)))
+
+
+def test_two_labels_are_compared_at_their_thresholds() -> None:
+    stream = np.random.default_rng(5)
+    label = stream.integers(0, 2, 1500)
+    query = np.repeat(np.arange(300), 5)
+
+    def scored(noise: float) -> ScoredRows:
+        match = 1 / (1 + np.exp(-(4 * (label - 0.5) + stream.normal(0, noise, 1500))))
+        table = np.stack([1 - match, match], axis=1)
+        return ScoredRows(query, label, label.astype(float), table, ("non_match", "match"), (0.0, 1.0))
+
+    config = GateConfig(baseline_drops={"f1": 0.0})
+    tool = Baseline("boosting", rows=scored(0.5), threshold=0.5)
+    found = judge(scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[tool])
+    assert against(found)["boosting f1"].outcome == "fail"
+    without = judge(scored(4.0), None, config, metrics=METRICS, baselines=[replace(tool, threshold=None)])
+    assert against(without) == {}, "neither has one"
+    untold = judge(
+        scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[replace(tool, threshold=None)]
+    )
+    assert against(untold)["boosting f1"].reason == (
+        "f1 against boosting: cannot be computed for boosting: no threshold was chosen on the valid split"
+    )
+
+
+def test_scores_that_are_no_numbers_come_first(alike: Population) -> None:
+    table = alike.candidate.probabilities.copy()
+    table[3] = np.nan
+    found = verdict(replace(alike.candidate, probabilities=table), Baseline("boosting", rows=alike.incumbent))
+    assert [check.kind for check in found.checks] == ["scores"] and found.baseline_confidence is None

@@ -1,0 +1,170 @@
+"""Metrics of labels and probabilities against scikit-learn, to 1e-9."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import accuracy_score, f1_score, log_loss
+
+from pipeline.core.errors import DataError
+from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.metrics.classes import class_figures
+from pipeline.evaluate.metrics.names import MetricName
+from pipeline.evaluate.metrics.report import metric_names, metric_report, slice_reports
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
+from tests.evaluate.holdouts import holdout, holdouts
+
+NUM_CLASSES = 4
+PAIRS = st.lists(st.tuples(st.integers(0, NUM_CLASSES - 1), st.integers(0, NUM_CLASSES - 1)), min_size=1, max_size=40)
+EXACT = 1e-9
+
+
+def value(rows: ScoredRows, name: str, config: MetricsConfig | None = None) -> float:
+    return metric_report(rows, config or MetricsConfig()).values[name]
+
+
+@settings(deadline=None, max_examples=30)
+@given(PAIRS)
+def test_class_figures_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
+    label, predicted = np.array(pairs).T
+    seen = class_figures(label, predicted, NUM_CLASSES)
+    by_class = f1_score(label, predicted, labels=range(NUM_CLASSES), average=None, zero_division=0)
+    assert seen.accuracy == pytest.approx(accuracy_score(label, predicted))
+    assert seen.macro_f1 == pytest.approx(f1_score(label, predicted, average="macro", zero_division=0))
+    assert seen.f1_by_class == pytest.approx(by_class)
+    assert seen.positive_f1 == pytest.approx(by_class[-1])
+
+
+def test_one_class_only() -> None:
+    seen = class_figures(np.array([1, 1]), np.array([1, 1]), 2)
+    assert (seen.accuracy, seen.macro_f1, seen.positive_f1, seen.f1_by_class) == (1.0, 1.0, 1.0, (0.0, 1.0))
+    assert class_figures(np.array([0, 0]), np.array([0, 0]), 1).macro_f1 == 1.0
+
+
+def test_nothing_to_score_is_an_error() -> None:
+    with pytest.raises(DataError, match="no labelled rows"):
+        class_figures(np.array([], dtype=np.int64), np.array([], dtype=np.int64), 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(holdouts())
+def test_labels_and_loss_are_those_of_scikit_learn(rows: ScoredRows) -> None:
+    report = metric_report(rows, MetricsConfig())
+    labelled = rows.label >= 0
+    label, probabilities = rows.label[labelled], rows.probabilities[labelled]
+    if not labelled.any():
+        for name in ("accuracy", "macro_f1", "micro_f1", "ece", "loss"):
+            assert report.missing[name] == "no row has a label"
+        return
+    predicted, classes = probabilities.argmax(axis=1), range(len(rows.labels))
+    by_label = f1_score(label, predicted, labels=classes, average=None, zero_division=0)
+    assert report.values["accuracy"] == pytest.approx(accuracy_score(label, predicted), abs=EXACT)
+    assert report.values["micro_f1"] == pytest.approx(
+        f1_score(label, predicted, labels=classes, average="micro"), abs=EXACT
+    )
+    assert report.values["macro_f1"] == pytest.approx(f1_score(label, predicted, average="macro"), abs=EXACT)
+    assert report.values["loss"] == pytest.approx(log_loss(label, probabilities, labels=classes), abs=EXACT)
+    for place, name in enumerate(rows.labels):
+        if place in label or place in predicted:
+            assert report.values[f"f1:{name}"] == pytest.approx(by_label[place], abs=EXACT)
+        else:
+            assert report.missing[f"f1:{name}"] == f"no row is labelled or predicted {name}"
+
+
+@settings(deadline=None, max_examples=60)
+@given(holdouts(), st.sampled_from([1, 2, 4, 10, 15]))
+def test_calibration_error_is_that_of_scikit_learns_curve(rows: ScoredRows, num_bins: int) -> None:
+    labelled = rows.label >= 0
+    if not labelled.any():
+        return
+    confidence = np.minimum(rows.probabilities[labelled].max(axis=1), 1.0)
+    right = rows.probabilities[labelled].argmax(axis=1) == rows.label[labelled]
+    share, mean = calibration_curve(right, confidence, n_bins=num_bins, pos_label=True)  # of bins that hold rows
+    edges = np.linspace(0, 1, num_bins + 1)
+    size = [((confidence > low) & (confidence <= high)).sum() for low, high in pairwise(edges)]
+    count = np.array([rows for rows in size if rows])
+    expected = (np.abs(share - mean) * count).sum() / count.sum()
+    seen = value(rows, "ece", MetricsConfig(ece_bins=num_bins))
+    assert seen == pytest.approx(expected, abs=EXACT)
+
+
+def test_a_confidence_at_an_edge_belongs_to_the_lower_bin() -> None:
+    rows = holdout([1, 2, 3, 4], [0, 1, 1, 0], [[0.5, 0.5], [0.25, 0.75], [0.25, 0.75], [0.75, 0.25]])
+    # Bins (0.25, 0.5] and (0.5, 0.75]; the first label of equal ones is taken, so that the first row is right.
+    assert value(rows, "ece", MetricsConfig(ece_bins=4)) == pytest.approx((0.5 + 3 * 0.25) / 4, abs=EXACT)
+    sure = holdout([1], [1], [[0.0, 1.0]])
+    assert value(sure, "ece") == 0.0
+
+
+def test_loss_of_a_sure_mistake_is_bounded_as_in_scikit_learn() -> None:
+    rows = holdout([1], [0], [[0.0, 1.0]])
+    assert value(rows, "loss") == pytest.approx(log_loss([0], [[0.0, 1.0]], labels=[0, 1]), abs=EXACT)
+    assert value(rows, "loss") == pytest.approx(36.0436533891, abs=1e-8)
+
+
+def test_rows_without_a_label_count_for_ranks_only() -> None:
+    rows = holdout([1, 1, 1], [1, -1, 0], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]], gain=[0.0, 1.0, 0.0])
+    report = metric_report(rows, MetricsConfig())
+    assert report.values["accuracy"] == 0.5
+    assert report.values["ndcg@5"] == pytest.approx(0.5)  # the only gain is at rank 3
+    assert (report.num_rows, report.num_queries) == (3, 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_are_named_and_never_a_figure(bad: float) -> None:
+    rows = holdout([1, 1, 2], [1, 0, 1], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]])
+    broken = rows.probabilities.copy()
+    broken[1, 0] = bad
+    report = metric_report(replace(rows, probabilities=broken), MetricsConfig(), 0.5)
+    assert report.values == {}
+    assert set(report.missing.values()) == {"1 of 3 rows have NaN or infinite scores"}
+
+
+def test_an_empty_holdout_is_an_error() -> None:
+    rows = holdout([1], [1], [[0.5, 0.5]])
+    with pytest.raises(DataError, match="the holdout is empty"):
+        metric_report(rows.select(np.array([False])), MetricsConfig())
+
+
+@settings(deadline=None, max_examples=80)
+@given(holdouts(), st.none() | st.floats(0.0, 1.0), st.none() | st.sampled_from([0.1, 0.7, 1.0]))
+def test_every_metric_is_a_finite_value_or_missing_with_a_reason(
+    rows: ScoredRows, threshold: float | None, relevant_gain: float | None
+) -> None:
+    config = MetricsConfig(relevant_gain=relevant_gain)
+    report = metric_report(rows, config, threshold)
+    names = metric_names(rows.labels, config)
+    assert sorted([*report.values, *report.missing]) == sorted(names)
+    assert all(math.isfinite(found) for found in report.values.values())
+    assert all(0 <= found <= 1 + EXACT for name, found in report.values.items() if name != "loss")
+    assert all(report.missing.values())
+
+
+@pytest.mark.parametrize("name", ["ndcg@10", "f1", "f1:same product", "recall", "recall@1", "retrieval_mrr"])
+def test_names_are_understood(name: str) -> None:
+    assert MetricName.parse(name).text == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "ndcg", "ndcg@", "ndcg@0", "ndcg@-1", "ndcg@1.5", "ndcg@\u0661", "mrr@3", "accuracy:x", "f1:", "auc"]
+)
+def test_names_of_no_metric_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no metric is called"):
+        MetricName.parse(name)
+
+
+def test_slices_have_their_own_metrics_and_number_of_queries() -> None:
+    rows = holdout([1, 1, 2, 3], [1, 0, 1, 0], [[0.1, 0.9], [0.8, 0.2], [0.9, 0.1], [0.9, 0.1]])
+    column = SliceColumn(np.array([2, 2, 0, -1]), ("shoes", "hats", "cameras"))
+    rows = replace(rows, slices={"category": column, "nothing": SliceColumn(np.full(4, -1), ())})
+    found = {(one.column, one.value): one.report for one in slice_reports(rows, MetricsConfig())}
+    assert list(found) == [("category", "shoes"), ("category", "cameras")]
+    assert found["category", "cameras"].values["accuracy"] == 1.0
+    assert found["category", "shoes"].values["accuracy"] == 0.0
+    assert found["category", "shoes"].num_queries == 1
+    assert found["category", "shoes"].missing["roc_auc"] == "labelled rows of both labels are needed"

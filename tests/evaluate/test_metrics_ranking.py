@@ -1,0 +1,151 @@
+"""Ranking metrics against trec_eval and scikit-learn, to 1e-9.
+
+trec_eval breaks ties by document name; ours are the mean over all orders of tied rows. So trec_eval is asked for every
+order of the ties, as a query of its own, and averaged. Its gains are whole numbers, which nDCG does not depend on.
+"""
+
+import math
+from itertools import chain, combinations, permutations, product
+
+import numpy as np
+import pytest
+import pytrec_eval
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import ndcg_score
+
+from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.metrics.ranking import ndcg
+from pipeline.evaluate.metrics.report import metric_report
+from pipeline.evaluate.scored import Float64s, Int64s, ScoredRows
+from tests.evaluate.holdouts import holdout, holdouts
+
+EXACT = 1e-9
+CUTOFFS = (1, 2, 5, 100)
+CONFIG = MetricsConfig(ndcg_at=CUTOFFS, recall_at=CUTOFFS, precision_at=CUTOFFS)
+MEASURES = {f"{word}.1,2,5,100" for word in ("ndcg_cut", "recall", "P")} | {"recip_rank"}
+TREC = {"ndcg": "ndcg_cut", "recall": "recall", "precision": "P"}
+NAMES = {f"{ours}@{k}": f"{theirs}_{k}" for ours, theirs in TREC.items() for k in CUTOFFS} | {"mrr": "recip_rank"}
+
+
+def orders(score: Float64s) -> list[list[int]]:
+    """Every order of rows by falling score."""
+    ties = [np.flatnonzero(score == one).tolist() for one in sorted(set(score.tolist()), reverse=True)]
+    return [list(chain.from_iterable(one)) for one in product(*map(permutations, ties))]
+
+
+def by_trec_eval(score: Float64s, grade: Int64s) -> dict[str, float]:
+    """The mean of each measure over all orders of the ties of one query."""
+    runs, truth = {}, {}
+    for number, order in enumerate(orders(score)):
+        runs[f"q{number}"] = {f"d{row}": float(len(order) - place) for place, row in enumerate(order)}
+        truth[f"q{number}"] = {f"d{row}": int(grade[row]) for row in range(len(order))}
+    found = pytrec_eval.RelevanceEvaluator(truth, MEASURES).evaluate(runs).values()
+    return {name: float(np.mean([one[name] for one in found])) for name in NAMES.values()}
+
+
+def expected(rows: ScoredRows) -> dict[str, float]:
+    """What trec_eval gives, over the queries for which a measure means something."""
+    kept: dict[str, list[float]] = {name: [] for name in NAMES}
+    for query in np.unique(rows.query_id):
+        mine = rows.query_id == query
+        score, gain = rows.relevance[mine], rows.gain[mine]
+        relevant = (rows.label[mine] == len(rows.labels) - 1).astype(np.int64)
+        graded, hits = by_trec_eval(score, np.rint(gain * 100).astype(np.int64)), by_trec_eval(score, relevant)
+        for ours, theirs in NAMES.items():
+            if ours.startswith("ndcg"):
+                kept[ours] += [graded[theirs]] if gain.any() else []
+            else:
+                kept[ours] += [hits[theirs]] if relevant.any() else []
+    return {name: float(np.mean(values)) for name, values in kept.items() if values}
+
+
+@settings(deadline=None, max_examples=60)
+@given(holdouts(max_rows=12))
+def test_ranks_are_those_of_trec_eval(rows: ScoredRows) -> None:
+    if max(np.unique(rows.query_id, return_counts=True)[1]) > 6:
+        return  # 720 orders at most
+    report, wanted = metric_report(rows, CONFIG), expected(rows)
+    for name in NAMES:
+        if name in wanted:
+            assert report.values[name] == pytest.approx(wanted[name], abs=EXACT), name
+        else:
+            missing = "no query has a row with a gain" if name.startswith("ndcg") else "no query has a relevant row"
+            assert report.missing[name] == missing
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 12), st.integers(1, 1000))
+def test_ndcg_is_that_of_scikit_learn(seed: int, num_queries: int, k: int, num_scores: int) -> None:
+    rng = np.random.default_rng(seed)
+    query = np.repeat(rng.permutation(num_queries) - 3, rng.integers(2, 9, num_queries))  # ids may be negative
+    query = query[rng.permutation(len(query))]  # rows of a query need not be neighbours
+    gain = rng.choice([0.0, 0.01, 0.1, 1.0], len(query))
+    score = rng.integers(0, num_scores, len(query)).astype(np.float64)  # from all tied to hardly any
+    wanted = [
+        ndcg_score([gain[query == q]], [score[query == q]], k=k) for q in np.unique(query) if gain[query == q].max() > 0
+    ]
+    seen = ndcg(query, gain, score, k)
+    assert math.isnan(seen) if not wanted else seen == pytest.approx(float(np.mean(wanted)), abs=EXACT)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_model_that_knows_nothing_gains_nothing_from_the_order_of_the_input(place: int) -> None:
+    """All scores equal: the place of the one relevant row does not matter, and ranks are those of chance."""
+    label = [1 if row == place else 0 for row in range(4)]
+    values = metric_report(holdout([7] * 4, label, [[0.5, 0.5]] * 4), CONFIG).values
+    assert values["ndcg@100"] == pytest.approx(np.mean(1 / np.log2([2, 3, 4, 5])), abs=EXACT)
+    assert values["mrr"] == pytest.approx(np.mean([1, 1 / 2, 1 / 3, 1 / 4]), abs=EXACT)
+    assert (values["recall@1"], values["recall@2"], values["precision@2"]) == (0.25, 0.5, 0.25)
+
+
+@pytest.mark.parametrize(("above", "hits", "others"), [(0, 2, 3), (1, 3, 2), (2, 1, 4), (0, 3, 0)])
+def test_the_first_of_several_tied_relevant_rows(above: int, hits: int, others: int) -> None:
+    """Rows that score higher, then a tie of relevant and other rows: the mean over every order of the tie."""
+    label = [0] * above + [1] * hits + [0] * others
+    score = [[0.1, 0.9]] * above + [[0.5, 0.5]] * (hits + others)
+    places = list(combinations(range(hits + others), hits))
+    wanted = np.mean([1 / (above + min(place) + 1) for place in places])
+    assert metric_report(holdout([3] * len(label), label, score), CONFIG).values["mrr"] == pytest.approx(
+        wanted, abs=EXACT
+    )
+
+
+def test_the_order_of_rows_does_not_matter() -> None:
+    rng = np.random.default_rng(5)
+    query, label = rng.integers(0, 40, 500), rng.integers(-1, 4, 500)
+    weights = rng.integers(1, 3, (500, 4)).astype(float)
+    rows, order = holdout(query.tolist(), label.tolist(), weights.tolist()), rng.permutation(500)
+    shuffled = holdout(query[order].tolist(), label[order].tolist(), weights[order].tolist())
+    assert metric_report(shuffled, CONFIG).values == pytest.approx(metric_report(rows, CONFIG).values, abs=EXACT)
+
+
+def test_relevant_is_the_best_label_or_a_gain() -> None:
+    rows = holdout([1, 1, 1], [1, 2, 0], [[0.1, 0.1, 0.8], [0.1, 0.8, 0.1], [0.8, 0.1, 0.1]])
+    assert metric_report(rows, CONFIG).values["mrr"] == 0.5  # the second row, by label
+    assert metric_report(rows, MetricsConfig(relevant_gain=0.25)).values["mrr"] == 1.0
+    assert "mrr" in metric_report(rows, MetricsConfig(relevant_gain=1.5)).missing
+
+
+def test_a_gain_that_was_stored_as_float32_reaches_its_own_bound() -> None:
+    gain = float(np.float32(0.7))
+    assert gain < 0.7
+    rows = holdout([1, 1], [0, 0], [[0.1, 0.9], [0.9, 0.1]], gain=[gain, 0.0])
+    assert metric_report(rows, MetricsConfig(relevant_gain=0.7)).values["mrr"] == 1.0
+
+
+def test_without_gains_of_labels_nothing_can_be_ranked() -> None:
+    rows = holdout([1, 1], [1, 0], [[0.1, 0.9], [0.9, 0.1]], gain=[1.0, 0.0])
+    unknown = ScoredRows(rows.query_id, rows.label, rows.gain, rows.probabilities, rows.labels, (0.0, 0.0))
+    report = metric_report(unknown, CONFIG)
+    assert all("same gain" in report.missing[name] for name in NAMES)
+    assert report.values["accuracy"] == 1.0
+
+
+def test_queries_without_gain_do_not_count() -> None:
+    query = np.array([1, 1, 2, 2])
+    score = np.array([2.0, 1.0, 2.0, 1.0])
+    assert ndcg(query, np.array([0.0, 0.0, 1.0, 0.0]), score, 10) == pytest.approx(1.0)
+    assert math.isnan(ndcg(query, np.zeros(4), score, 10))
+    assert math.isnan(ndcg(query[:0], np.zeros(0), score[:0], 10))
+    assert ndcg(query[:1], np.ones(1), score[:1], 10) == 1.0

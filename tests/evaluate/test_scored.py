@@ -1,0 +1,57 @@
+"""Scored rows: what does not fit is refused before anything is computed from it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
+from tests.evaluate.holdouts import holdout
+
+
+@pytest.fixture
+def rows() -> ScoredRows:
+    return holdout([3, 3, 1], [1, 0, -1], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_id": np.array([1, 2])}, "label is"),
+        ({"label": np.array([0, 1])}, "label is"),
+        ({"label": np.array([0, 1, 2])}, "label runs from 0 to 2"),
+        ({"label": np.array([0, 1, -2])}, "label runs from -2 to 1"),
+        ({"gain": np.array([0.0, 1.0, np.nan])}, "a gain is"),
+        ({"gain": np.array([0.0, 1.0, -0.1])}, "a gain is"),
+        ({"labels": ("a", "b", "c")}, "probabilities is"),
+        ({"label_gains": (1.0,)}, "label gains"),
+        ({"labels": (), "label_gains": (), "probabilities": np.zeros((3, 0))}, "no labels"),
+        ({"probabilities": np.array([[2.0, -1.0], [0.5, 0.5], [0.5, 0.5]])}, "not probabilities"),
+        ({"probabilities": np.array([[0.5, 0.4], [0.5, 0.5], [0.5, 0.5]])}, "not probabilities"),
+        ({"slices": {"a": SliceColumn(np.array([0, 0]), ("x",))}}, "slice a is"),
+        ({"slices": {"a": SliceColumn(np.array([0, 0, 1]), ("x",))}}, "slice a runs from 0 to 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(rows: ScoredRows, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        replace(rows, **change)
+
+
+def test_scores_that_are_not_finite_are_found_not_refused(rows: ScoredRows) -> None:
+    table = np.array([[np.nan, 0.5], [0.5, 0.5], [np.inf, -np.inf]])
+    assert replace(rows, probabilities=table).unusable.tolist() == [True, False, True]
+
+
+def test_equal_rows_have_equal_relevance_wherever_they_stand() -> None:
+    """A matrix product may round rows at the end of a block differently, and break a tie."""
+    many = holdout([1] * 1003, [0] * 1003, [[0.1, 0.2, 0.3, 0.7]] * 1003)
+    assert len(np.unique(many.relevance)) == 1
+
+
+def test_a_part_keeps_what_belongs_to_its_rows(rows: ScoredRows) -> None:
+    rows = replace(rows, slices={"a": SliceColumn(np.array([0, 1, -1]), ("x", "y"))})
+    part = rows.select(np.array([False, True, True]))
+    assert (part.num_rows, part.num_queries, rows.num_queries) == (2, 2, 2)
+    assert (part.label.tolist(), part.slices["a"].codes.tolist()) == ([0, -1], [1, -1])
