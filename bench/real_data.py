@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.results import Target, figure, finish
+from pipeline.context import load_result
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.storage import open_storage
-from pipeline.stages.result import load_result
 
 RETRIEVAL_LIMIT_S = 300.0
 

@@ -151,7 +151,7 @@ def open_target(
     """
     if name == "local":
         from jobs.targets.local.target import LocalTarget, this_machine
-        from pipeline.stages.context import scratch_folder
+        from pipeline.context import scratch_folder
 
         scratch = scratch_folder(settings, store.storage, os.environ)
         machine = _with_limits(this_machine(), settings.jobs)

@@ -16,7 +16,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, 
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
-from pipeline.runtime_signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
+from pipeline.proc.signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
 
@@ -57,7 +57,7 @@ def _command(words: list[str]) -> int:
         return _show(_overview())
     name, rest = words[0], words[1:]
     if name == "--version":
-        from pipeline.stages.code_version import code_version
+        from pipeline.telemetry.code_version import code_version
 
         return _show(f"trnpipe {code_version()}")
     if name not in COMMANDS:
@@ -93,7 +93,7 @@ def _command(words: list[str]) -> int:
 
 
 def _launch_ranks(words: list[str], settings: Settings) -> int:
-    from pipeline.stages.context import cycle_name
+    from pipeline.context import cycle_name
 
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):  # the cycle is named once: ranks may start around midnight
@@ -111,7 +111,7 @@ def run_stage(name: str, settings: Settings, words: Sequence[str] = ()) -> int:
 
     `words` is the whole command line, for a stage that runs itself again.
     """
-    from pipeline.stages.context import StageContext, open_context
+    from pipeline.context import StageContext, open_context
 
     stop, opened = StopSignal(), list[StageContext]()
 

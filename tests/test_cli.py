@@ -13,11 +13,10 @@ import pytest
 
 import pipeline
 from pipeline import cli, command_table
+from pipeline.context import StageContext, StageResult
 from pipeline.core import errors
 from pipeline.core.events import EventName
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
-from pipeline.stages.result import StageResult
 
 Run = Callable[[Settings, StageContext], StageResult]
 HEAVY = {"torch", "torch_xla", "boto3", "botocore", "pyarrow", "tokenizers", "rich"}

@@ -17,10 +17,10 @@ from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
 from pipeline.config_sources import resolve
+from pipeline.context import load_result
 from pipeline.core.fingerprint import hash63
 from pipeline.io.storage import open_storage
-from pipeline.stages.code_version import code_version
-from pipeline.stages.result import load_result
+from pipeline.telemetry.code_version import code_version
 
 PART, SYNTHETIC, NDCG = "incremental", "synthetic", "ndcg@10"
 DAYS = 5

@@ -13,7 +13,7 @@ from pipeline.evaluate.bm25 import Bm25
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.binary import best_threshold
 from pipeline.evaluate.metrics.report import metric_report
-from pipeline.stages.code_version import code_version
+from pipeline.telemetry.code_version import code_version
 
 PARTS = (OURS, BM25, *peers.LOSSES)
 

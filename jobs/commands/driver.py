@@ -15,7 +15,7 @@ from jobs.settings import CycleSettings
 from jobs.setup import Say, open_cycle, open_target_of
 from jobs.store.cycle import claimed_cycles
 from pipeline.core.stop import StopSignal
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 

@@ -15,9 +15,9 @@ from jobs.core.show import plan_lines
 from jobs.core.spec import CyclePlan
 from jobs.setup import Say, make_plan, open_cycle, prices_of
 from jobs.store.cycle import CycleStore, claimed_cycles
+from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.stages.result import load_result
 
 HISTORY = 10  # cycles that the expected durations are the median of
 

@@ -8,7 +8,7 @@ from jobs.core.records import JobState
 from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

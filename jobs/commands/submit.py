@@ -17,7 +17,7 @@ from jobs.setup import Say, make_plan, open_cycle, open_target, prices_of, submi
 from jobs.store.cycle import CycleStore
 from pipeline.core.errors import EXIT_OK, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 
 ENGINE_GRACE_S = 10.0  # beyond that of the jobs it ends when it is told to stop
 

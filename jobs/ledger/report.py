@@ -8,11 +8,11 @@ from jobs.core.ledger import CycleLedger
 from jobs.core.records import JobRecord
 from jobs.ledger.read import read_moments
 from jobs.store.cycle import CycleStore
+from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError
 from pipeline.core.events import EventName
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.storage import Storage
-from pipeline.stages.result import Figure, load_result
 
 STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed")
 

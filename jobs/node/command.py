@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.core.errors import ConfigError
-from pipeline.runtime_signals import STACKS_VARIABLE, can_show_stacks
+from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
 
 TAIL_BYTES = 64 * 1024
 BLOCK_BYTES = 64 * 1024

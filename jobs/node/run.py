@@ -23,9 +23,9 @@ from jobs.node.supervisor import Alone, Outcome, Peers, Supervisor
 from jobs.node.versions import host_name, versions
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.health.guard import guarded
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.proc.cleanup import guarded
 from pipeline.telemetry.events import read_events
 
 Say = Callable[[str], None]

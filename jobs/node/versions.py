@@ -4,7 +4,7 @@ import platform
 import socket
 from importlib.metadata import PackageNotFoundError, version
 
-from pipeline.stages.code_version import code_version
+from pipeline.telemetry.code_version import code_version
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
 

@@ -8,12 +8,12 @@ from pipeline.backends import TRACED, open_backend
 from pipeline.command_table import ToolCall
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.watch import Recorder
+from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.context import open_context
 from pipeline.stages.estimate import contrastive_batch, estimate_lines, estimates
 from pipeline.stages.shapes import Shapes, shapes_of
 from pipeline.telemetry.console import Console

@@ -6,6 +6,7 @@ from functools import partial
 
 from pipeline.backends import open_backend
 from pipeline.command_table import ToolCall
+from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
@@ -20,7 +21,6 @@ from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
 from pipeline.embed.verify_report import Check, VerifyReport, guarded, skipped
 from pipeline.embed.verify_sample import check_sample
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.embed_model import catalogue_storage, open_pinned
 from pipeline.telemetry.console import Console
 

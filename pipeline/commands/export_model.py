@@ -7,9 +7,9 @@ from typing import get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.command_table import ToolCall
+from pipeline.context import StageContext, open_context
 from pipeline.convert.destination import destination
 from pipeline.convert.exporting import ExportPlan, check_plan, write_export
-from pipeline.convert.place import place_of
 from pipeline.convert.programs import default_shapes, parse_shapes
 from pipeline.convert.record import Format
 from pipeline.core.buckets import Bucket
@@ -18,12 +18,12 @@ from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.data.token_store import read_token_sets
 from pipeline.io import atomic
+from pipeline.io.place import place_of
 from pipeline.io.storage import Storage
 from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
 from pipeline.registry.pointer import read_pointer
 from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.prepared import find_prepared
 
 Say = Callable[[str], object]

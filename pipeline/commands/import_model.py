@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.command_table import ToolCall
+from pipeline.context import StageContext, open_context
 from pipeline.convert.importing import store_import
 from pipeline.convert.reading import ForeignModel, Given, read_model
 from pipeline.convert.source import open_source
@@ -15,7 +16,6 @@ from pipeline.io import atomic, locks
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.prepared import find_prepared
 from pipeline.stages.shapes import expected_shapes, shapes_of
 

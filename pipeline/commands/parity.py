@@ -7,6 +7,7 @@ was recorded before, on this machine or another.
 from collections.abc import Callable
 
 from pipeline.command_table import ToolCall
+from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
@@ -18,7 +19,6 @@ from pipeline.parity.side import Side, parse_side, sides_text
 from pipeline.parity.table import bound_text, lines_of, value_text
 from pipeline.parity.task import make_task
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext, open_context
 
 Say = Callable[[str], object]
 

@@ -20,7 +20,7 @@ from pipeline.registry.records import Author, Entry, Pointer, check_prefix, one_
 from pipeline.registry.verdict import stored_decision
 from pipeline.registry.verified import read_checkpoint
 from pipeline.settings import Settings, settings_hash
-from pipeline.stages.code_version import code_version
+from pipeline.telemetry.code_version import code_version
 
 Say = Callable[[str], object]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from pipeline.command_table import ToolCall
 from pipeline.compile.neuron_command import use_neuron_cache
+from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.settings import Settings
-from pipeline.stages.context import open_context
 
 Say = Callable[[str], object]
 

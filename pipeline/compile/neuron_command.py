@@ -6,13 +6,11 @@ from pathlib import Path
 
 from pipeline.compile.config import CompileConfig
 from pipeline.core.pjrt import pjrt_device
+from pipeline.parallel.world import TRACE_FILE
 
 PROGRAM = "neuron_parallel_compile"
 SCORING = "TRN_TRACE_SCORING"
 """Environment of a trial run that traces evaluation and embedding alone."""
-# The first compiles what a failed trial run collected; the second is for the tool to set, in the trial run alone.
-TRACE_FILE = "TRN_TRACE_FILE"  # not TRNPIPE_: those are settings
-"""Environment of a trial run that is driven: where rank 0 leaves its graph manifest instead of publishing it."""
 NOT_INHERITED = ("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", "NEURON_EXTRACT_GRAPHS_ONLY")
 
 

@@ -23,7 +23,6 @@ from pipeline.compile.neuron_command import neuron_environment, tool_command, wr
 from pipeline.compile.neuron_compilers import compilers_of
 from pipeline.compile.neuron_errors import LOG_NAME, time_error, told, verdict_error
 from pipeline.compile.neuron_log import NeuronLog, entry_key, graph_name, parse_log, parse_report
-from pipeline.compile.neuron_process import ProcessTree, host_memory_bytes, process_tree
 from pipeline.compile.neuron_verdict import (
     REPAIRABLE,
     Attempt,
@@ -40,6 +39,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
+from pipeline.proc.tree import ProcessTree, host_memory_bytes, process_tree
 
 STOP_GRACE_S = 8.0  # between SIGTERM and SIGKILL: with the repair of the cache behind it below the promised 20 s
 POLL_S = 0.2

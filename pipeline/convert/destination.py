@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from pipeline.convert.place import place_of
 from pipeline.convert.record import KIND
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
@@ -14,6 +13,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.errors import os_errors
 from pipeline.io.keys import join_key
+from pipeline.io.place import place_of
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.checkpoint.state import KIND as CHECKPOINT
-from pipeline.convert.place import place_of
 from pipeline.convert.record import KIND as EXPORT
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
@@ -19,6 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.errors import os_errors
 from pipeline.io.hashing import record_of
 from pipeline.io.keys import join_key
+from pipeline.io.place import place_of
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import Storage
 from pipeline.io.verify import check_record, read_manifest

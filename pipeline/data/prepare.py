@@ -22,7 +22,6 @@ from pipeline.data.finish import FileCount, commit_partition, refuse_bad_share
 from pipeline.data.labels import LabelSet, decide_labels
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.partitions import Partition, Source, reading
-from pipeline.data.pool import WorkerPool
 from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import open_source
 from pipeline.data.survey import survey
@@ -32,6 +31,7 @@ from pipeline.data.tokenizer_store import find_tokenizer, given_tokenizer, store
 from pipeline.data.validate import RowRules
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
+from pipeline.proc.pool import WorkerPool
 
 Tell = Callable[[RawBatch | None], None]
 

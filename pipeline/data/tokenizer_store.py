@@ -11,12 +11,12 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.partitions import Partition, Source
-from pipeline.data.pool import WorkerPool
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage, open_storage
+from pipeline.proc.pool import WorkerPool
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.stop import StopSignal
-from pipeline.data.pool import WorkerPool
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.open_part import OpenPart
 from pipeline.embed.parts import Tally
@@ -18,6 +17,7 @@ from pipeline.embed.reading import CatalogueReader, RawWindow
 from pipeline.embed.texts import TextRules, Window, make_window
 from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
+from pipeline.proc.pool import WorkerPool
 
 Int64s = npt.NDArray[np.int64]
 

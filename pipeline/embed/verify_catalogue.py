@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.pool import WorkerPool
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.reading import CatalogueReader, RawWindow
 from pipeline.embed.texts import judge_rows
@@ -18,6 +17,7 @@ from pipeline.embed.vector_set import VectorSet
 from pipeline.embed.verify_report import Check, judge
 from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
+from pipeline.proc.pool import WorkerPool
 
 UInt64s = npt.NDArray[np.uint64]
 _MAX_MISSING = 100_000

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration
 from pipeline.health.check import one_line
@@ -13,6 +12,7 @@ from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.health.versions import DRIVER, VERSIONS
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.keys import join_key
+from pipeline.parallel.nodes import Nodes
 
 NOT_SEEN = "host not known"
 

@@ -5,8 +5,8 @@ pages (EFA interfaces of trn2.48xlarge: an EKS sample), and core/footprint.
 from dataclasses import dataclass
 
 from pipeline.core import footprint
-from pipeline.health.tool import ToolRun
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import ToolRun
 
 
 @dataclass(frozen=True)

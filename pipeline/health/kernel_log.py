@@ -11,8 +11,8 @@ from itertools import pairwise
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.neuron_errors import Evidence, Match, classify
-from pipeline.health.tool import run_tool
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import run_tool
 
 NAME = "kernel-log"
 HANG = "HANG_ON_COLLECTIVES"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.compile.neuron_process import host_memory_bytes
 from pipeline.io.errors import os_errors
+from pipeline.proc.tree import host_memory_bytes
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
 

@@ -16,8 +16,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance, without_answer
 from pipeline.health.neuron_errors import Evidence, classify
 from pipeline.health.neuron_ls import WAIT_S, check_neuron_ls
-from pipeline.health.tool import ToolRun, json_in, last_line, run_tool
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import ToolRun, json_in, last_line, run_tool
 
 NAME = "nccom-test"
 ROOT_PORT, COLLECTOR_PORT = 45654, 60006  # where ranks meet (any free one), and where their times are gathered

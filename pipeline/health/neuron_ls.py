@@ -10,8 +10,8 @@ from pydantic import BaseModel, TypeAdapter
 from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance, without_answer
-from pipeline.health.tool import Count, ToolRun, json_in, run_tool
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import Count, ToolRun, json_in, run_tool
 
 DEVICES, PROCESSES = "neuron-devices", "neuron-processes"
 SYSFS = Path("/sys/devices/virtual/neuron_device")

@@ -11,8 +11,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.instances import NeuronInstance
 from pipeline.health.neuron_ecc import ECC, DeviceCounts, judge_ecc, merge, read_sysfs
 from pipeline.health.neuron_ls import SYSFS
-from pipeline.health.tool import Count, ToolRun, json_in, run_tool
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import Count, ToolRun, json_in, run_tool
 
 HARDWARE = "neuron-hardware"
 _CONFIG = {

@@ -15,8 +15,6 @@ from pipeline.core.format import format_duration
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io.storage import Storage
 
-FOLDER_VARIABLE = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings
-"""Environment of the ranks that a node starts for its checks: where each leaves its report."""
 VerdictName = Literal["pass", "warn", "retry", "fix"]
 NAMES: dict[Verdict, VerdictName] = {
     Verdict.PASS: "pass",

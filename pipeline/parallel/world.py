@@ -1,8 +1,9 @@
-"""Who we are among the ranks, read from torchrun's environment."""
+"""Who we are among the ranks, read from torchrun's environment, and which part of shared work is ours."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from pipeline.core.errors import ConfigError
 
@@ -81,3 +82,63 @@ def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool
             " CPU_NUM_DEVICES, NEURON_PJRT_WORLD_SIZE and NEURON_PJRT_PROCESSES_NUM_DEVICES; a runtime that still says"
             " 1 was asked for its world size before its replication was initialised",
         )
+
+
+# The first compiles what a failed trial run collected; the second is for the tool to set, in the trial run alone.
+TRACE_FILE = "TRN_TRACE_FILE"  # not TRNPIPE_: those are settings
+"""Environment of a trial run that is driven: where rank 0 leaves its graph manifest instead of publishing it."""
+
+
+RANK_REPORTS = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings
+"""Environment of the ranks that a node starts for its checks: where each leaves its report."""
+
+
+# Which part of the work is ours: one of several jobs, one of several ranks in it.
+
+ARRAY_INDEX = "AWS_BATCH_JOB_ARRAY_INDEX"
+
+
+class Workers(Protocol):
+    """Settings of a stage that an array of jobs shares."""
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def worker(self) -> int | None: ...
+
+
+def worker_of(config: Workers, world: World, env: Mapping[str, str], stage: str = "embed") -> tuple[int, int]:
+    """(worker, workers), ranks counted. Raises ConfigError when index and number do not fit together."""
+    job = job_index(config, env, stage)
+    return job * world.world_size + world.rank, config.workers * world.world_size
+
+
+def job_index(config: Workers, env: Mapping[str, str], stage: str) -> int:
+    """Which of `workers` jobs this is: as set, else as AWS Batch says. Raises ConfigError."""
+    if config.worker is not None:
+        source, index = f"{stage}.worker", config.worker
+    elif given := env.get(ARRAY_INDEX):
+        if not given.isdecimal():
+            raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as AWS Batch sets it")
+        source, index = ARRAY_INDEX, int(given)
+        if config.workers == 1:
+            raise ConfigError(
+                f"{ARRAY_INDEX} is {given}, but {stage}.workers is 1: every job of the array would do all the work",
+                expected="the size of the array",
+                next_command=f"--{stage}.workers SIZE, in the command of the array job",
+            )
+    elif config.workers > 1:
+        raise ConfigError(
+            f"{stage}.workers is {config.workers}, and nothing says which of them this is",
+            expected=f"an array job of that size, which sets {ARRAY_INDEX}",
+            next_command=f"--{stage}.worker INDEX, from 0",
+        )
+    else:
+        return 0
+    if index >= config.workers:
+        raise ConfigError(
+            f"{source} is {index} of {config.workers} workers",
+            expected=f"0 to {config.workers - 1}",
+            next_command=f"--{stage}.workers SIZE, the size of the array",
+        )
+    return index

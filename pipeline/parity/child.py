@@ -14,7 +14,7 @@ from pipeline.core.errors import EXIT_OK, TrnpipeError, exit_code_of
 from pipeline.core.stop import StopSignal
 from pipeline.parity.recording import record
 from pipeline.parity.task import SideTask
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 from pipeline.telemetry.console import Console
 
 _PARENT_CHECK_S = 0.5

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.context import share_tokens
 from pipeline.core.errors import ConfigError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
@@ -25,7 +26,6 @@ from pipeline.parity.record import SCORES, WORK, SideRecord, find_record, store_
 from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
 from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask
-from pipeline.stages.context import share_tokens
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, read_events
 from pipeline.train.identity import identity_parts

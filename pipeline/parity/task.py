@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.io.storage import Storage
@@ -12,10 +13,8 @@ from pipeline.io.verify import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.parity.side import Side
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import parent_place
 from pipeline.stages.prepared import load_prepared, mined_negatives
-from pipeline.stages.result import load_result
 from pipeline.train.config import TrainConfig
 
 

@@ -8,18 +8,17 @@ from pipeline.backends import Backend
 from pipeline.compile.hlo_store import store_texts
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.compile.neuron_command import SCORING, TRACE_FILE, drives_tool
+from pipeline.compile.neuron_command import SCORING, drives_tool
 from pipeline.compile.watch import Recorder
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.core.pjrt import pjrt_device
 from pipeline.io import atomic
 from pipeline.parallel.device import open_ranks
-from pipeline.parallel.world import World
+from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages.compile_neuron import compile_on_neuron
-from pipeline.stages.context import StageContext
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.stages.shapes import Shapes, shapes_of
 
 NAME = "compile"

@@ -11,16 +11,15 @@ from pipeline.compile.cache_scan import list_local, list_storage
 from pipeline.compile.cache_sync import Direction, sync_cache
 from pipeline.compile.config import ALL_THERE_S
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
-from pipeline.compile.neuron_command import SCORING, TRACE_FILE
+from pipeline.compile.neuron_command import SCORING
 from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs
 from pipeline.compile.neuron_repair import repair_after_run
+from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.io.storage import open_storage
-from pipeline.parallel.world import NUM_NODES_VARIABLE
+from pipeline.parallel.world import NUM_NODES_VARIABLE, TRACE_FILE
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
-from pipeline.stages.nodes import nodes_of
 from pipeline.telemetry.console import Console
 
 

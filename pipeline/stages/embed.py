@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.footprint import INSTANCES
@@ -18,14 +19,13 @@ from pipeline.embed.pace import Pace
 from pipeline.embed.parts import finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
 from pipeline.embed.planning import Surroundings, asked_for, make_plan
-from pipeline.embed.share import worker_of
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.embed.work_shards import WorkShard, share_of
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import join_ranks
+from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.embed_model import (
     catalogue_storage,
     longest_text,
@@ -35,7 +35,6 @@ from pipeline.stages.embed_model import (
     open_pinned,
 )
 from pipeline.stages.embed_watch import EmbedWatch
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.telemetry.console import Console
 
 NAME = "embed"

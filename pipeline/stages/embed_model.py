@@ -2,18 +2,16 @@
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.plan import embed_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError
 from pipeline.embed.embedder import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.device import open_device
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import incumbent_prefix
-from pipeline.stages.result import load_result
-from pipeline.train.guarding import open_part_guard
-from pipeline.train.plan import embed_plan
 
 
 def model_place(settings: Settings, ctx: StageContext) -> str:

@@ -3,14 +3,13 @@
 import time
 from collections import Counter
 
+from pipeline.context import Figure, StageContext
 from pipeline.core.events import EventName
 from pipeline.embed.feed import Texts
 from pipeline.embed.finish import too_many_bad
 from pipeline.embed.pace import Pace
 from pipeline.embed.parts import PartRecord, records_prefix
 from pipeline.embed.plan import EmbedPlan
-from pipeline.stages.context import StageContext
-from pipeline.stages.result import Figure
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
@@ -13,11 +14,9 @@ from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Author, Place, Pointer
 from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.evaluate_models import Models, find_models
 from pipeline.stages.evaluate_work import Evaluation
 from pipeline.stages.prepared import load_prepared
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 
 NAME = "evaluate"
 _REASONS_TOLD = 3

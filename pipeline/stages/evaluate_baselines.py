@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from pipeline.context import StageContext
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.data.token_store import TokenSet, open_rows
@@ -24,7 +25,6 @@ from pipeline.evaluate.retrieval import RetrievalTask, lexical_search
 from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
 from pipeline.io.verify import read_manifest
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.evaluate_search import ModelSearch
 
 VERSION = 1

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.token_store import TokenSet
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.pointer import read_pointer
 from pipeline.registry.records import Pointer
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
-from pipeline.stages.result import load_result
 from pipeline.train.inputs import spec_of
 
 PRODUCTION, NONE = "production", "none"

@@ -7,7 +7,9 @@ import torch
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.compile.plan import open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.context import StageContext
 from pipeline.core.fingerprint import fingerprint
 from pipeline.evaluate.holdout_rows import Holdout
 from pipeline.evaluate.parts import PartStore
@@ -21,9 +23,7 @@ from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.shapes import Shapes
-from pipeline.train.guarding import open_part_guard
 from pipeline.train.inputs import spec_of
 
 

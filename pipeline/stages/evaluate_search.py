@@ -6,6 +6,7 @@ from functools import cached_property
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import StageContext
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.data.token_set import SPLITS
 from pipeline.data.token_store import TokenSet, open_rows
@@ -24,7 +25,6 @@ from pipeline.evaluate.vectors import Vectors
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 
 KIND = "retrieval"
 

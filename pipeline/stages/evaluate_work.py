@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import StageContext
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.events import EventName
 from pipeline.data.selection import select_partitions
@@ -26,7 +27,6 @@ from pipeline.health.after_error import informed
 from pipeline.io.verify import read_manifest
 from pipeline.parallel.device import open_ranks
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.evaluate_baselines import Baselines, Scored
 from pipeline.stages.evaluate_models import Models
 from pipeline.stages.evaluate_scores import ModelScorer

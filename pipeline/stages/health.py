@@ -15,31 +15,29 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.compile.node_barrier import Nodes
+from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.across_nodes import across_check, address_check
 from pipeline.health.check import Check, run_checks
-from pipeline.health.exported import exported
 from pipeline.health.gang import meet
-from pipeline.health.guard import guarded
 from pipeline.health.host import HostChecks, usual_places, usual_ports
 from pipeline.health.identity import read_identity
 from pipeline.health.instances import NeuronInstance, neuron_instance
 from pipeline.health.limits import ranks_limit_s
 from pipeline.health.rank_reports import results_of, with_slow_ranks
-from pipeline.health.report import FOLDER_VARIABLE, report_key, show, store_report
+from pipeline.health.report import report_key, show, store_report
 from pipeline.health.tolerance import with_shared_errors
 from pipeline.health.tools import tool_checks, tools_limit_s
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.versions import versions_check
 from pipeline.parallel.launch import launch
+from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.world import RANK_REPORTS
+from pipeline.proc.cleanup import exported, guarded
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
-from pipeline.stages.nodes import nodes_of
-from pipeline.stages.result import Figure, StageResult, store_result
 
 NAME = "health"
 
@@ -50,7 +48,7 @@ Reports = tuple[NodeReport, ...]
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
     started = datetime.now(UTC)
-    if folder := os.environ.get(FOLDER_VARIABLE):
+    if folder := os.environ.get(RANK_REPORTS):
         return _result(ctx, [_be_a_rank(settings, ctx, Path(folder))], started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded() as temporary:
@@ -162,7 +160,7 @@ class _Node:
         ctx, processes = self._ctx, self._settings.launch.processes
         folder = self._temporary / "ranks"
         folder.mkdir()
-        env = {FOLDER_VARIABLE: str(folder)}
+        env = {RANK_REPORTS: str(folder)}
         if self._on_neuron:  # tolerances are those of the types as they are written
             env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
             env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)

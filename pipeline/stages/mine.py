@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.data.selection import select_partitions
 from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
-from pipeline.embed.share import worker_of
 from pipeline.evaluate.bm25 import K1, B
 from pipeline.evaluate.texts import decoded
 from pipeline.mine.config import DECIDES
@@ -27,12 +27,11 @@ from pipeline.mine.search import Bm25Search, Searcher, VectorSearch
 from pipeline.mine.task import MiningTask, make_task
 from pipeline.mine.vectors import ModelVectors
 from pipeline.parallel.device import join_ranks
+from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.embed_model import longest_text, open_device_embedder, open_model
 from pipeline.stages.parent import find_parent
 from pipeline.stages.prepared import load_prepared
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.telemetry.console import Console
 
 NAME = "mine"

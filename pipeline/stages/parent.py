@@ -3,8 +3,8 @@
 import json
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.context import StageContext
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import incumbent_prefix, parent_place
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.data.judgements import judgements_of
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.quality import prepared_warnings
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.incumbent import parent_tokenizer
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 
 NAME = "prepare"
 _OF_THIS_TRY = ("partitions_reused", "partitions_prepared")

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
+from pipeline.context import StageContext, load_result
 from pipeline.core.errors import DataError
-from pipeline.stages.context import StageContext
-from pipeline.stages.result import load_result
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from pipeline.backends import Backend
 from pipeline.compile.manifest import Plan
+from pipeline.compile.plan import GraphSettings, evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
+from pipeline.context import StageContext
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
@@ -14,11 +16,9 @@ from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.prepared import find_prepared
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import spec_of
-from pipeline.train.plan import GraphSettings, evaluation_plan, graph_plan
 from pipeline.train.share import batch_share
 from pipeline.train.trial import Trial
 

@@ -4,13 +4,12 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.format import format_duration
 from pipeline.io.storage import Storage
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.parent import find_parent
 from pipeline.stages.prepared import load_prepared, mined_negatives
-from pipeline.stages.result import Figure, StageResult, load_result, store_result
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun

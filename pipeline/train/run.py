@@ -14,6 +14,7 @@ from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.compile.config import CompileConfig
+from pipeline.compile.plan import GraphSettings, graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
@@ -43,11 +44,9 @@ from pipeline.telemetry.tensorboard import TensorBoardSink
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SKIPPED
-from pipeline.train.guarding import open_guard
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.plan import GraphSettings, graph_plan
 from pipeline.train.program import TrainProgram
 from pipeline.train.quality_warnings import warnings_of
 from pipeline.train.saver import Saver

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.format import format_duration
@@ -19,7 +20,6 @@ from pipeline.io import locks
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.parent import find_parent
 from pipeline.stages.prepared import load_prepared, mined_negatives
 from pipeline.train.config import TrainConfig

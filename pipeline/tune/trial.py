@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.context import NoEvents, StageContext, share_tokens
 from pipeline.core.errors import ConfigError, NumericError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
-from pipeline.stages.context import NoEvents, StageContext, share_tokens
 from pipeline.stages.train import run_config
 from pipeline.telemetry.events import EventLog
 from pipeline.train.inputs import RunInputs, gather_inputs

@@ -6,7 +6,8 @@ import pytest
 
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.flags import CompilerFlags
-from pipeline.compile.neuron_command import TRACE_FILE, drives_tool, neuron_environment, use_neuron_cache
+from pipeline.compile.neuron_command import drives_tool, neuron_environment, use_neuron_cache
+from pipeline.parallel.world import TRACE_FILE
 
 NEURON, CPU = {"PJRT_DEVICE": "NEURON"}, {"PJRT_DEVICE": "CPU"}
 FLAGS = CompilerFlags(auto_cast="matmult", optlevel=2)

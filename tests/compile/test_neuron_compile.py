@@ -401,7 +401,7 @@ from pipeline.compile.config import CompileConfig
 from pipeline.compile.neuron_command import neuron_environment, wrapper_script
 from pipeline.compile.neuron_compile import compile_graphs
 from pipeline.compile.neuron_repair import repair_after_run
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 stop = StopSignal()
 root, scratch, *command = sys.argv[1:]
 repair = lambda root: repair_after_run(root, compilers=list)

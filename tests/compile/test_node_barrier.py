@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.compile import node_barrier
-from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage
+from pipeline.parallel import nodes as node_barrier
+from pipeline.parallel.nodes import Nodes
 
 
 @pytest.fixture(autouse=True)

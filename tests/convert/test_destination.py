@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.convert.destination import CLAIM, destination
-from pipeline.convert.place import place_of
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.commit import verify_dir
+from pipeline.io.place import place_of
 from pipeline.io.storage import Storage, open_storage
 from tests.convert.conftest import RETRY
 from tests.s3 import MotoServer, lead_to

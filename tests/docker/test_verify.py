@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline.stages.code_version import code_version
+from pipeline.telemetry.code_version import code_version
 from tests.docker.dockerfile import ROOT
 
 COMMANDS = str(Path(sys.executable).parent)

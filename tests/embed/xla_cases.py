@@ -8,6 +8,7 @@ import pytest
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, store_manifest
+from pipeline.compile.plan import GraphSettings, embed_plan, graph_plan, open_part_guard
 from pipeline.compile.watch import Guard, Recorder
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
@@ -22,8 +23,6 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
-from pipeline.train.guarding import open_part_guard
-from pipeline.train.plan import GraphSettings, embed_plan, graph_plan
 from pipeline.train.trial import Trial
 from tests.embed.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, texts, vectors_of
 

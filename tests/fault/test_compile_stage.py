@@ -12,8 +12,8 @@ import pytest
 from pipeline.compile.cache_scan import list_storage
 from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
-from pipeline.compile.neuron_command import TRACE_FILE
 from pipeline.io.storage import open_storage
+from pipeline.parallel.world import TRACE_FILE
 from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.health.guard import MARK_VARIABLE
-from pipeline.health.report import FOLDER_VARIABLE
 from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.world import RANK_REPORTS
+from pipeline.proc.cleanup import MARK_VARIABLE
 from tests.fault.harness import CYCLE, ROOT, Place, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -85,7 +85,7 @@ def ranks_of(run: Run) -> dict[int, psutil.Process]:
     for process in psutil.Process(run.process.pid).children(recursive=True):
         try:
             env = process.environ()
-            if FOLDER_VARIABLE in env and "RANK" in env:
+            if RANK_REPORTS in env and "RANK" in env:
                 found[int(env["RANK"])] = process
         except psutil.Error:
             continue
@@ -94,7 +94,7 @@ def ranks_of(run: Run) -> dict[int, psutil.Process]:
 
 def done(run: Run) -> list[list[str]]:
     """Names of the checks that each rank has behind it."""
-    folders = {process.environ()[FOLDER_VARIABLE] for process in ranks_of(run).values()}
+    folders = {process.environ()[RANK_REPORTS] for process in ranks_of(run).values()}
     paths = [path for folder in folders for path in Path(folder).glob("*-so-far.json")]
     return [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
 

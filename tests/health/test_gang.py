@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile import node_barrier
-from pipeline.compile.node_barrier import Nodes
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health.gang import meet, version_faults
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.versions import VERSIONS, find_versions
 from pipeline.io.local import LocalStorage
+from pipeline.parallel import nodes as node_barrier
+from pipeline.parallel.nodes import Nodes
 
 FOLDER = "cycles/c1/health/nodes/job-1"
 SAME = {"torch": "2.9.1", "compiler": "2.24", "driver": "2.27"}

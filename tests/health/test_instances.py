@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.core.footprint import INSTANCES
 from pipeline.health.instances import NeuronInstance, judge_rank_count, neuron_instance, without_answer
-from pipeline.health.tool import ToolRun
 from pipeline.health.verdict import Verdict
+from pipeline.proc.tool import ToolRun
 
 GIB = 2**30
 pytestmark = pytest.mark.unit

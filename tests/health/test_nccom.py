@@ -18,8 +18,8 @@ from pipeline.health.nccom import (
     parse_report,
     parse_table,
 )
-from pipeline.health.tool import ToolRun
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
 from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_report
 

@@ -20,8 +20,8 @@ from pipeline.health.neuron_errors import device_error
 from pipeline.health.neuron_ls import judge_devices, judge_processes, parse_neuron_ls
 from pipeline.health.neuron_monitor import judge_hardware, parse_neuron_monitor
 from pipeline.health.report import from_json, report_lines, to_json
-from pipeline.health.tool import ToolRun
 from pipeline.health.verdict import CheckResult, Verdict, gang_error
+from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
 
 TRN1 = neuron_instance("trn1.32xlarge") or NeuronInstance("")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipeline.context import StageContext, StageResult, open_context, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
@@ -17,8 +18,6 @@ from pipeline.parity.recording import record
 from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask, make_task
 from pipeline.settings import LogConfig, Settings
-from pipeline.stages.context import StageContext, open_context
-from pipeline.stages.result import StageResult, store_result
 from pipeline.telemetry.console import Console
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import RunConfig, Surroundings, TrainRun

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
-from pipeline.compile.neuron_command import SCORING, TRACE_FILE
+from pipeline.compile.neuron_command import SCORING
 from pipeline.compile.neuron_compile import Alone, NeuronCompileResult
+from pipeline.context import StageContext, open_context
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.world import World
+from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages import compile as stage
 from pipeline.stages import compile_neuron
-from pipeline.stages.context import StageContext, open_context
 from pipeline.stages.shapes import expected_shapes
 
 RANKS, SCORING_RANKS = 64, 32

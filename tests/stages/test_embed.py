@@ -11,15 +11,13 @@ import pytest
 from pipeline import cli
 from pipeline.backends import Backend
 from pipeline.compile.config import EstimateConfig
+from pipeline.context import StageContext, StageResult, load_result
 from pipeline.core.prices import PRICES_USD_PER_HOUR
-from pipeline.embed.share import ARRAY_INDEX
 from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.world import World
+from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.settings import Settings
-from pipeline.stages.context import StageContext
 from pipeline.stages.embed import _price
-from pipeline.stages.result import StageResult, load_result
 from tests.embed.catalogues import products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.context import load_result
 from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.evaluate.texts import text_hashes
 from pipeline.mine.mine import all_negatives
@@ -12,7 +13,6 @@ from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open
 from pipeline.mine.parts import MiningParts
 from pipeline.mine.select import NONE
 from pipeline.stages import mine as stage
-from pipeline.stages.result import load_result
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
+from pipeline.context import StageResult, load_result
 from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import open_storage
-from pipeline.stages.result import StageResult, load_result
 
 pytestmark = pytest.mark.stage
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.context import StageContext, StageResult, open_context, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.settings import LogConfig, Settings
-from pipeline.stages.context import StageContext, open_context
-from pipeline.stages.result import StageResult, store_result
 from pipeline.telemetry.console import Console
 from pipeline.tune.config import TuneConfig
 from pipeline.tune.study import run_study

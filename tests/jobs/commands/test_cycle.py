@@ -17,8 +17,8 @@ from jobs import cli
 from jobs.core import plan
 from jobs.core.records import Submission
 from jobs.store import cycle
+from pipeline.context import StageResult, store_result
 from pipeline.io.storage import open_storage
-from pipeline.stages.result import StageResult, store_result
 from tests.jobs.targets.local.waiting import keepers_of, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
+from pipeline.context import NoEvents, open_context, scratch_folder
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.progress import progress
@@ -16,9 +17,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings, settings_hash
-from pipeline.stages.code_version import code_version
-from pipeline.stages.context import NoEvents, open_context, scratch_folder
 from pipeline.telemetry import console
+from pipeline.telemetry.code_version import code_version
 
 
 class Elsewhere:
@@ -78,7 +78,7 @@ def test_events_are_still_sent_after_the_stop_signal(tmp_path: Path, monkeypatch
         def __init__(self, storage: Storage, key: str, *, scratch: Path, writer: str) -> None:
             stops.append(storage.stop)
 
-    monkeypatch.setattr("pipeline.stages.context.EventLog", Log)
+    monkeypatch.setattr("pipeline.context.EventLog", Log)
     with open_context(Settings(workspace=str(tmp_path)), stop, {}):
         stop.set("SIGTERM")
     assert [signal.is_set() for signal in stops] == [False]

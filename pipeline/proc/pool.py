@@ -35,7 +35,7 @@ class _Worker:
             "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
         }
         self.process = subprocess.Popen(  # noqa: S603  (our own module)
-            [sys.executable, "-m", "pipeline.data.worker", str(os.getpid())],
+            [sys.executable, "-m", "pipeline.proc.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -17,8 +17,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.compile.neuron_process import MARK_VARIABLE, ProcessTree
 from pipeline.core.stop import StopSignal
+from pipeline.proc.tree import MARK_VARIABLE, ProcessTree
 
 # Not on PATH under every container entry point.
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin")

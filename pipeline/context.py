@@ -1,4 +1,4 @@
-"""What a stage is given beside its settings. Built once, at the rim."""
+"""What a stage is given beside its settings, built once at the rim, and the result it leaves behind."""
 
 import contextlib
 import os
@@ -7,21 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from pipeline.compile.neuron_command import TRACE_FILE
-from pipeline.core.errors import ConfigError, TrnpipeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
-from pipeline.embed.share import ARRAY_INDEX
-from pipeline.health.report import FOLDER_VARIABLE
 from pipeline.io.atomic import make_dirs
+from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.world import World, world_from_env
+from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.world import ARRAY_INDEX, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
-from pipeline.stages.code_version import code_version
+from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog
 
@@ -85,7 +86,7 @@ def open_context(
     # jobs the first one writes: a thousand would only hinder each other.
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0"
     is_first = is_first and not (settings.embed.worker or settings.mine.worker)
-    logs = is_first and not {TRACE_FILE, FOLDER_VARIABLE} & env.keys()
+    logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
     writer = f"{words[0] if words else 'tool'}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
     key = f"cycles/{cycle}/events.jsonl"
     events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
@@ -149,3 +150,74 @@ def share_tokens(shared: Path, own: Path) -> None:
     here = own / "tokens"
     if not here.is_symlink():
         here.symlink_to((shared / "tokens").absolute(), target_is_directory=True)
+
+
+# What a stage leaves behind: one result.json per cycle and stage.
+
+Figure = str | int | float | bool | None
+Status = Literal["done", "already_done"]
+
+
+class StageResult(BaseModel):
+    """The outcome of one stage. Failures are exceptions, so a stored result is always a success."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    stage: str = Field(description="Name of the stage")
+    cycle: str = Field(description="The cycle it belongs to")
+    status: Status = Field(description="done; already_done when an earlier run's result was found (never stored)")
+    inputs: dict[str, str] = Field(description="Fingerprint (or committed prefix) of each input by name")
+    outputs: dict[str, str] = Field(default={}, description="Key of each artefact by name, relative to the workspace")
+    figures: dict[str, Figure] = Field(default={}, description="What was measured; the unit is in the name")
+    settings_hash: str
+    code_version: str
+    started: datetime = Field(description="UTC")
+    finished: datetime = Field(description="UTC")
+
+
+def result_key(cycle: str, stage: str) -> str:
+    return f"cycles/{cycle}/{stage}/result.json"
+
+
+def load_result(workspace: Storage, cycle: str, stage: str) -> StageResult | None:
+    """The stored result, None when the stage has not finished. Raises DataError when it cannot be read."""
+    key = result_key(cycle, stage)
+    try:
+        return StageResult.model_validate_json(workspace.read_bytes(key))
+    except KeyNotFound:
+        return None
+    except ValidationError as error:
+        raise DataError(
+            f"{workspace.uri(key)} is no stage result: {error.errors(include_url=False)[0]['msg']}",
+            expected="a result.json written by trnpipe",
+            next_command=f"delete it and run trnpipe {stage} again",
+        ) from error
+
+
+def store_result(workspace: Storage, result: StageResult) -> StageResult:
+    """Publish a result (atomic). The last thing a stage does."""
+    stored = result.model_copy(update={"status": "done"})
+    workspace.write_bytes(result_key(result.cycle, result.stage), stored.model_dump_json(indent=2).encode() + b"\n")
+    return result
+
+
+# The nodes of the job that a stage is part of, met through the workspace.
+
+
+def nodes_of(ctx: StageContext, place: str, timeout_s: float) -> Nodes:
+    """All nodes of this try of the job, one process each; `place`: where in the cycle they meet."""
+    return Nodes(
+        ctx.workspace_after_stop,
+        f"cycles/{ctx.cycle}/{place}/{attempt_name(os.environ)}",
+        ctx.world.node_rank,
+        ctx.world.world_size,  # one process a node: ranks are started by the stage
+        timeout_s,
+        ctx.stop,
+    )
+
+
+def attempt_name(env: Mapping[str, str]) -> str:
+    """What all nodes of one try of one Batch job agree on; their own job ids end in `#<node index>`."""
+    job = env.get("AWS_BATCH_JOB_ID", "local").partition("#")[0]
+    return f"{job}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, store_manifest
+from pipeline.compile.plan import GraphSettings, embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.compile.watch import GraphWatch, Guard, NoWatch
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
@@ -13,8 +14,6 @@ from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.console import Console
-from pipeline.train.guarding import open_guard, open_part_guard
-from pipeline.train.plan import GraphSettings, embed_plan, evaluation_plan, graph_plan
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 DEVICE = "xla:NEURON"

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.health.tool import ToolRun, json_in, last_line, run_tool
+from pipeline.proc.tool import ToolRun, json_in, last_line, run_tool
 from tests.health.fake_tools import environment, fake_tool, says
 
 STUBBORN = "trap '' TERM; while :; do sleep 0.05; done"

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.core.errors import DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.data.pool import WorkerPool
+from pipeline.proc.pool import WorkerPool
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.runtime_signals import can_show_stacks
+from pipeline.proc.signals import can_show_stacks
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
@@ -18,7 +18,7 @@ PREAMBLE = """
 import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 from pipeline.core.stop import StopSignal
 from pipeline.core.errors import Preempted
-from pipeline.runtime_signals import stop_on_signals
+from pipeline.proc.signals import stop_on_signals
 
 stop = StopSignal()
 
@@ -96,8 +96,8 @@ with stop_on_signals(stop, grace_s=0.3, last_hook=last_hook):
 
 def test_a_last_hook_that_hangs_or_fails_changes_nothing() -> None:
     script = """
-import pipeline.runtime_signals
-pipeline.runtime_signals.LAST_HOOK_S = 0.1
+import pipeline.proc.signals
+pipeline.proc.signals.LAST_HOOK_S = 0.1
 with stop_on_signals(stop, grace_s=0.1, last_hook=lambda reason: time.sleep(1000)):
     block_in_c()
 """
@@ -189,7 +189,7 @@ say(f"{before == handlers()} {before == inside} {signal.set_wakeup_fd(-1)} {moni
 
 def test_stacks_are_shown_on_request_even_from_within_c(tmp_path: Path) -> None:
     script = f"""
-from pipeline.runtime_signals import show_stacks_when_asked
+from pipeline.proc.signals import show_stacks_when_asked
 show_stacks_when_asked({{"TRN_STACKS_DIR": {str(tmp_path)!r}}})
 block_in_c()
 """
@@ -203,7 +203,7 @@ block_in_c()
 
 
 def test_who_was_given_no_folder_is_not_asked(tmp_path: Path) -> None:
-    code = "from pipeline.runtime_signals import *; show_stacks_when_asked({}); say('ready'); time.sleep(1000)"
+    code = "from pipeline.proc.signals import *; show_stacks_when_asked({}); say('ready'); time.sleep(1000)"
     with started(code) as process:
         assert not can_show_stacks(process.pid, tmp_path)
         process.send_signal(signal.SIGUSR1)

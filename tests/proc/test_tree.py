@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.neuron_process import host_memory_bytes, process_tree
 from pipeline.compile.neuron_watch import SIGHTINGS, LogWatch
 from pipeline.core.errors import ConfigError
+from pipeline.proc.tree import host_memory_bytes, process_tree
 
 MARK = "TREE_TEST_MARK"
 STUBBORN = "trap '' TERM; touch ready; while :; do sleep 0.05; done"

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from pipeline.core.errors import TransientError
-from pipeline.health import guard, guardian
-from pipeline.health.guard import MARK_VARIABLE, guarded
 from pipeline.io import atomic
+from pipeline.proc import cleanup, guardian
+from pipeline.proc.cleanup import MARK_VARIABLE, guarded
 
 OWNER = """
 import signal, subprocess, sys, tempfile, time
-from pipeline.health.guard import guarded
+from pipeline.proc.cleanup import guarded
 with guarded() as folder:
     tempfile.NamedTemporaryFile(delete=False).close()
     # One in a session of its own that hears no SIGTERM, and one below it that has lost its parent.
@@ -119,5 +119,5 @@ def test_no_guardian_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(TransientError, match="cannot be started"), guard.guarded():
+    with pytest.raises(TransientError, match="cannot be started"), cleanup.guarded():
         pass

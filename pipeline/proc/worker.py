@@ -1,4 +1,4 @@
-"""A worker process: `python -m pipeline.data.worker PARENT_PID`, fed through its standard input.
+"""A worker process: `python -m pipeline.proc.worker PARENT_PID`, fed through its standard input.
 
 A plain child process instead of `multiprocessing`, which would import the parent's main module (and torch) in each one.
 Frames are pickles: first (function, context), then one task each; the answer to a task is ("done", result) or

@@ -12,14 +12,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pipeline.core.errors import TransientError
-from pipeline.health import guardian
-from pipeline.health.exported import exported
 from pipeline.io.atomic import sweep_temps, temp_beside
+from pipeline.proc import guardian
+
+# Environment variables for the processes that are started meanwhile.
+
+
+@contextmanager
+def exported(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these; what was there comes back on leaving."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
 
 MARK_VARIABLE = "TRN_GUARD"  # not TRNPIPE_: those are settings
 LEAVE_S = guardian.LIMIT_S + 2.0

@@ -4,9 +4,8 @@ import pytest
 
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.share import ARRAY_INDEX, worker_of
 from pipeline.mine.config import MineConfig
-from pipeline.parallel.world import World
+from pipeline.parallel.world import ARRAY_INDEX, World, worker_of
 
 
 @pytest.mark.parametrize(

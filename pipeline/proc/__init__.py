@@ -1,0 +1,1 @@
+"""Child processes: started, marked, watched, stopped, and none left behind."""
