@@ -1,4 +1,4 @@
-# When cycles are due. jobs/core/cron.py reads the same expression and knows more than HCL can tell (working days, fifth
+# When cycles are due. jobs/cron.py reads the same expression and knows more than HCL can tell (working days, fifth
 # Sundays, dates of this year that have passed); make deploy asks it, too.
 
 locals {

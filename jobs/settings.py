@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from jobs.core.config import JobsConfig
+from jobs.config import JobsConfig
 from pipeline.config_sources import Schema
 from pipeline.core.fingerprint import fingerprint
 from pipeline.settings import Settings

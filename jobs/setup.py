@@ -8,15 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
-from jobs.core.config import JobsConfig, StageJob
-from jobs.core.cost import Prices
-from jobs.core.limits import INSTANCES
-from jobs.core.plan import plan_cycle
-from jobs.core.slots import Slots
-from jobs.core.spec import CyclePlan
+from jobs.config import JobsConfig, StageJob
+from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.plan.cost import Prices
+from jobs.plan.cycle import plan_cycle
+from jobs.plan.spec import INSTANCES, CyclePlan
 from jobs.settings import CycleSettings, pipeline_fingerprint
-from jobs.store.cycle import CycleStore, claimed_cycles
 from jobs.targets.base import Target
+from jobs.targets.local.slots import Slots
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.health.limits import stage_limit_s as health_limit_s

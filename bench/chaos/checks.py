@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.core.records import JobRecord
+from jobs.cycle.records import JobRecord
 from jobs.targets.local.files import LocalFiles
 from jobs.targets.local.keeper import ENDED, STARTED
 from pipeline.core.errors import TrnpipeError

@@ -3,8 +3,8 @@
 import argparse
 
 from jobs.commands.submit import finish
-from jobs.core.outcome import CANCELLED
-from jobs.core.records import Closed
+from jobs.cycle.outcome import CANCELLED
+from jobs.cycle.records import Closed
 from jobs.setup import Say, open_cycle, open_target_of, submitted_plan, submitter
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.stop import StopSignal

@@ -4,12 +4,12 @@ import argparse
 import json
 from collections.abc import Callable
 
-from jobs.core.ledger import CycleLedger, success_of
-from jobs.ledger.read import read_ledger, records_of
-from jobs.ledger.show import GOODPUT, cost_lines, success_line, summary, total_lines
+from jobs.cycle.ledger import CycleLedger, success_of
+from jobs.cycle.report import read_ledger, records_of
+from jobs.cycle.show import GOODPUT, cost_lines, success_line, summary, total_lines
+from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings
 from jobs.setup import Say, open_cycle, open_target_of, prices_of, submitted_plan
-from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from jobs.commands.submit import ENGINE_GRACE_S, finish, submit_cycle
-from jobs.core.drive import drive, scheduled_time
+from jobs.cycle.store import claimed_cycles
+from jobs.driver import drive, scheduled_time
 from jobs.settings import CycleSettings
 from jobs.setup import Say, open_cycle, open_target_of
-from jobs.store.cycle import claimed_cycles
 from pipeline.core.stop import StopSignal
 from pipeline.proc.signals import stop_on_signals
 

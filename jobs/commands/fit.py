@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.core.limits import check_plan
-from jobs.core.schedule import cycle_name
-from jobs.core.schedule_config import ScheduleConfig
+from jobs.config import ScheduleConfig
+from jobs.schedule import cycle_name
 from jobs.settings import SCHEMA
 from jobs.setup import Say, make_plan
+from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.preflight import account_problems, account_warnings
 from jobs.targets.batch.terraform_plan import read_planned
 from pipeline.core.errors import EXIT_OK, ConfigError

@@ -3,13 +3,13 @@
 import argparse
 from datetime import UTC, datetime
 
-from jobs.core.records import JobState
-from jobs.core.table import aligned
+from jobs.cycle.records import JobState
+from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.setup import Say, open_cycle
-from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
+from pipeline.core.table import aligned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

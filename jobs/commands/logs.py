@@ -2,7 +2,7 @@
 
 import argparse
 
-from jobs.core.records import JobRecord
+from jobs.cycle.records import JobRecord
 from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal

@@ -5,16 +5,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.core.config import JobsConfig
-from jobs.core.embed_rates import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
-from jobs.core.limits import check_plan
-from jobs.core.outlook import expected_seconds
-from jobs.core.records import JobRecord
-from jobs.core.requests import Request, definition_request, submit_request
-from jobs.core.show import plan_lines
-from jobs.core.spec import CyclePlan
+from jobs.config import JobsConfig
+from jobs.cycle.embed_rates import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
+from jobs.cycle.outlook import expected_seconds
+from jobs.cycle.records import JobRecord
+from jobs.cycle.show import plan_lines
+from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.plan.spec import CyclePlan
 from jobs.setup import Say, make_plan, open_cycle, prices_of
-from jobs.store.cycle import CycleStore, claimed_cycles
+from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.requests import Request, definition_request, submit_request
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal

@@ -7,11 +7,11 @@ deadlines are noticed by themselves.
 import argparse
 
 from jobs.commands.submit import finish
-from jobs.ledger.read import read_ledger
-from jobs.ledger.show import summary
+from jobs.cycle.report import read_ledger
+from jobs.cycle.show import summary
+from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings
 from jobs.setup import Say, open_cycle, open_target_of, prices_of, submitted_plan
-from jobs.store.cycle import CycleStore, claimed_cycles
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
 

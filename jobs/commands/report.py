@@ -2,11 +2,10 @@
 
 import argparse
 
-from jobs.core.outcome import outcome_of
-from jobs.ledger.read import records_of
-from jobs.ledger.report import report_key
-from jobs.ledger.show import GOODPUT, cost_lines
-from jobs.ledger.write import write_page
+from jobs.cycle.outcome import outcome_of
+from jobs.cycle.page import write_page
+from jobs.cycle.report import records_of, report_key
+from jobs.cycle.show import GOODPUT, cost_lines
 from jobs.settings import CycleSettings
 from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK

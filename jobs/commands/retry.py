@@ -3,8 +3,8 @@
 import argparse
 
 from jobs.commands.submit import ENGINE_GRACE_S, HandOver
-from jobs.core.outcome import outcome_of
-from jobs.core.records import JobState
+from jobs.cycle.outcome import outcome_of
+from jobs.cycle.records import JobState
 from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal

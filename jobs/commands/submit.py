@@ -3,18 +3,16 @@
 import argparse
 from dataclasses import dataclass
 
-from jobs.core.limits import check_plan
-from jobs.core.outcome import exit_code_of_cycle, outcome_of
-from jobs.core.records import Closed, JobRecord
-from jobs.core.show import status_lines
-from jobs.core.spec import CyclePlan
-from jobs.ledger.read import read_ledger
-from jobs.ledger.report import report_key
-from jobs.ledger.show import cost_lines
-from jobs.ledger.write import write_page
+from jobs.cycle.outcome import exit_code_of_cycle, outcome_of
+from jobs.cycle.page import write_page
+from jobs.cycle.records import Closed, JobRecord
+from jobs.cycle.report import read_ledger, report_key
+from jobs.cycle.show import cost_lines, status_lines
+from jobs.cycle.store import CycleStore
+from jobs.plan.spec import CyclePlan
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import Say, make_plan, open_cycle, open_target, prices_of, submitter
-from jobs.store.cycle import CycleStore
+from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.proc.signals import stop_on_signals

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from jobs.core.records import JobRecord
-from jobs.core.spec import CyclePlan
+from jobs.cycle.records import JobRecord
+from jobs.plan.spec import CyclePlan
 
 
 class Target(Protocol):

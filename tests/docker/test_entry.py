@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.core.config import JobsConfig
-from jobs.core.plan import plan_cycle
+from jobs.config import JobsConfig
+from jobs.plan.cycle import plan_cycle
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE
 from tests.docker.dockerfile import DOCKERFILES, ROOT, environment, executed, last_stage
 

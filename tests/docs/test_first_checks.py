@@ -13,7 +13,7 @@ from moto import mock_aws
 
 import jobs.cli
 import pipeline.cli
-from jobs.core.plan import ENTRY
+from jobs.plan.cycle import ENTRY
 from pipeline.core.prices import PRICES_USD_PER_HOUR
 from tests.docs.markdown import ROOT
 from tests.docs.programs import problem_of

@@ -92,7 +92,7 @@ def test_what_the_text_names_exists(path: Path) -> None:
         ("gate.floors", ""),
         ("--gate.floors ndcg@10=0.8", ""),
         ("model.safetensors", ""),
-        ("jobs/core/plan.py", ""),
+        ("jobs/plan/cycle.py", ""),
         ("docker/*.lock", ""),
         ("trnpipe embed verify", ""),
         ("make cycle CYCLE=x", ""),

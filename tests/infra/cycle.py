@@ -19,7 +19,7 @@ from moto.batch.models import batch_backends
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from pydantic import TypeAdapter
 
-from jobs.core.spec import CyclePlan
+from jobs.plan.spec import CyclePlan
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from tests.fault.harness import DATA, MODEL, TRAIN

@@ -10,16 +10,16 @@ import botocore.session
 import pytest
 
 from jobs.commands.driver import TIME_VARIABLE
-from jobs.core.cost import Prices
-from jobs.core.drive import scheduled_time
-from jobs.core.ledger import ledger_of
-from jobs.core.requests import definition_request
-from jobs.core.schedule_config import ScheduleConfig
-from jobs.ledger.show import summary
+from jobs.config import ScheduleConfig
+from jobs.cycle.ledger import ledger_of
+from jobs.cycle.show import summary
+from jobs.driver import scheduled_time
+from jobs.plan.cost import Prices
+from jobs.targets.batch.requests import definition_request
 from tests.infra.events import job_event, matches
 from tests.infra.policies import MODULES, render
-from tests.jobs.core.cases import cycle
-from tests.jobs.core.record_cases import good, tried
+from tests.jobs.cycle.cases import cycle
+from tests.jobs.cycle.record_cases import good, tried
 
 QUEUES = [f"arn:aws:batch:us-west-2:123456789012:job-queue/relevance-{name}" for name in ("trainium", "cpu")]
 OURS = "relevance-trainium"

@@ -8,7 +8,7 @@ from functools import cache
 import botocore.session
 import pytest
 
-from jobs.core.plan import AFTER
+from jobs.plan.cycle import AFTER
 from tests.infra.iam import Decision, Policy, Request, Statement, decide, texts
 from tests.infra.policies import FOLDER, JOB_ROLES, STAGES, Fleet, Input
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.core.cron import parse_schedule
-from jobs.core.limits import INSTANCES
+from jobs.cron import parse_schedule
+from jobs.plan.spec import INSTANCES
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.rendezvous import MASTER_PORT
 from tests.infra.terraform import INFRA, Terraform

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from jobs.core.records import JobState
-from jobs.core.requests import Request, job_name
-from jobs.core.spec import CyclePlan, JobSpec
+from jobs.cycle.records import JobState
+from jobs.plan.spec import CyclePlan, JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.errors import UnknownOutcome
+from jobs.targets.batch.requests import Request, job_name
 
 PLAN_TAG = "plan"
 CLOCK_SKEW_S = 300.0

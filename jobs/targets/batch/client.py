@@ -8,8 +8,8 @@ DescribeSchedulingPolicies on *.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.core.requests import Request
 from jobs.targets.batch.errors import AWS_ERRORS, UnknownOutcome, is_retryable, translate, was_not_done
+from jobs.targets.batch.requests import Request
 from pipeline.core.stop import StopSignal
 from pipeline.io.retry import RetryPolicy, call_with_retry
 

@@ -1,7 +1,7 @@
 """Job definitions: one revision per content."""
 
-from jobs.core.requests import Request
 from jobs.targets.batch.client import BatchClient, Detail
+from jobs.targets.batch.requests import Request
 
 
 def registered(client: BatchClient, request: Request) -> Detail | None:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.core.requests import definition_name, definition_request
-from jobs.core.spec import CyclePlan
+from jobs.plan.spec import CyclePlan
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.definitions import registered
+from jobs.targets.batch.requests import definition_name, definition_request
 
 _OURS = frozenset(
     {

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jobs.core.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.targets.batch.client import Detail
 
 _STARTED = (JobState.STARTING, JobState.RUNNING)

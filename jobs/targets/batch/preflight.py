@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.core.limits import check_plan
-from jobs.core.spec import CyclePlan, JobSpec
+from jobs.plan.spec import CyclePlan, JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
+from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import ConfigError, TransientError
 
 

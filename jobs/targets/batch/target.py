@@ -3,17 +3,17 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.core.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
-from jobs.core.records import JobRecord, JobState, Submission
-from jobs.core.requests import Request, definition_request, submit_request
-from jobs.core.spec import CyclePlan, JobSpec
-from jobs.store.cycle import CycleStore
+from jobs.cycle.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
+from jobs.cycle.records import JobRecord, JobState, Submission
+from jobs.cycle.store import CycleStore
+from jobs.plan.spec import CyclePlan, JobSpec
 from jobs.targets.batch import parse
 from jobs.targets.batch.adopt import PLAN_TAG, Finder, name_in_round
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.logs import LogsClient
 from jobs.targets.batch.preflight import preflight
+from jobs.targets.batch.requests import Request, definition_request, submit_request
 from pipeline.core.errors import ConfigError, TransientError
 
 KEPT_S = 7 * 86_400.0

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from jobs.core import states
-from jobs.core.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
-from jobs.core.records import JobRecord, JobState
-from jobs.core.slots import Slots, admitted
-from jobs.core.spec import CyclePlan
-from jobs.core.states import Leaf
+from jobs.cycle import states
+from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.states import Leaf
+from jobs.plan.spec import CyclePlan
 from jobs.targets.local.environment import LOOPBACK, local_command, node_environment
 from jobs.targets.local.files import LocalFiles
+from jobs.targets.local.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
 from jobs.targets.local.lines import change_line
 from jobs.targets.local.nodes import Nodes, NodeStart, Signal
+from jobs.targets.local.slots import Slots, admitted
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.errors import translate_os_error

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs.core.spec import CyclePlan
-from jobs.core.states import Leaf
+from jobs.cycle.states import Leaf
+from jobs.plan.spec import CyclePlan
 
 COMPUTE_ENVIRONMENT = "local"
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from jobs.core.records import JobRecord
+from jobs.cycle.records import JobRecord
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.io.atomic import write_bytes_atomic

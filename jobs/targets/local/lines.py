@@ -1,7 +1,7 @@
 """What the engine says of a job whose state has changed, for people. Pure."""
 
-from jobs.core.records import AttemptRecord, JobRecord, JobState
-from jobs.core.states import EXITED, INTERRUPTED
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.states import EXITED, INTERRUPTED
 
 
 def change_line(record: JobRecord) -> str:

@@ -12,9 +12,9 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from jobs.core.gang import NodeEnd, NodeView, Phase, StoppedBy
 from jobs.targets.local import keeper
 from jobs.targets.local.files import is_locked, leaf_folder
+from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
 
 T = TypeVar("T")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import psutil
 
-from jobs.core.records import JobRecord, Submission
-from jobs.core.slots import Slots, check_fits
-from jobs.core.spec import CyclePlan
-from jobs.core.states import Leaf, leaves_of, new_record, parent_record
-from jobs.store.cycle import CycleStore
+from jobs.cycle.records import JobRecord, Submission
+from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
+from jobs.cycle.store import CycleStore
+from jobs.plan.spec import CyclePlan
 from jobs.targets.local.engine import ACTIVE, Engine
 from jobs.targets.local.files import LocalFiles, is_locked, local_files
 from jobs.targets.local.nodes import Processes, end_leftovers
+from jobs.targets.local.slots import Slots, check_fits
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs

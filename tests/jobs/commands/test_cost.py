@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from jobs.commands import cost, report
-from jobs.core.records import Closed
+from jobs.cycle.records import Closed
+from jobs.cycle.store import CycleStore
 from jobs.settings import CycleSettings
-from jobs.store.cycle import CycleStore
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import job, plan
-from tests.jobs.core.test_ledger import attempt, record
+from tests.jobs.cycle.cases import job, plan
+from tests.jobs.cycle.test_ledger import attempt, record
 
 
 def cycle(workspace: Path, name: str, code: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from jobs.core import plan
-from jobs.core.records import Submission
-from jobs.store import cycle
+from jobs.cycle import store as cycle
+from jobs.cycle.records import Submission
+from jobs.plan import cycle as plan
 from pipeline.context import StageResult, store_result
 from pipeline.io.storage import open_storage
 from tests.jobs.targets.local.waiting import keepers_of, until
@@ -243,7 +243,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     assert "refused" in trnjobs.page()
 
     trnjobs.ends_with("train", 0)
-    monkeypatch.setattr("jobs.ledger.write.page", lambda _: "".index("x"))
+    monkeypatch.setattr("jobs.cycle.page.page", lambda _: "".index("x"))
     code, text = trnjobs("retry")
     assert (code, trnjobs.status()["closed"]["outcome"]) == (0, "succeeded")
     assert "its page was not written: ValueError: substring not found" in text

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from jobs.commands import driver
-from jobs.core.config import JobsConfig
-from jobs.core.records import Closed, JobRecord, JobState
-from jobs.core.schedule_config import MissedPolicy, ScheduleConfig
-from jobs.core.spec import CyclePlan
+from jobs.config import JobsConfig, MissedPolicy, ScheduleConfig
+from jobs.cycle.records import Closed, JobRecord, JobState
+from jobs.cycle.store import CycleStore
+from jobs.plan.spec import CyclePlan
 from jobs.settings import SCHEMA, CycleSettings
-from jobs.store.cycle import CycleStore
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import cycle
+from tests.jobs.cycle.cases import cycle
 
 
 def in_workspace(folder: Path, said: list[str]) -> driver.WorkspaceCycles:

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from jobs.core.retry import retry_strategy
-from jobs.core.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.retry import retry_strategy
+from jobs.plan.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=20).filter(
     lambda word: not word.startswith("Ref::")

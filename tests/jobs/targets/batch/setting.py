@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.core.spec import CyclePlan
-from jobs.store.cycle import LEASE_S, CycleStore
+from jobs.cycle.store import LEASE_S, CycleStore
+from jobs.plan.spec import CyclePlan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.logs import LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import cycle
+from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 

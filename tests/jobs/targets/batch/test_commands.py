@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jobs.commands import cancel, driver, reconcile, submit
+from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.settings import SCHEMA, CycleSettings
-from jobs.store.cycle import LEASE_S, CycleStore
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.logs import LogsClient
 from jobs.targets.batch.target import BatchTarget

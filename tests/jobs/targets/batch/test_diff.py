@@ -9,13 +9,13 @@ from botocore.validate import validate_parameters
 from hypothesis import HealthCheck, given, settings
 from moto import mock_aws
 
-from jobs.core.limits import plan_problems
-from jobs.core.requests import definition_request, submit_request
-from jobs.core.spec import CyclePlan
+from jobs.plan.spec import CyclePlan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.diff import change_lines, definition_changes, differences
-from tests.jobs.core.cases import cycle, job, plan
+from jobs.targets.batch.limits import plan_problems
+from jobs.targets.batch.requests import definition_request, submit_request
+from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.targets.batch.fake_batch import FakeBatch, service
 from tests.jobs.targets.batch.plans import plans
 from tests.jobs.targets.batch.setting import FAST, Clock

@@ -10,14 +10,14 @@ from typing import Any
 import boto3
 import pytest
 
-from jobs.core.spec import CyclePlan
-from jobs.store.cycle import LEASE_S, CycleStore
+from jobs.cycle.store import LEASE_S, CycleStore
+from jobs.plan.spec import CyclePlan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.connect import connect
 from jobs.targets.batch.logs import LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import cycle
+from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.moto_account import make_account
 from tests.jobs.targets.batch.setting import Clock
 from tests.killing import FORK

@@ -10,17 +10,17 @@ from typing import Any
 import boto3
 import pytest
 
-from jobs.core.records import JobState
-from jobs.core.requests import definition_request
-from jobs.store.cycle import CycleStore
+from jobs.cycle.records import JobState
+from jobs.cycle.store import CycleStore
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.connect import connect
 from jobs.targets.batch.definitions import registered
 from jobs.targets.batch.logs import LogsClient
+from jobs.targets.batch.requests import definition_request
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import cycle, job, plan
+from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.targets.batch.setting import Clock
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from jobs.core.spec import CyclePlan, JobSpec
+from jobs.plan.spec import CyclePlan, JobSpec
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
-from tests.jobs.core.cases import TRN1, cycle, job, plan
+from tests.jobs.cycle.cases import TRN1, cycle, job, plan
 from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.setting import FAST, Clock
 

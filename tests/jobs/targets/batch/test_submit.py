@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
-from jobs.core.spec import JobSpec
-from jobs.store.cycle import LEASE_S
+from jobs.cycle.store import LEASE_S
+from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
-from tests.jobs.core.cases import job, plan
+from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.fake_batch import client_error
 from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.batch.setting import FAST, Setting

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from jobs.core.gang import NodeEnd, NodeView, Phase, StoppedBy
-from jobs.core.records import JobRecord, JobState
-from jobs.core.slots import Slots, need_of
-from jobs.core.spec import CyclePlan, JobSpec
-from jobs.core.states import Leaf, leaves_of, new_record
+from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.states import Leaf, leaves_of, new_record
+from jobs.plan.spec import CyclePlan, JobSpec
 from jobs.targets.local.engine import Engine
 from jobs.targets.local.files import LocalFiles
+from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
 from jobs.targets.local.nodes import NodeStart, Signal
+from jobs.targets.local.slots import Slots, need_of
 from pipeline.core.stop import StopSignal
 
 START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0

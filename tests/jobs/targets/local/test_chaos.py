@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.core.records import JobState
-from jobs.core.retry import retry_strategy
-from jobs.core.slots import Slots
-from jobs.core.spec import CyclePlan, JobSpec, Resources
-from jobs.store.cycle import CycleStore
+from jobs.cycle.records import JobState
+from jobs.cycle.store import CycleStore
+from jobs.plan.retry import retry_strategy
+from jobs.plan.spec import CyclePlan, JobSpec, Resources
+from jobs.targets.local.slots import Slots
 from jobs.targets.local.target import LocalTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import job
+from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import keepers_of
 from tests.killing import FORK
 

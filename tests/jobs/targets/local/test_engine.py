@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.core.gang import NodeEnd
-from jobs.core.records import JobState
-from jobs.core.retry import retry_strategy
-from jobs.core.spec import Dependency, DependencyType, JobSpec
+from jobs.cycle.records import JobState
+from jobs.plan.retry import retry_strategy
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
 from jobs.targets.local import engine
+from jobs.targets.local.gang import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from tests.jobs.core.cases import job
+from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.cases import GRACE_S, Died, Fate, World, world
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.core.spec import JobSpec
-from jobs.core.states import Leaf
+from jobs.cycle.states import Leaf
+from jobs.plan.spec import JobSpec
 from jobs.targets.local.environment import gang_port, local_command, node_environment
 from pipeline.parallel.rendezvous import torchrun_arguments
-from tests.jobs.core.cases import job, plan
+from tests.jobs.cycle.cases import job, plan
 
 MAIN_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 COMMON = {"AWS_BATCH_JOB_ATTEMPT": "2", "AWS_BATCH_JQ_NAME": "relevance", "AWS_BATCH_CE_NAME": "local"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.core.records import AttemptRecord, JobRecord, JobState
-from jobs.core.states import DEPENDENCY_FAILED, EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.states import DEPENDENCY_FAILED, EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT
 from jobs.targets.local.lines import change_line
 
 LOG = "cycles/c/jobs/local/attempts/x/1/node-0/log.txt"

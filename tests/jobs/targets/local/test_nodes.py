@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.core.gang import NodeEnd, NodeView, Phase
 from jobs.targets.local import keeper
+from jobs.targets.local.gang import NodeEnd, NodeView, Phase
 from jobs.targets.local.nodes import NodeStart, Processes, end_leftovers
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 

@@ -14,19 +14,19 @@ from threading import Thread
 
 import pytest
 
-from jobs.core.records import AttemptRecord, JobRecord, JobState
-from jobs.core.retry import retry_strategy
-from jobs.core.slots import Slots
-from jobs.core.spec import CyclePlan, JobSpec, Resources
-from jobs.store.cycle import CycleStore
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.store import CycleStore
+from jobs.plan.retry import retry_strategy
+from jobs.plan.spec import CyclePlan, JobSpec, Resources
 from jobs.targets.local import keeper
 from jobs.targets.local.engine import MARGIN_S
 from jobs.targets.local.files import local_files
+from jobs.targets.local.slots import Slots
 from jobs.targets.local.target import LocalTarget, this_machine
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from tests.jobs.core.cases import job
+from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
 

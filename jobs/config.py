@@ -1,0 +1,142 @@
+"""`[jobs]`: how a cycle becomes jobs, where they run, and when cycles are due."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from jobs.cron import Schedule, parse_schedule
+from pipeline.core.errors import ConfigError
+from pipeline.core.prices import PRICES_USD_PER_HOUR
+
+# `[jobs.schedule]`: when cycles are due, and what becomes of those that were missed.
+
+
+class MissedPolicy(StrEnum):
+    """What to do about times at which no cycle was started: the driver was down, or an earlier cycle still ran."""
+
+    SKIP = "skip"
+    """Nothing: only the cycle of the scheduled time is started."""
+    CATCH_UP = "catch_up"
+    """Every missed cycle is started, the oldest first, each when the one before has ended."""
+    COALESCE = "coalesce"
+    """One cycle, named by the newest time that has passed, stands for all that were missed."""
+
+
+class ScheduleConfig(BaseModel):
+    """The schedule of cycles; the same as that of EventBridge Scheduler, which starts the driver."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    expression: str = Field(
+        "", description="cron(...), rate(...) or at(...) as EventBridge Scheduler takes it; empty: no schedule"
+    )
+    timezone: str = Field("UTC", max_length=50, description="IANA name of the zone that cron(...) is read in")
+    start: AwareDatetime | None = Field(None, description="First time of a rate(...), with its offset")
+    policy: MissedPolicy = Field(
+        MissedPolicy.COALESCE, description="Missed cycles: skip, catch_up (each, oldest first) or coalesce (the newest)"
+    )
+    max_late_s: int = Field(
+        6 * 3600, ge=60, description="Seconds after its scheduled time at which a cycle is not started any more"
+    )
+
+    @model_validator(mode="after")
+    def _check_expression(self) -> Self:
+        if self.expression:
+            try:
+                self.schedule()
+            except ConfigError as error:
+                raise ValueError(f"{error.seen}; expected {error.expected}") from error
+        return self
+
+    def schedule(self) -> Schedule:
+        """Raises ConfigError without an expression."""
+        if not self.expression:
+            raise ConfigError(
+                "jobs.schedule.expression is empty",
+                expected="when cycles are due, such as cron(0 2 * * ? *)",
+                next_command="set it to the expression of the schedule that starts the driver",
+            )
+        return parse_schedule(self.expression, self.timezone, start=self.start)
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageJob(_Config):
+    """What one job of the cycle gets."""
+
+    nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
+    processes: int = Field(1, ge=1, le=1024, description="Ranks on each machine, one a device")
+    workers: int = Field(1, ge=1, le=10_000, description="Children of an array that share the work (mine and embed)")
+    instance: str = Field("", description="Machine it is meant for, such as trn1.32xlarge: devices, sizes and price")
+    vcpus: int | None = Field(None, ge=1, description="vCPUs of a node; null: all of the instance, 1 without one")
+    memory_mib: int | None = Field(
+        None, ge=4, description="MiB of a node; null: what the instance can give, 2048 without one"
+    )
+    image: str = Field("", description="Another image than jobs.image")
+    queue: str = Field("", description="Another queue than jobs.queue")
+    role: str = Field("", description="ARN of another role than jobs.role")
+    attempts: int = Field(3, ge=1, le=10, description="Tries in all")
+    timeout_s: int | None = Field(
+        None,
+        ge=60,
+        description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile,"
+        " mine and embed 12 h, train 24 h), more where the stage allows itself more",
+    )
+
+
+class JobsConfig(_Config):
+    """The jobs of a cycle, where they run, and what they may cost."""
+
+    name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
+    target: Literal["local", "batch"] = Field("local", description="This machine, or AWS Batch")
+    image: str = Field("", description="Container image, pinned by digest (batch)")
+    queue: str = Field("", description="Queue of jobs (batch)")
+    share_identifier: str = Field("", description="Whose share of a fair-share queue this is; letters and digits")
+    priority: int = Field(100, ge=0, le=9999, description="Order among the jobs of the same share; higher goes first")
+    role: str = Field("", description="ARN of the role whose rights the code has (batch)")
+    log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
+    environment: Annotated[
+        dict[str, str], Field(description="Variables of every job, as NAME=value; shown in plans, so no secrets")
+    ] = {}
+    sla_s: int | None = Field(None, ge=60, description="Seconds from its scheduled time within which a cycle must end")
+    blocked_dwell_s: int = Field(900, ge=0, description="Seconds a queue stays blocked before a job is ended for it")
+    prices: Annotated[
+        dict[str, float], Field(description="USD an hour by instance type, before the table of list prices")
+    ] = {}
+    vcpu_usd_per_hour: float | None = Field(
+        None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
+    )
+    titles_per_s: Annotated[
+        dict[str, Annotated[float, Field(gt=0)]],
+        Field(description="Titles a second that a machine of a type embeds, to compare costs before it was measured"),
+    ] = {}
+    vcpu_titles_per_s: float | None = Field(
+        None, gt=0, description="Titles a second that a vCPU of other machines embeds; null: not known until measured"
+    )
+    local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
+    local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
+    stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")
+    schedule: ScheduleConfig = ScheduleConfig()
+    prepare: StageJob = StageJob()
+    health: StageJob = StageJob()
+    compile: StageJob = StageJob()
+    mine: StageJob = StageJob()
+    train: StageJob = StageJob()
+    evaluate: StageJob = StageJob()
+    embed: StageJob = StageJob()
+    verify: StageJob = StageJob()
+    report: StageJob = StageJob()
+
+    def stage(self, name: str) -> StageJob:
+        """By name of the job."""
+        job: StageJob = getattr(self, name)
+        return job
+
+    @property
+    def usd_per_hour(self) -> Mapping[str, float]:
+        """By instance type."""
+        return PRICES_USD_PER_HOUR | self.prices

@@ -1,0 +1,1 @@
+"""What became of a cycle: its claim, records, time and money in the workspace, tables and page."""

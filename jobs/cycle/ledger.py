@@ -1,0 +1,246 @@
+"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars. Pure.
+
+Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
+machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
+it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, spent_in, with_kept_until
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Outcome
+from jobs.plan.cost import Prices, node_usd_per_hour
+from jobs.plan.spec import CyclePlan, JobSpec
+from pipeline.core.errors import EXIT_OK, GateRefused
+
+SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
+MS_PER_HOUR = 3_600_000
+
+Deadline = Literal["met", "missed", "open", "none"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Entry(_Record):
+    """One try of one job, or of one child of an array."""
+
+    job: str
+    stage: str
+    attempt: int = Field(description="From 1")
+    nodes: int
+    start_ms: int = Field(description="Since 1970")
+    waiting_ms: int = Field(description="Ready to run, and not started")
+    spent_ms: Mapping[Category, int] = Field(description="Of one node; adds up to the length of the try")
+    usd: float | None = Field(description="Of all nodes; none: nobody knows the price")
+    ending: str = Field(description="succeeded, running, or how it failed")
+
+    @property
+    def length_ms(self) -> int:
+        return sum(self.spent_ms.values())
+
+
+class Total(_Record):
+    """Of a stage, a cycle, or several."""
+
+    name: str
+    tries: int
+    machine_ms: Mapping[Category, int] = Field(description="Over all nodes")
+    waiting_ms: int = Field(description="Over all tries")
+    usd: float | None = Field(description="None: the price of a machine is not known")
+    wasted_usd: float | None
+
+    @property
+    def all_ms(self) -> int:
+        return sum(self.machine_ms.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """None before any machine has run."""
+        return self.machine_ms[Category.PRODUCTIVE] / self.all_ms if self.all_ms else None
+
+
+class CycleLedger(_Record):
+    """Everything about the time and money of one cycle."""
+
+    cycle: str
+    outcome: Outcome | Literal["open"]
+    entries: tuple[Entry, ...]
+    jobs: int = Field(description="Submitted; children of arrays count each")
+    succeeded: int
+    failed: int
+    began_at: float | None = Field(description="Seconds since 1970")
+    ended_at: float | None
+    deadline: Deadline
+    deadline_at: float | None
+
+    def stages(self) -> tuple[Total, ...]:
+        """In the order of the plan."""
+        names = dict.fromkeys(entry.stage for entry in self.entries)
+        return tuple(total(name, [entry for entry in self.entries if entry.stage == name]) for name in names)
+
+    @property
+    def total(self) -> Total:
+        return total(self.cycle, self.entries)
+
+
+class Success(_Record):
+    """Over several cycles."""
+
+    cycles: int = Field(description="Of those that have ended")
+    cycles_done: int = Field(description="Succeeded, or refused by the gate, which is an answer too")
+    jobs: int = Field(description="Final ones; not those that a refusal by the gate has left out")
+    jobs_done: int
+    deadlines: int
+    deadlines_met: int
+
+
+def ledger_of(
+    plan: CyclePlan,
+    records: Sequence[JobRecord],
+    moments: Sequence[Moment],
+    prices: Prices,
+    *,
+    now: float,
+    outcome: Outcome | None,
+    deadline_at: float | None,
+) -> CycleLedger:
+    """The ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then."""
+    found = {record.name: record for record in records}
+    leaves = [leaf for record in records for leaf in record.leaves()]
+    entries = [
+        entry
+        for job in plan.jobs
+        if job.name in found
+        for leaf in found[job.name].leaves()
+        for entry in _entries(job, leaf, _runnable_at(job, found), moments, prices, now)
+    ]
+    stops = [attempt.stopped_at for leaf in leaves for attempt in leaf.attempts if attempt.stopped_at is not None]
+    ended_at = max(stops, default=None) if outcome else None
+    return CycleLedger(
+        cycle=plan.cycle,
+        outcome=outcome or "open",
+        entries=tuple(entries),
+        jobs=len(leaves),
+        succeeded=sum(leaf.state is JobState.SUCCEEDED for leaf in leaves),
+        failed=sum(leaf.state is JobState.FAILED for leaf in leaves),
+        began_at=min((record.created_at for record in records), default=None),
+        ended_at=ended_at,
+        deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),
+        deadline_at=deadline_at,
+    )
+
+
+def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *, done: bool) -> Deadline:
+    """Whether a cycle was ready in time. One that failed never is."""
+    if deadline_at is None:
+        return "none"
+    if ended_at is None:
+        return "open" if now <= deadline_at else "missed"
+    return "met" if done and ended_at <= deadline_at else "missed"
+
+
+def total(name: str, entries: Iterable[Entry]) -> Total:
+    """Sums over tries."""
+    entries = tuple(entries)
+    machine = {kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT}
+    known = [entry.usd for entry in entries if entry.usd is not None]
+    priced = len(known) == len(entries)
+    wasted = (
+        (entry.usd or 0.0) * entry.spent_ms[Category.WASTED] / entry.length_ms for entry in entries if entry.length_ms
+    )
+    return Total(
+        name=name,
+        tries=len(entries),
+        machine_ms=machine,
+        waiting_ms=sum(entry.waiting_ms for entry in entries),
+        usd=sum(known) if priced else None,
+        wasted_usd=sum(wasted) if priced else None,
+    )
+
+
+def success_of(ledgers: Iterable[CycleLedger]) -> Success:
+    """Rates over cycles that have ended."""
+    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
+    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
+    return Success(
+        cycles=len(ended),
+        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
+        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
+        jobs_done=sum(ledger.succeeded for ledger in ended),
+        deadlines=len(due),
+        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
+    )
+
+
+def _entries(
+    job: JobSpec, leaf: JobRecord, runnable_at: float, moments: Sequence[Moment], prices: Prices, now: float
+) -> list[Entry]:
+    nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
+    ran = [(number, attempt) for number, attempt in enumerate(leaf.attempts, 1) if attempt.started_at is not None]
+    tries = with_kept_until(_tries(job.stage, [attempt for _, attempt in ran], moments if _logs(leaf) else (), now))
+    ready_ms, made = round(1000 * max(runnable_at, leaf.created_at)), []
+    for (number, attempt), one in zip(ran, tries, strict=True):
+        spent: Spent = spent_in(one)
+        hours = nodes * (one.stop_ms - one.start_ms) / MS_PER_HOUR
+        made.append(
+            Entry(
+                job=leaf.name,
+                stage=job.stage,
+                attempt=number,
+                nodes=nodes,
+                start_ms=one.start_ms,
+                waiting_ms=max(0, one.start_ms - ready_ms),
+                spent_ms=spent,
+                usd=None if price is None else price * hours,
+                ending=_ending(attempt),
+            )
+        )
+        ready_ms = one.stop_ms
+    return made
+
+
+def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
+    """Each with the events that fall into it: an event belongs to the last try that had started by then."""
+    made = []
+    starts = [round(1000 * attempt.started_at) for attempt in attempts if attempt.started_at is not None]
+    for index, attempt in enumerate(attempts):
+        start_ms = starts[index]
+        stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
+        until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
+        own = [m for m in moments if start_ms - SKEW_MS * (not index) <= m.at_ms <= until_ms and m.is_of(stage)]
+        kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
+        made.append(Try(stage, start_ms, stop_ms, kept, tuple(sorted(own, key=lambda moment: moment.at_ms))))
+    return made
+
+
+def _logs(leaf: JobRecord) -> bool:
+    """Of an array only the first child writes events."""
+    _, is_child, index = leaf.name.partition(":")
+    return not is_child or index == "0"
+
+
+def _runnable_at(job: JobSpec, found: Mapping[str, JobRecord]) -> float:
+    """When the last job that this one waits for had ended; 0 when it waits for none, or one is under way."""
+    ends = [_ended_at(found[one.job]) for one in job.depends_on if one.job in found]
+    return max(ends, default=0.0)
+
+
+def _ended_at(record: JobRecord) -> float:
+    stops = [attempt.stopped_at or 0.0 for leaf in record.leaves() for attempt in leaf.attempts]
+    return max(stops, default=record.stopped_at or 0.0)
+
+
+def _ending(attempt: AttemptRecord) -> str:
+    if attempt.stopped_at is None:
+        return "running"
+    if attempt.exit_code == EXIT_OK:
+        return "succeeded"
+    if attempt.exit_code is None:
+        return attempt.status_reason or attempt.reason or "no exit code"
+    words = (f"exit {attempt.exit_code}", attempt.reason)
+    return ", ".join(word for word in words if word)

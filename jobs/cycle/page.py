@@ -1,0 +1,242 @@
+"""The report of a cycle as one HTML page: no script, nothing from elsewhere, every text escaped. Pure."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from jobs.config import JobsConfig
+from jobs.cycle.attempt_time import SPENT, Category
+from jobs.cycle.ledger import CycleLedger, Entry, Total
+from jobs.cycle.outcome import exit_code, reason_of
+from jobs.cycle.records import Closed, JobRecord, JobState
+from jobs.cycle.report import CycleReport, gather, read_ledger, report_key
+from jobs.cycle.show import DEADLINES, GOODPUT, money, ran_seconds
+from jobs.cycle.store import CycleStore
+from jobs.plan.cost import Prices
+from jobs.plan.spec import CyclePlan
+from pipeline.core.format import format_duration, format_share
+from pipeline.core.table import usd
+from pipeline.evaluate.table import table_lines
+
+COLOURS = {
+    Category.START_UP: "#9aa5b1",
+    Category.COMPILE: "#b08fc7",
+    Category.DATA_WAIT: "#e5b25d",
+    Category.PRODUCTIVE: "#4c9f70",
+    Category.CHECKPOINT: "#5b8fd9",
+    Category.EVALUATION: "#56b7b2",
+    Category.WASTED: "#cf5c4a",
+}
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1f2933 }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .2em .8em .2em 0; border-bottom: 1px solid #e4e7eb; vertical-align: top }
+td.n, th.n { text-align: right } pre { background: #f5f7fa; padding: 1em; overflow-x: auto }
+.bar { display: flex; height: 14px; width: 100%; min-width: 240px; background: #f5f7fa }
+.key span { display: inline-block; width: 10px; height: 10px; margin: 0 .3em 0 1em }
+.FAILED, .failed, .missed { color: #b3261e; font-weight: 600 } .SUCCEEDED, .succeeded, .met { color: #2e7d4f }
+svg { background: #f5f7fa } .quiet { color: #616e7c }
+"""
+CHART_W, CHART_H = 900, 220
+
+
+def page(report: CycleReport) -> str:
+    """The whole page."""
+    ledger = report.ledger
+    parts = [
+        f"<h1>Cycle {escape(ledger.cycle)}: <span class={ledger.outcome}>{_outcome(ledger)}</span></h1>",
+        f'<p class="quiet">{escape(report.workspace)}</p>',
+        _facts(ledger, report.reason),
+        _section("Jobs", _jobs(report.records)),
+        _section("Time and money", _time(ledger)),
+        _section("Verdict", _verdict(report)),
+        _section("Training", _chart(report.losses)),
+        _section("Figures", "".join(_figures(stage, values.items()) for stage, values in report.figures.items())),
+        _section("Tries", _tries(ledger.entries)),
+        _section("Post-mortems", _list(report.post_mortems)),
+        _section("Could not be read", _list(report.unread)),
+    ]
+    title = f"Cycle {escape(ledger.cycle)}"
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _outcome(ledger: CycleLedger) -> str:
+    return "under way" if ledger.outcome == "open" else ledger.outcome
+
+
+def _section(title: str, body: str) -> str:
+    """Nothing where there is nothing to show."""
+    return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def _facts(ledger: CycleLedger, reason: str) -> str:
+    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
+    due = ledger.deadline_at
+    rows = [
+        *([("why", reason)] if reason else []),
+        ("submitted", _stamp(ledger.began_at)),
+        ("took", format_duration(took)),
+        ("deadline", DEADLINES[ledger.deadline] + (f" ({_stamp(due)})" if due else "") or "none"),
+        ("jobs", f"{ledger.succeeded} of {ledger.jobs} succeeded, {len(ledger.entries)} tries"),
+        ("goodput", format_share(ledger.total.goodput)),
+        ("cost", money(ledger.total)),
+    ]
+    return _table([], rows) + f'<p class="quiet">{escape(GOODPUT)}</p>'
+
+
+def _jobs(records: Sequence[JobRecord]) -> str:
+    rows = []
+    for record in records:
+        code = exit_code(record)
+        why = reason_of(record) if record.state is JobState.FAILED else record.status_reason
+        children = sum(child.state is JobState.SUCCEEDED for child in record.children)
+        state = record.state.value + (f" {children}/{len(record.children)}" if record.children else "")
+        tries = sum(len(leaf.attempts) for leaf in record.leaves())
+        ran = format_duration(ran_seconds(record))
+        rows.append((record.name, state, str(tries), ran, "-" if code is None else str(code), why))
+    return _table(("job", "state", "tries", "ran", "exit", "why"), rows, numbers={2, 3, 4})
+
+
+def _time(ledger: CycleLedger) -> str:
+    keys = "".join(f'<span style="background:{COLOURS[kind]}"></span>{escape(kind)}' for kind in SPENT)
+    rows = [_time_row(one) for one in (*ledger.stages(), ledger.total)]
+    head = "".join(
+        f"<th{_n(i > 1)}>{escape(w)}</th>"
+        for i, w in enumerate(("stage", "", "tries", "waiting", "time", "goodput", "cost"))
+    )
+    return f'<p class="key">{keys}</p><table><tr>{head}</tr>{"".join(rows)}</table>' if ledger.entries else ""
+
+
+def _time_row(one: Total) -> str:
+    cells = (
+        str(one.tries),
+        format_duration(one.waiting_ms / 1000),
+        format_duration(one.all_ms / 1000),
+        format_share(one.goodput),
+        usd(one.usd),
+    )
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    return f'<tr><td>{escape(one.name)}</td><td style="width:45%">{_bar(one)}</td>{numbers}</tr>'
+
+
+def _bar(one: Total) -> str:
+    pieces = (
+        f'<div title="{escape(kind)}: {format_duration(ms / 1000)}" '
+        f'style="width:{100 * ms / one.all_ms:.2f}%;background:{COLOURS[kind]}"></div>'
+        for kind, ms in one.machine_ms.items()
+        if ms
+    )
+    return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+def _verdict(report: CycleReport) -> str:
+    if report.evaluation is None:
+        return ""
+    warnings = _list(report.evaluation.warnings)
+    return f"<pre>{escape(chr(10).join(table_lines(report.evaluation)))}</pre>{warnings}"
+
+
+def _figures(stage: str, values: Iterable[tuple[str, object]]) -> str:
+    rows = [(name, _figure(value)) for name, value in values]
+    return f"<h3>{escape(stage)}</h3>{_table([], rows, numbers={1})}" if rows else ""
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _tries(entries: Sequence[Entry]) -> str:
+    head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
+    rows = [
+        (
+            entry.job,
+            str(entry.attempt),
+            _stamp(entry.start_ms / 1000),
+            str(entry.nodes),
+            format_duration(entry.waiting_ms / 1000),
+            *(format_duration(entry.spent_ms[kind] / 1000) if entry.spent_ms[kind] else "-" for kind in SPENT),
+            usd(entry.usd),
+            entry.ending,
+        )
+        for entry in entries
+    ]
+    return _table(head, rows, numbers={1, *range(3, len(head) - 1)}) if rows else ""
+
+
+def _chart(losses: Sequence[tuple[int, float]]) -> str:
+    """The loss over the steps."""
+    if len(losses) < 2:
+        return ""
+    steps, values = [step for step, _ in losses], [loss for _, loss in losses]
+    low, high = min(values), max(values)
+    width, height = max(1, steps[-1] - steps[0]), (high - low) or 1.0
+    points = " ".join(
+        f"{10 + (CHART_W - 20) * (step - steps[0]) / width:.1f},{10 + (CHART_H - 20) * (high - loss) / height:.1f}"
+        for step, loss in losses
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="{COLOURS[Category.PRODUCTIVE]}" stroke-width="2"/>'
+    caption = f"loss {values[0]:.4f} at step {steps[0]:,} to {values[-1]:.4f} at step {steps[-1]:,}, lowest {low:.4f}"
+    return (
+        f'<svg viewBox="0 0 {CHART_W} {CHART_H}" width="100%" role="img" aria-label="{caption}">{line}</svg>'
+        f'<p class="quiet">{caption}</p>'
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int] | frozenset[int] = frozenset()) -> str:
+    lines = ["".join(f"<th{_n(i in numbers)}>{escape(word)}</th>" for i, word in enumerate(head))] if head else []
+    for row in rows:
+        states = (_state(word) for word in row)
+        cells = zip(row, states, strict=True)
+        lines.append(
+            "".join(f"<td{_n(i in numbers)}{state}>{escape(word)}</td>" for i, (word, state) in enumerate(cells))
+        )
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _n(is_number: bool) -> str:
+    return ' class="n"' if is_number else ""
+
+
+def _state(word: str) -> str:
+    """States of jobs have a colour."""
+    first = word.partition(" ")[0]
+    return f' class="{first}"' if first in (JobState.FAILED.value, JobState.SUCCEEDED.value) else ""
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def _stamp(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# The page of a cycle, made of what its workspace holds and put there.
+
+
+def write_page(
+    store: CycleStore, plan: CyclePlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
+) -> CycleReport:
+    """Write reports/<cycle>.html, over an earlier one; what it shows. `closed`: the end, on record or not yet.
+
+    Of a cycle that has ended it is the same, byte for byte, whenever and by whomever it is made.
+    """
+    ledger = read_ledger(
+        store,
+        plan,
+        records,
+        Prices(config.usd_per_hour, config.vcpu_usd_per_hour),
+        sla_s=config.sla_s,
+        schedule=config.schedule,
+        closed=closed,
+        without_report=True,
+    )
+    report = gather(store, ledger, records, reason=closed.reason if closed else "")
+    store.storage.write_bytes(report_key(store.cycle), page(report).encode())
+    return report

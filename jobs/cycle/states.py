@@ -1,0 +1,184 @@
+"""How jobs pass from state to state, as AWS Batch does it. Pure: records in, records out.
+
+A leaf is what runs: a job, or one child of an array. The parent of an array has no state of its own: it is PENDING
+while children run, and FAILED when all have ended and one failed.
+
+Source: the user guide of AWS Batch (job states, dependencies, array jobs, job retries).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.plan.retry import AttemptEnd, after_attempt
+from jobs.plan.spec import Action, DependencyType, JobSpec, RetryStrategy
+
+EXITED = "Essential container in task exited"
+TIMED_OUT = "Job attempt duration exceeded timeout"
+DEPENDENCY_FAILED = "Dependent Job failed"
+TASK_NOT_STARTED = "Task failed to start"
+HOST_TERMINATED = "Host EC2 (local) terminated."
+INTERRUPTED = "Interrupted with the command that ran the jobs"
+"""Ours: such an attempt does not count, and the job goes on with the next submission."""
+
+MOVES: Mapping[JobState, frozenset[JobState]] = {
+    JobState.SUBMITTED: frozenset({JobState.PENDING, JobState.RUNNABLE, JobState.FAILED}),
+    JobState.PENDING: frozenset({JobState.RUNNABLE, JobState.FAILED}),
+    JobState.RUNNABLE: frozenset({JobState.STARTING, JobState.FAILED}),
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.RUNNABLE, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.RUNNABLE}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A job, or one child of an array."""
+
+    spec: JobSpec
+    index: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name if self.index is None else f"{self.spec.name}:{self.index}"
+
+    def waits_for(self) -> Iterator[str]:
+        """Names of the jobs and children that must succeed before."""
+        for one in self.spec.depends_on:
+            if one.type is DependencyType.ALL:
+                yield one.job
+            elif one.type is DependencyType.N_TO_N:
+                yield f"{one.job}:{self.index}"
+            elif self.index:
+                yield f"{self.spec.name}:{self.index - 1}"
+
+
+def leaves_of(job: JobSpec) -> list[Leaf]:
+    """The children of an array, else the job itself."""
+    return [Leaf(job, index) for index in range(job.array_size)] if job.array_size else [Leaf(job)]
+
+
+def new_record(leaf: Leaf, job_id: str, at: float) -> JobRecord:
+    """A leaf that was just submitted with its job."""
+    own = job_id if leaf.index is None else f"{job_id}:{leaf.index}"
+    return JobRecord(name=leaf.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=leaf.spec.num_nodes)
+
+
+def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
+    """One step of every leaf that waits for others; the changed records. Repeat until there is none.
+
+    What is not among the records is of an earlier round, and has succeeded.
+    """
+    states = all_states(leaves, records)
+    changed = {}
+    for leaf in leaves:
+        needs = [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
+        record = _settled(records[leaf.name], needs, at)
+        if record is not None:
+            changed[leaf.name] = record
+            states[leaf.name] = record.state
+    return changed
+
+
+def _settled(record: JobRecord, needs: Sequence[JobState], at: float) -> JobRecord | None:
+    if record.state is JobState.SUBMITTED:
+        return _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
+    if record.state is JobState.PENDING and JobState.FAILED in needs:
+        return failed(record, DEPENDENCY_FAILED, at)
+    if record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
+        return _move(record, JobState.RUNNABLE)
+    return None
+
+
+def starting(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
+    """A new attempt."""
+    attempt = AttemptRecord(log_streams=tuple(log_streams))
+    return _move(record, JobState.STARTING, attempts=(*record.attempts, attempt))
+
+
+def running(record: JobRecord, at: float) -> JobRecord:
+    """The container of the attempt runs; of a gang, that of the main node."""
+    attempts = _last_attempt(record, started_at=at)
+    return _move(record, JobState.RUNNING, attempts=attempts, started_at=record.started_at or at)
+
+
+def ended(record: JobRecord, strategy: RetryStrategy, end: AttemptEnd, at: float) -> JobRecord:
+    """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one."""
+    attempts = _last_attempt(
+        record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
+    )
+    record = record.model_copy(update={"attempts": attempts})
+    if succeeded(end):
+        return _move(record, JobState.SUCCEEDED, reason=end.status_reason, stopped_at=at)
+    if end.status_reason == INTERRUPTED:
+        return _move(record, JobState.RUNNABLE, reason=end.status_reason)
+    counted = sum(attempt.status_reason != INTERRUPTED for attempt in attempts)
+    if after_attempt(strategy, counted, end) is Action.RETRY:
+        return _move(record, JobState.RUNNABLE, reason=end.status_reason)
+    return failed(record, end.status_reason, at)
+
+
+def succeeded(end: AttemptEnd) -> bool:
+    """A container that was ended from outside has failed, whatever its exit code."""
+    return end.exit_code == 0 and end.status_reason == EXITED
+
+
+def failed(record: JobRecord, reason: str, at: float) -> JobRecord:
+    """The end of a job that never ran, or will not run again."""
+    return _move(record, JobState.FAILED, reason=reason, stopped_at=at)
+
+
+def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf]:
+    """RUNNABLE leaves, first in first out; those to be tried again stand at the front."""
+    runnable = [leaf for leaf in leaves if records[leaf.name].state is JobState.RUNNABLE]
+    again = [leaf for leaf in runnable if records[leaf.name].attempts]
+    again.sort(key=lambda leaf: -(records[leaf.name].attempts[-1].stopped_at or 0.0))
+    return again + [leaf for leaf in runnable if not records[leaf.name].attempts]
+
+
+def all_states(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> dict[str, JobState]:
+    """Of every leaf, and of the parents of arrays."""
+    states = dict[str, JobState]()
+    children = dict[str, list[JobState]]()
+    for leaf in leaves:
+        states[leaf.name] = records[leaf.name].state
+        if leaf.index is not None:
+            children.setdefault(leaf.spec.name, []).append(states[leaf.name])
+    return states | {name: parent_state(ones) for name, ones in children.items()}
+
+
+def parent_state(children: Sequence[JobState]) -> JobState:
+    """Of an array. Children go on when one fails, so the parent fails with the last of them."""
+    if all(child.is_final for child in children):
+        return JobState.FAILED if JobState.FAILED in children else JobState.SUCCEEDED
+    return JobState.SUBMITTED if set(children) == {JobState.SUBMITTED} else JobState.PENDING
+
+
+def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
+    """What is shown of an array."""
+    state = parent_state([child.state for child in children])
+    started = [child.started_at for child in children if child.started_at is not None]
+    stopped = [child.stopped_at for child in children if child.stopped_at is not None]
+    failures = [child.status_reason for child in children if child.state is JobState.FAILED]
+    return JobRecord(
+        name=job.name,
+        id=job_id,
+        state=state,
+        status_reason=failures[0] if failures and state is JobState.FAILED else "",
+        created_at=min(child.created_at for child in children),
+        started_at=min(started, default=None),
+        stopped_at=max(stopped, default=None) if state.is_final else None,
+        children=tuple(children),
+    )
+
+
+def _last_attempt(record: JobRecord, **changes: object) -> tuple[AttemptRecord, ...]:
+    *earlier, last = record.attempts
+    return (*earlier, last.model_copy(update=changes))
+
+
+def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: object) -> JobRecord:
+    if to not in MOVES[record.state]:
+        raise ValueError(f"{record.name}: {record.state} cannot become {to}")
+    return record.model_copy(update={"state": to, "status_reason": reason, **changes})

@@ -1,0 +1,213 @@
+"""The jobs of a cycle as the workspace knows them: `cycles/<cycle>/jobs/`.
+
+claim.json               whose cycle it is: the plan, the target, and who submits at this moment (a lease)
+plan.json, settings.json what was submitted
+submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
+records.json             what became of the jobs (AWS Batch forgets them after a week)
+blocked.json             which jobs were seen blocked, and since when
+closed.json              the outcome; the next cycle may start
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from jobs.cycle.blocked import Sighting
+from jobs.cycle.records import Closed, JobRecord, Submission
+from jobs.plan.spec import CyclePlan
+from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.io.errors import KeyNotFound
+from pipeline.io.storage import Storage
+
+LEASE_S = 120.0
+_RECORDS = TypeAdapter(tuple[JobRecord, ...])
+_SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
+T = TypeVar("T")
+
+
+class Claim(BaseModel):
+    """Whose cycle it is. A lease that ran out may be taken over."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan_id: str
+    target: str
+    claimed_at: float
+    owner: str = Field(description="Who submits; empty when nobody does")
+    lease_until: float = 0.0
+
+
+@dataclass(frozen=True)
+class CycleStore:
+    """One cycle's jobs in a workspace. `clock`: seconds since 1970."""
+
+    storage: Storage
+    cycle: str
+    clock: Callable[[], float]
+
+    def key(self, name: str) -> str:
+        return f"cycles/{self.cycle}/jobs/{name}"
+
+    @contextmanager
+    def submitting(self, plan: CyclePlan, target: str, owner: str) -> Iterator[Callable[[], None]]:
+        """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
+
+        A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
+        Raises ConfigError when the cycle belongs to another plan or target, TransientError while somebody else submits
+        it (or took the lease over meanwhile).
+        """
+        is_new = self.claim() is None
+        etag = self._take(plan, target, owner)
+
+        def renew() -> None:
+            nonlocal etag
+            etag = self._replace(self._claim().model_copy(update={"lease_until": self.clock() + LEASE_S}), etag)
+
+        try:
+            yield renew
+        except ConfigError:
+            if is_new and not self.rounds() and self._etag() == etag:
+                self.storage.delete([self.key("settings.json"), self.key("plan.json")])
+                self.storage.delete([self.key("claim.json")])
+            raise
+        finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
+            if held := self._read("claim.json", Claim.model_validate_json):
+                free = held.model_copy(update={"owner": "", "lease_until": 0.0})
+                self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
+
+    def claim(self) -> Claim | None:
+        """None when nobody has claimed the cycle."""
+        return self._claim() if self.storage.stat(self.key("claim.json")) else None
+
+    def plan(self) -> CyclePlan | None:
+        """The plan that was submitted; None before. Raises DataError when it cannot be read."""
+        return self._read("plan.json", CyclePlan.model_validate_json)
+
+    def save_settings(self, settings: Mapping[str, Any]) -> None:
+        """The settings of the pipeline with which every job of the cycle runs. The first to write wins."""
+        self.storage.write_if_absent(self.key("settings.json"), json.dumps(settings, indent=1).encode())
+
+    def rounds(self) -> list[int]:
+        """Submission rounds, from 1; empty before the first job was submitted."""
+        folders = self.storage.list_dirs(self.key("submitted"))
+        return sorted(int(name.removeprefix("round-")) for name in folders)
+
+    def submitted(self, round_: int) -> dict[str, Submission]:
+        """What was submitted in a round, by name of the job."""
+        found = {}
+        for stat in self.storage.list(self.key(f"submitted/round-{round_}")):
+            name = stat.key.removeprefix(self.key(""))
+            if one := self._read(name, Submission.model_validate_json):
+                found[one.job] = one
+        return found
+
+    def current(self) -> dict[str, Submission]:
+        """Of every job its newest submission."""
+        newest: dict[str, Submission] = {}
+        for round_ in self.rounds():
+            newest |= self.submitted(round_)
+        return newest
+
+    def save_submission(self, round_: int, submission: Submission) -> None:
+        """The first to write wins. Raises TransientError when another process has made another job of it."""
+        name = f"submitted/round-{round_}/{submission.job}.json"
+        if self.storage.write_if_absent(self.key(name), submission.model_dump_json().encode()):
+            return
+        theirs = self._read(name, Submission.model_validate_json)
+        if theirs is None or theirs.id != submission.id:
+            raise TransientError(
+                f"{self.storage.uri(self.key(name))}: another process submitted this job",
+                next_command="trnjobs status",
+            )
+
+    def records(self) -> tuple[JobRecord, ...]:
+        """What was last known of the jobs; empty before anything was."""
+        return self._read("records.json", _RECORDS.validate_json) or ()
+
+    def save_records(self, records: tuple[JobRecord, ...]) -> None:
+        self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
+
+    def sightings(self) -> tuple[Sighting, ...]:
+        """Jobs that were blocked when last looked at."""
+        return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
+
+    def save_sightings(self, sightings: tuple[Sighting, ...]) -> None:
+        self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(sightings, indent=1))
+
+    def closed(self) -> Closed | None:
+        """None while the cycle is under way."""
+        return self._read("closed.json", Closed.model_validate_json)
+
+    def close(self, closed: Closed) -> None:
+        self.storage.write_bytes(self.key("closed.json"), closed.model_dump_json(indent=1).encode())
+
+    def reopen(self) -> None:
+        """A retry of jobs that failed: the cycle is under way again."""
+        self.storage.delete([self.key("closed.json")])
+
+    def _take(self, plan: CyclePlan, target: str, owner: str) -> str:
+        now = self.clock()
+        mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
+        key = self.key("claim.json")
+        if not self.storage.write_if_absent(key, _dump(mine)):
+            etag = self._etag()
+            theirs = self._claim()
+            if (theirs.plan_id, theirs.target) != (mine.plan_id, target):
+                raise ConfigError(
+                    f"cycle {self.cycle} was submitted to {theirs.target} with plan {theirs.plan_id[:12]}",
+                    expected=f"that one, or a cycle nobody has submitted (this is {target}, plan {plan.plan_id[:12]})",
+                    next_command="trnjobs status; another --cycle for other settings",
+                )
+            if theirs.owner not in ("", owner) and theirs.lease_until > now:
+                raise TransientError(
+                    f"cycle {self.cycle} is being submitted by {theirs.owner}",
+                    expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
+                    next_command="run the same command again then",
+                )
+            self._replace(mine.model_copy(update={"claimed_at": theirs.claimed_at}), etag)
+        self.storage.write_if_absent(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
+        return self._etag()
+
+    def _replace(self, claim: Claim, etag: str) -> str:
+        key = self.key("claim.json")
+        if not self.storage.write_if_match(key, _dump(claim), etag):
+            raise TransientError(
+                f"{self.storage.uri(key)}: another process took the cycle over", next_command="trnjobs status"
+            )
+        return self._etag()
+
+    def _claim(self) -> Claim:
+        found = self._read("claim.json", Claim.model_validate_json)
+        if found is None:
+            raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
+        return found
+
+    def _etag(self) -> str:
+        stat = self.storage.stat(self.key("claim.json"))
+        return stat.etag if stat else ""
+
+    def _read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+        key = self.key(name)
+        try:
+            return parse(self.storage.read_bytes(key))
+        except KeyNotFound:
+            return None
+        except ValidationError as error:
+            raise DataError(
+                f"{self.storage.uri(key)} is no such record: {error.errors(include_url=False)[0]['msg']}",
+                expected="what trnjobs wrote there",
+                next_command="restore an earlier version of it",
+            ) from error
+
+
+def claimed_cycles(storage: Storage) -> list[str]:
+    """Cycles with jobs in this workspace, by name."""
+    return [name for name in storage.list_dirs("cycles") if storage.stat(f"cycles/{name}/jobs/claim.json")]
+
+
+def _dump(claim: Claim) -> bytes:
+    return claim.model_dump_json(indent=1).encode()

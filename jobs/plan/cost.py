@@ -1,0 +1,34 @@
+"""What jobs cost. Pure.
+
+A node costs the share of its machine that its vCPUs are; AWS Batch places jobs by vCPU, and an accelerator machine is
+asked for whole. Machines without a price in the table cost by the vCPU, when the settings say how much.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jobs.plan.spec import INSTANCES, JobSpec
+
+
+@dataclass(frozen=True)
+class Prices:
+    """USD an hour: by instance type, and of a vCPU of any other machine (None: nobody knows)."""
+
+    by_instance: Mapping[str, float]
+    vcpu: float | None = None
+
+
+def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
+    """Of one node, or one child of an array; None where nobody knows."""
+    needs = job.resources
+    price = prices.by_instance.get(needs.instance_type)
+    if price is None:
+        return None if prices.vcpu is None else prices.vcpu * needs.vcpus
+    known = INSTANCES.get(needs.instance_type)
+    return price * min(1.0, needs.vcpus / known[0]) if known else price
+
+
+def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:
+    """Of a job whose nodes, or each of whose children, run for `seconds`; None where nobody knows."""
+    price = node_usd_per_hour(job, prices)
+    return None if price is None else price * seconds / 3600 * max(1, job.num_nodes, job.array_size)

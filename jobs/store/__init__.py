@@ -1,1 +1,0 @@
-"""What a cycle of jobs keeps in the workspace."""

@@ -1,0 +1,164 @@
+"""What AWS Batch refuses, checked before anything is sent; and what it takes but would never run.
+
+Sources: the model of AWS Batch in botocore (bounds and patterns), its user guide (quotas, multi-node parallel jobs,
+array jobs, job retries). A request above a bound fails late and half way through a DAG, or waits for ever.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from jobs.plan.retry import MAX_RULES
+from jobs.plan.spec import INSTANCES, CyclePlan, DependencyType, JobSpec, RetryRule
+from jobs.targets.batch.requests import definition_request, submit_request
+from pipeline.core.errors import ConfigError
+
+MAX_ATTEMPTS, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 60, 20, 1000
+ARRAY_SIZES = range(2, 10_001)
+MAX_PRIORITY = 9999
+MAX_DEFINITION_BYTES, MAX_SUBMIT_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 30 * 1024, 8192
+MAX_IMAGE_CHARACTERS = 255
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
+_SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
+_REASON = re.compile(r"^[A-Za-z0-9.: \t]{0,511}\*?$")
+_EXIT_CODE = re.compile(r"^[0-9]{0,511}\*?$")
+
+
+def check_plan(plan: CyclePlan) -> None:
+    """Raises ConfigError with every problem of every job."""
+    jobs_of: dict[str, list[str]] = {}
+    for job, _, problem in (one.partition(": ") for one in plan_problems(plan)):
+        jobs_of.setdefault(problem, []).append(job)
+    if jobs_of:
+        lines = [
+            f"{'every job' if len(jobs) == len(plan.jobs) > 1 else ', '.join(jobs)}: {problem}"
+            for problem, jobs in jobs_of.items()
+        ]
+        raise ConfigError(
+            "\n  ".join([f"AWS Batch would not run this plan ({len(lines)} problems):", *lines]),
+            expected="jobs within the limits of AWS Batch",
+            next_command="correct the settings under [jobs], then trnjobs plan",
+        )
+
+
+def plan_problems(plan: CyclePlan) -> Iterator[str]:
+    """Everything that is wrong, one line each."""
+    seen = dict[str, JobSpec]()
+    for job in plan.jobs:
+        if job.name in seen:
+            yield f"{job.name}: two jobs have this name"
+        yield from (f"{job.name}: {problem}" for problem in job_problems(plan, job))
+        yield from (f"{job.name}: {problem}" for problem in _dependency_problems(job, seen))
+        seen[job.name] = job
+
+
+def job_problems(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
+    """What is wrong with one job by itself."""
+    yield from _names(plan, job)
+    yield from _shape(job)
+    yield from _retries(job)
+    yield from _environment(job)
+    yield from _resources(job)
+    yield from _sizes(plan, job)
+
+
+def _names(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
+    name = f"{plan.pipeline}-{plan.cycle}-{job.name}"
+    if not _NAME.match(name):
+        yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
+    if not job.queue:
+        yield "no queue; expected its name or ARN (jobs.queue)"
+    if not _SHARE.match(job.share_identifier):
+        yield f"share identifier {job.share_identifier!r}; expected letters and digits only, 1 to 255"
+    if not 0 <= job.priority <= MAX_PRIORITY:
+        yield f"priority {job.priority}; expected 0 to {MAX_PRIORITY}"
+    if not 0 < len(job.image) <= MAX_IMAGE_CHARACTERS:
+        yield f"an image of {len(job.image)} characters; expected 1 to {MAX_IMAGE_CHARACTERS}"
+
+
+def _shape(job: JobSpec) -> Iterator[str]:
+    if job.num_nodes and job.array_size:
+        yield "nodes and an array; expected one of them"
+    if job.array_size and job.array_size not in ARRAY_SIZES:
+        yield f"an array of {job.array_size}; expected 2 to 10,000 (one child is an ordinary job)"
+    if not 0 <= job.num_nodes <= MAX_NODES:
+        yield f"{job.num_nodes} nodes; expected at most {MAX_NODES}"
+    if job.timeout_s < MIN_TIMEOUT_S:
+        yield f"a timeout of {job.timeout_s} s; expected {MIN_TIMEOUT_S} or more"
+    if not job.command or not all(job.command):
+        yield "a command that is empty or has an empty word"
+    if any(word.startswith("Ref::") for word in job.command):
+        yield "a command with Ref::, which AWS Batch would replace"
+
+
+def _retries(job: JobSpec) -> Iterator[str]:
+    if not 1 <= job.retry.attempts <= MAX_ATTEMPTS:
+        yield f"{job.retry.attempts} attempts; expected 1 to {MAX_ATTEMPTS}"
+    if len(job.retry.rules) > MAX_RULES:
+        yield f"{len(job.retry.rules)} retry rules; expected at most {MAX_RULES}"
+    for rule in job.retry.rules:
+        yield from _rule(rule)
+    last = job.retry.rules[-1] if job.retry.rules else None
+    if last is None or (last.action, last.on_reason, last.on_status_reason, last.on_exit_code) != ("EXIT", "*", "", ""):
+        yield "no catch-all EXIT as the last retry rule: what matches no rule is retried"
+
+
+def _rule(rule: RetryRule) -> Iterator[str]:
+    if not (rule.on_reason or rule.on_status_reason or rule.on_exit_code):
+        yield "a retry rule without a condition"
+    for text in (rule.on_reason, rule.on_status_reason):
+        if not _REASON.match(text):
+            yield f"retry pattern {text!r}; expected letters, digits, . : and spaces, and * at the end only"
+    if not _EXIT_CODE.match(rule.on_exit_code):
+        yield f"exit code pattern {rule.on_exit_code!r}; expected digits, and * at the end only"
+
+
+def _environment(job: JobSpec) -> Iterator[str]:
+    for name in job.environment:
+        if name.startswith("AWS_BATCH"):
+            yield f"environment variable {name}; names may not begin with AWS_BATCH"
+
+
+def _resources(job: JobSpec) -> Iterator[str]:
+    needs = job.resources
+    if needs.vcpus < 1 or needs.memory_mib < 4:
+        yield f"{needs.vcpus} vCPU and {needs.memory_mib} MiB; expected at least 1 and 4"
+    if needs.instance_type not in INSTANCES:
+        return
+    vcpus, memory_mib, neurons, efas = INSTANCES[needs.instance_type]
+    kinds = {"neuron": neurons, "infiniband": efas}
+    asked = {kind: sum(kind in device for device in needs.devices) for kind in kinds}
+    if needs.vcpus > vcpus or needs.memory_mib > memory_mib:
+        yield (
+            f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {vcpus} and "
+            f"{memory_mib:,}: it would wait for ever"
+        )
+    for kind, number in kinds.items():
+        if asked[kind] > number:
+            yield f"{asked[kind]} {kind} devices a node; {needs.instance_type} has {number}"
+
+
+def _sizes(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
+    definition = len(json.dumps(definition_request(plan, job)))
+    if definition > MAX_DEFINITION_BYTES:
+        yield f"a job definition of {definition:,} bytes; expected at most {MAX_DEFINITION_BYTES:,}"
+    request = submit_request(plan, job, definition="name:1", ids={d.job: "0" * 36 for d in job.depends_on if d.job})
+    nodes = request.get("nodeOverrides", {}).get("nodePropertyOverrides", [{}])[0]
+    override = len(json.dumps(request.get("containerOverrides") or nodes.get("containerOverrides")))
+    if override > MAX_OVERRIDE_CHARACTERS:
+        yield f"container overrides of {override:,} characters; expected at most {MAX_OVERRIDE_CHARACTERS:,}"
+    if (size := len(json.dumps(request))) > MAX_SUBMIT_BYTES:
+        yield f"a SubmitJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
+
+
+def _dependency_problems(job: JobSpec, before: Mapping[str, JobSpec]) -> Iterator[str]:
+    if len(job.depends_on) > MAX_DEPENDENCIES:
+        yield f"{len(job.depends_on)} dependencies; expected at most {MAX_DEPENDENCIES}"
+    for one in job.depends_on:
+        if one.type is DependencyType.SEQUENTIAL:
+            if one.job or not job.array_size:
+                yield "a SEQUENTIAL dependency; expected on an array, naming no job"
+        elif one.job not in before:
+            yield f"depends on {one.job!r}, which is not a job before it"
+        elif one.type is DependencyType.N_TO_N and before[one.job].array_size != job.array_size:
+            yield f"depends child by child on {one.job} of {before[one.job].array_size}, and has {job.array_size}"

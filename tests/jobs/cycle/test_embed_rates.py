@@ -1,0 +1,67 @@
+"""Embedding on one machine and on another: measured before stated, nothing made up."""
+
+import re
+
+import pytest
+
+from jobs.cycle.embed_rates import VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
+from jobs.cycle.records import JobRecord
+from jobs.plan.cost import Prices
+from jobs.plan.spec import JobSpec
+from tests.jobs.cycle.cases import CPU, TRN1, job, plan
+from tests.jobs.cycle.record_cases import array, bad, good, tried
+
+PRICES = Prices({"trn1.32xlarge": 21.6}, vcpu=0.036)
+ON_CPU, ON_TRN1 = job("embed", array_size=2), job("embed", resources=TRN1, array_size=2)
+EMBEDDED = array("embed", "SUCCEEDED", good("embed:0", tried(75, at=(0, 40)), tried(at=(50, 60))), good("embed:1"))
+
+
+def table(embed: JobSpec, *runs: EmbedRun, **stated: float) -> list[list[str]]:
+    rates = embed_rates(plan(job("train", resources=TRN1), embed), runs, {**stated}, PRICES)
+    return [re.split(r"  +", line) for line in embed_rate_lines(rates)]
+
+
+@pytest.mark.parametrize(
+    ("made", "machine", "machine_s"),
+    [
+        (ON_CPU, VCPU, 2 * 51.0),  # two vCPUs a child; a try that failed is paid for too
+        (ON_TRN1, "trn1.32xlarge", 51.0),
+        (job("embed", resources=TRN1.model_copy(update={"vcpus": 32})), "trn1.32xlarge", 51.0 / 4),
+        (job("embed", resources=CPU.model_copy(update={"instance_type": "m7i.large"})), "m7i.large", 51.0),
+    ],
+)
+def test_a_cycle_tells_titles_and_machine_seconds(made: JobSpec, machine: str, machine_s: float) -> None:
+    assert embed_run("c1", made, EMBEDDED, 1000) == EmbedRun("c1", machine, 1000, machine_s)
+
+
+@pytest.mark.parametrize(
+    ("record", "titles"),
+    [
+        (EMBEDDED, 0),  # all was carried over
+        (bad("embed", tried(65)), 1000),
+        (good("embed", tried(at=None)), 1000),
+        (good("embed", tried(at=(5.0, 5.0))), 1000),
+    ],
+)
+def test_a_cycle_that_tells_nothing(record: JobRecord, titles: int) -> None:
+    assert embed_run("c1", ON_CPU, record, titles) is None
+
+
+def test_side_by_side() -> None:
+    runs = [EmbedRun("c1", VCPU, 1_000, 200.0), EmbedRun("c2", VCPU, 3_000, 200.0)]
+    rows = table(ON_CPU, *runs, **{"trn1.32xlarge": 4_000.0, VCPU: 99.0, "inf2.xlarge": 500.0})
+    assert rows == [
+        ["embed on", "titles/s", "a million titles", "rate"],
+        ["1 vCPU (this plan)", "10", "$1.00", "measured in 2 cycles, last c2"],
+        ["trn1.32xlarge", "4.00k", "$1.50", "stated in jobs.titles_per_s"],
+        ["inf2.xlarge", "500", "-", "stated in jobs.titles_per_s"],  # whose price nobody knows
+    ]
+    assert table(ON_TRN1, **{VCPU: 10.0})[1:] == [
+        ["trn1.32xlarge (this plan)", "-", "-", "no rate known"],
+        ["1 vCPU", "10", "$1.00", "stated in jobs.vcpu_titles_per_s"],
+    ]
+
+
+def test_nothing_to_compare() -> None:
+    unknown = embed_rates(plan(job("train"), ON_CPU), [], {}, PRICES)
+    assert [rate.machine for rate in unknown] == [VCPU] and embed_rate_lines(unknown) == []

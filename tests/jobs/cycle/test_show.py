@@ -1,0 +1,121 @@
+"""Tables of plans and of jobs: columns, arrays, what failed."""
+
+import re
+
+from jobs.cycle.records import JobRecord
+from jobs.cycle.show import plan_lines, ran_seconds, shape_text, status_lines
+from jobs.cycle.states import EXITED, HOST_TERMINATED
+from jobs.plan.cost import Prices
+from pipeline.core.table import aligned
+from tests.jobs.cycle.cases import CPU, TRN1, cycle, job
+from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
+
+PRICES = Prices({"trn1.32xlarge": 20.0}, vcpu=0.05)
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"  +", line.strip())
+
+
+def test_columns_are_as_wide_as_their_widest_word_and_no_line_ends_in_space() -> None:
+    lines = aligned([("a", "bb", "c"), ("aaaa", "b", ""), ("", "bbbb", "cc")], left=(0, 2))
+    assert lines == ["a       bb  c", "aaaa     b", "      bbbb  cc"]
+    assert aligned([("a",)]) == ["a"]
+
+
+def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
+    head, columns, *rows, last = plan_lines(cycle(), {}, PRICES, 3600)
+    assert head == f"cycle 2026-11-20 of relevance in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
+    assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost"]
+    assert [cells(row) for row in rows] == [
+        ["train", "-", "2 nodes x 32 ranks", "128", "480,000", "3", "1h00m", "-", "-"],
+        ["embed", "train", "array of 8", "2", "4,096", "3", "1h00m", "-", "-"],
+        ["verify", "embed", "1 node", "2", "4,096", "3", "1h00m", "-", "-"],
+    ]
+    assert last == "no earlier cycle: nobody knows yet how long this takes"
+
+
+def test_a_plan_with_its_time_and_dollars_held_against_the_deadline() -> None:
+    seconds = {"train": 1800.0, "embed": 360.0, "verify": 36.0}
+    *_, train, embed, _, expected, deadline = plan_lines(cycle(), seconds, PRICES, 3600)
+    assert cells(train)[-2:] == ["30m00s", "$20.00"]
+    assert cells(embed)[-2:] == ["6m00s", "$0.0800"]
+    assert expected == "expected 36m36s from start to end without waiting for machines, $20.08"
+    assert deadline == "within the 1h00m of jobs.sla_s"
+    assert plan_lines(cycle(), seconds, PRICES, 600)[-1] == "LATE for the 10m00s of jobs.sla_s"
+    assert plan_lines(cycle(), seconds, PRICES, None)[-1] == expected
+
+
+def test_a_plan_of_which_a_part_is_known() -> None:
+    known = plan_lines(cycle(), {"train": 60.0}, PRICES, 3600)
+    assert known[-1].startswith("expected - from start to end")
+    assert known[-1].endswith("unknown (jobs.prices, jobs.vcpu_usd_per_hour)")
+    unpriced = plan_lines(cycle(), {"train": 1.0, "embed": 1.0, "verify": 1.0}, Prices({}), None)
+    assert "unknown (jobs.prices" in unpriced[-1]
+
+
+def test_shapes() -> None:
+    shapes = {
+        "1 node": job("a"),
+        "2 nodes": job("a", num_nodes=2),
+        "1 node x 32 ranks": job("a", resources=TRN1),
+        "4 nodes x 32 ranks": job("a", resources=TRN1, num_nodes=4),
+        "array of 8": job("a", array_size=8),
+        "array of 8 x 2 ranks": job("a", array_size=8, resources=CPU.model_copy(update={"processes_per_node": 2})),
+    }
+    assert [shape_text(made) for made in shapes.values()] == [*shapes]
+
+
+def rows(*records: JobRecord) -> list[list[str]]:
+    columns, *lines = status_lines(records)
+    assert cells(columns) == ["job", "state", "tries", "ran", "exit", "why"]
+    return [cells(line) for line in lines]
+
+
+def test_what_is_well_has_no_reason() -> None:
+    assert rows(
+        good("a", tried(at=(0, 65))), under_way("b", "RUNNING", tried(None, at=None)), under_way("c", "PENDING")
+    ) == [
+        ["a", "SUCCEEDED", "1", "1m05s", "0"],
+        ["b", "RUNNING", "1", "-", "-"],
+        ["c", "PENDING", "0", "-", "-"],
+    ]
+
+
+def test_what_failed_says_why_and_what_is_tried_again_too() -> None:
+    lost = tried(None, status_reason=HOST_TERMINATED, at=(0, 10))
+    assert rows(
+        bad("a", lost, tried(65, at=(100, 130))),
+        bad("b"),
+        under_way("c", "RUNNABLE", tried(75), why=EXITED),
+        under_way("d", "RUNNABLE", why="CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"),
+    ) == [
+        ["a", "FAILED", "2", "2m10s", "65", "exit code 65 (DataError)"],
+        ["b", "FAILED", "0", "-", "-", "Dependent Job failed"],
+        ["c", "RUNNABLE", "1", "1s", "75", "exit code 75 (TransientError)"],
+        ["d", "RUNNABLE", "0", "-", "-", "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"],
+    ]
+
+
+def test_an_array_is_counted_and_its_failed_children_have_rows_of_their_own() -> None:
+    children = good("e:0"), bad("e:1", tried(75), tried(65, at=(3, 9))), good("e:2"), under_way("e:3", "RUNNING")
+    assert rows(array("e", "PENDING", *children)) == [
+        ["e", "PENDING 2/4", "4", "9s", "65"],
+        ["e:1", "FAILED", "2", "9s", "65", "exit code 65 (DataError)"],
+    ]
+    assert rows(array("e", "FAILED", *children[:2], why=EXITED))[0] == [
+        *("e", "FAILED 1/2", "3", "9s", "65", "exit code 65 (DataError)")
+    ]
+
+
+def test_the_width_of_a_table_is_that_of_its_longest_reason() -> None:
+    lines = status_lines([good("a"), bad("a-job-with-a-long-name", tried(1))])
+    starts = [line.index(word) for line, word in zip(lines, ("state", "SUCCEEDED", "FAILED"), strict=True)]
+    assert len(set(starts)) == 1
+    assert max(map(len, lines)) < 80
+
+
+def test_from_the_first_start_to_the_last_end() -> None:
+    assert ran_seconds(under_way("a", "PENDING")) is None
+    assert ran_seconds(good("a", tried(75, at=(5, 6)), tried(at=(50, 60)))) == 55
+    assert ran_seconds(under_way("a", "RUNNING", tried(75, at=(5, 6)), tried(None, at=None))) == 1

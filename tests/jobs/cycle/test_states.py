@@ -1,0 +1,214 @@
+"""States, dependencies, arrays and attempts against the tables of AWS Batch, one row each."""
+
+import pytest
+
+from jobs.cycle import states
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.states import EXITED, INTERRUPTED, Leaf, leaves_of, settle
+from jobs.plan.retry import AttemptEnd, retry_strategy
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from tests.jobs.cycle.cases import job
+
+SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED = JobState
+RETRY = retry_strategy(3)
+
+
+def record(name: str, state: JobState, *attempts: AttemptRecord) -> JobRecord:
+    return JobRecord(name=name, id=f"id-{name}", state=state, created_at=1.0, attempts=attempts)
+
+
+def array(name: str, size: int, *depends_on: Dependency) -> JobSpec:
+    return job(name, array_size=size, depends_on=depends_on)
+
+
+def settled(jobs: list[JobSpec], now: dict[str, JobState]) -> dict[str, JobState]:
+    """Names and states of all leaves when nothing more moves."""
+    leaves = [leaf for one in jobs for leaf in leaves_of(one)]
+    records = {leaf.name: record(leaf.name, now[leaf.name]) for leaf in leaves if leaf.name in now}
+    leaves = [leaf for leaf in leaves if leaf.name in records]
+    while changed := settle(leaves, records, 2.0):
+        records |= changed
+    return {name: one.state for name, one in records.items()}
+
+
+def test_a_job_without_dependencies_skips_pending() -> None:
+    leaves = leaves_of(job("a"))
+    changed = settle(leaves, {"a": record("a", SUBMITTED)}, 2.0)
+    assert changed["a"].state is RUNNABLE
+
+
+def test_a_job_with_dependencies_is_pending_first() -> None:
+    leaves = [*leaves_of(job("a")), *leaves_of(job("b", "a"))]
+    records = {"a": record("a", SUCCEEDED), "b": record("b", SUBMITTED)}
+    changed = settle(leaves, records, 2.0)
+    assert changed["b"].state is PENDING
+    assert settle(leaves, records | changed, 2.0)["b"].state is RUNNABLE
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (SUCCEEDED, SUCCEEDED, RUNNABLE),
+        (SUCCEEDED, RUNNING, PENDING),
+        (SUCCEEDED, FAILED, FAILED),
+        (RUNNING, FAILED, FAILED),  # at once, while the other still runs
+        (FAILED, FAILED, FAILED),
+        (STARTING, SUCCEEDED, PENDING),
+    ],
+)
+def test_success_of_all_is_required_and_one_failure_is_enough(
+    first: JobState, second: JobState, expected: JobState
+) -> None:
+    found = settled([job("a"), job("b"), job("c", "a", "b")], {"a": first, "b": second, "c": SUBMITTED})
+    assert found == {"a": first, "b": second, "c": expected}
+
+
+def test_failure_goes_down_the_chain_with_its_reason() -> None:
+    leaves = [leaf for one in (job("a"), job("b", "a"), job("c", "b")) for leaf in leaves_of(one)]
+    records = {"a": record("a", FAILED), "b": record("b", PENDING), "c": record("c", PENDING)}
+    changed = settle(leaves, records, 7.0)
+    for name in ("b", "c"):
+        assert (changed[name].state, changed[name].status_reason) == (FAILED, "Dependent Job failed")
+        assert changed[name].stopped_at == 7.0
+        assert changed[name].attempts == ()
+
+
+def test_a_dependency_of_an_earlier_round_has_succeeded() -> None:
+    assert settled([job("b", "a")], {"b": SUBMITTED}) == {"b": RUNNABLE}
+
+
+def test_a_dependency_on_an_array_waits_for_all_of_it() -> None:
+    jobs = [array("a", 2), job("b", "a")]
+    assert settled(jobs, {"a:0": SUCCEEDED, "a:1": RUNNING, "b": PENDING})["b"] is PENDING
+    assert settled(jobs, {"a:0": FAILED, "a:1": RUNNING, "b": PENDING})["b"] is PENDING  # the others continue
+    assert settled(jobs, {"a:0": FAILED, "a:1": SUCCEEDED, "b": PENDING})["b"] is FAILED
+    assert settled(jobs, {"a:0": SUCCEEDED, "a:1": SUCCEEDED, "b": PENDING})["b"] is RUNNABLE
+
+
+def test_n_to_n_pairs_the_children() -> None:
+    jobs = [array("a", 3), array("b", 3, Dependency(job="a", type=DependencyType.N_TO_N))]
+    now = {"a:0": SUCCEEDED, "a:1": RUNNING, "a:2": FAILED} | {f"b:{i}": SUBMITTED for i in range(3)}
+    found = settled(jobs, now)
+    assert [found[f"b:{i}"] for i in range(3)] == [RUNNABLE, PENDING, FAILED]
+
+
+def test_sequential_children_run_one_after_another_and_stop_at_the_first_failure() -> None:
+    jobs = [array("a", 4, Dependency(type=DependencyType.SEQUENTIAL))]
+    found = settled(jobs, {f"a:{i}": SUBMITTED for i in range(4)})
+    assert list(found.values()) == [RUNNABLE, PENDING, PENDING, PENDING]
+    found = settled(jobs, {"a:0": SUCCEEDED, "a:1": FAILED, "a:2": PENDING, "a:3": PENDING})
+    assert list(found.values()) == [SUCCEEDED, FAILED, FAILED, FAILED]
+
+
+@pytest.mark.parametrize(
+    ("children", "parent"),
+    [
+        ((SUBMITTED, SUBMITTED), SUBMITTED),
+        ((PENDING, PENDING), PENDING),
+        ((RUNNABLE, RUNNABLE), PENDING),  # a parent is never RUNNABLE or RUNNING
+        ((RUNNING, STARTING), PENDING),
+        ((RUNNING, FAILED), PENDING),
+        ((SUCCEEDED, RUNNING), PENDING),
+        ((SUCCEEDED, FAILED), FAILED),
+        ((SUCCEEDED, SUCCEEDED), SUCCEEDED),
+    ],
+)
+def test_the_state_of_an_array(children: tuple[JobState, ...], parent: JobState) -> None:
+    shown = states.parent_record(array("a", 2), "id", [record(f"a:{i}", one) for i, one in enumerate(children)])
+    assert (shown.state, shown.id, len(shown.children)) == (parent, "id", 2)
+
+
+def test_an_array_shows_its_times_and_the_first_failure() -> None:
+    ran = {"started_at": 3.0, "stopped_at": 5.0}
+    children = [
+        record("a:0", SUCCEEDED).model_copy(update=ran),
+        record("a:1", FAILED).model_copy(update={"started_at": 2.0, "stopped_at": 9.0, "status_reason": "why"}),
+    ]
+    shown = states.parent_record(array("a", 2), "id", children)
+    assert (shown.created_at, shown.started_at, shown.stopped_at, shown.status_reason) == (1.0, 2.0, 9.0, "why")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "end", "state"),
+    [
+        (0, AttemptEnd(0, EXITED), SUCCEEDED),
+        (0, AttemptEnd(1, EXITED), FAILED),
+        (0, AttemptEnd(80, EXITED), FAILED),
+        (0, AttemptEnd(75, EXITED), RUNNABLE),
+        (0, AttemptEnd(143, EXITED), RUNNABLE),
+        (1, AttemptEnd(75, EXITED), RUNNABLE),
+        (2, AttemptEnd(75, EXITED), FAILED),  # three attempts in all
+        (2, AttemptEnd(0, EXITED), SUCCEEDED),
+        (0, AttemptEnd(None, "Host EC2 (local) terminated."), RUNNABLE),
+        (0, AttemptEnd(None, "Task failed to start", "CannotStartContainerError: x"), RUNNABLE),
+        (0, AttemptEnd(137, EXITED, "OutOfMemoryError: Container killed due to memory usage"), FAILED),
+        (0, AttemptEnd(143, "Job attempt duration exceeded timeout", timed_out=True), FAILED),
+        (0, AttemptEnd(0, "Job attempt duration exceeded timeout", timed_out=True), FAILED),
+        (0, AttemptEnd(143, "a user's reason", cancelled=True), FAILED),
+        (0, AttemptEnd(0, "a user's reason", cancelled=True), FAILED),
+        (0, AttemptEnd(143, INTERRUPTED), RUNNABLE),
+        (2, AttemptEnd(143, INTERRUPTED), RUNNABLE),  # does not count
+    ],
+)
+def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> None:
+    tries = tuple(AttemptRecord(exit_code=75, status_reason=EXITED) for _ in range(earlier))
+    now = record("a", RUNNING, *tries, AttemptRecord(started_at=2.0))
+    after = states.ended(now, RETRY, end, 9.0)
+    assert after.state is state
+    assert after.attempts[-1].stopped_at == 9.0
+    assert (after.attempts[-1].exit_code, after.attempts[-1].reason) == (end.exit_code, end.reason)
+    assert after.status_reason == after.attempts[-1].status_reason == end.status_reason
+    assert (after.stopped_at == 9.0) is state.is_final
+
+
+def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
+    now = record("a", RUNNING, AttemptRecord(status_reason=INTERRUPTED), AttemptRecord(status_reason=INTERRUPTED))
+    for expected in (RUNNABLE, RUNNABLE, FAILED):
+        now = states.ended(
+            now.model_copy(update={"state": RUNNING, "attempts": (*now.attempts, AttemptRecord())}),
+            RETRY,
+            AttemptEnd(75, EXITED),
+            9.0,
+        )
+        assert now.state is expected
+    assert len(now.attempts) == 5
+
+
+def test_one_attempt_from_runnable_to_running() -> None:
+    now = states.starting(record("a", RUNNABLE), ["log-0", "log-1"])
+    assert (now.state, now.attempts[0].log_streams) == (STARTING, ("log-0", "log-1"))
+    now = states.running(now, 5.0)
+    assert (now.state, now.started_at, now.attempts[0].started_at) == (RUNNING, 5.0, 5.0)
+
+
+def test_only_the_moves_of_batch() -> None:
+    allowed = {(one, to) for one in JobState for to in states.MOVES[one]}
+    assert allowed == {
+        (SUBMITTED, PENDING),
+        (SUBMITTED, RUNNABLE),
+        (PENDING, RUNNABLE),
+        (RUNNABLE, STARTING),
+        (STARTING, RUNNING),
+        (STARTING, RUNNABLE),  # could not be started: another attempt
+        (RUNNING, RUNNABLE),
+        (RUNNING, SUCCEEDED),
+        *((one, FAILED) for one in JobState if not one.is_final),
+    }
+    with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
+        states.failed(record("a", SUCCEEDED), "late", 1.0)
+
+
+def test_who_is_tried_again_stands_at_the_front() -> None:
+    leaves = [Leaf(job(name)) for name in "abcd"]
+    again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}
+    records = {name: record(name, RUNNABLE, *([again[name]] if name in again else [])) for name in "abcd"}
+    assert [leaf.name for leaf in states.queue(leaves, records)] == ["d", "b", "a", "c"]
+    records["d"] = record("d", RUNNING)
+    assert [leaf.name for leaf in states.queue(leaves, records)] == ["b", "a", "c"]
+
+
+def test_children_have_the_id_of_their_parent_and_an_index() -> None:
+    children = leaves_of(array("a", 2))
+    assert [states.new_record(one, "id", 1.0).id for one in children] == ["id:0", "id:1"]
+    assert [one.name for one in children] == ["a:0", "a:1"]
+    assert states.new_record(Leaf(job("g", num_nodes=2)), "id", 1.0).num_nodes == 2

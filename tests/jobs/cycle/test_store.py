@@ -1,0 +1,204 @@
+"""What a workspace knows of a cycle's jobs: one owner at a time, records that survive, one truth."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jobs.cycle.blocked import Sighting
+from jobs.cycle.records import Closed, JobRecord, JobState, Submission
+from jobs.cycle.store import LEASE_S, CycleStore, claimed_cycles
+from jobs.plan.spec import CyclePlan
+from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.io.storage import Storage, open_storage
+from tests.jobs.cycle.cases import cycle, job, plan
+from tests.killing import killed_at
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+@pytest.fixture
+def store(storage: Storage, clock: Clock) -> CycleStore:
+    return CycleStore(storage, "2026-11-20", clock)
+
+
+def claim(store: CycleStore, of: CyclePlan, owner: str = "a", target: str = "batch") -> None:
+    with store.submitting(of, target, owner):
+        pass
+
+
+def test_nothing_is_known_of_a_new_cycle(store: CycleStore) -> None:
+    assert (store.claim(), store.plan(), store.closed()) == (None, None, None)
+    assert (store.rounds(), store.current(), store.records(), store.sightings()) == ([], {}, (), ())
+
+
+def test_a_claim_holds_the_plan_and_is_free_afterwards(store: CycleStore, clock: Clock) -> None:
+    with store.submitting(cycle(), "batch", "a"):
+        held = store.claim()
+        assert held is not None
+        assert (held.owner, held.lease_until, held.target) == ("a", 1000.0 + LEASE_S, "batch")
+    clock.now += 1
+    claim(store, cycle(), "b")
+    after = store.claim()
+    assert after is not None
+    assert (after.owner, after.claimed_at, after.plan_id) == ("", 1000.0, cycle().plan_id)
+    assert store.plan() == cycle()
+
+
+def test_one_submits_at_a_time_until_the_lease_runs_out(store: CycleStore, clock: Clock) -> None:
+    with (
+        pytest.raises(TransientError, match="another process took the cycle over"),
+        store.submitting(cycle(), "batch", "a") as renew,
+    ):
+        clock.now += LEASE_S - 1
+        with pytest.raises(TransientError, match=r"being submitted by a\n.*runs out in 1 s"):
+            claim(store, cycle(), "b")
+        renew()
+        clock.now += LEASE_S - 1
+        with pytest.raises(TransientError, match="being submitted by a"):
+            claim(store, cycle(), "b")
+        clock.now += 2
+        claim(store, cycle(), "b")
+        renew()
+
+
+def test_the_same_owner_may_come_back_at_once(store: CycleStore) -> None:
+    """Another attempt of the driver's job."""
+    with store.submitting(cycle(), "batch", "a") as renew:
+        claim(store, cycle(), "a")
+        with pytest.raises(TransientError, match="another process took the cycle over"):
+            renew()
+
+
+def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, clock: Clock) -> None:
+    with store.submitting(cycle(), "batch", "a"):
+        clock.now += LEASE_S + 1
+        new = store.submitting(cycle(), "batch", "b")
+        new.__enter__()
+    held = store.claim()
+    assert held is not None
+    assert held.owner == "b"
+    new.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("of", "target"), [(plan(job("other")), "batch"), (cycle(), "local")])
+def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: CyclePlan, target: str) -> None:
+    claim(store, cycle())
+    with pytest.raises(ConfigError, match=f"was submitted to batch with plan {cycle().plan_id[:12]}"):
+        claim(store, of, target=target)
+    assert store.plan() == cycle()
+
+
+def refused(store: CycleStore, of: CyclePlan) -> None:
+    """As the target refuses a queue that does not exist."""
+    with pytest.raises(ConfigError, match="no such queue"), store.submitting(of, "batch", "a"):
+        store.save_settings({"queue": "typo"})
+        raise ConfigError("no such queue")
+
+
+def test_a_plan_that_was_refused_before_any_job_can_be_corrected(store: CycleStore, storage: Storage) -> None:
+    refused(store, plan(job("train", queue="typo")))
+    assert list(storage.list(store.key(""))) == []
+    claim(store, cycle())
+    assert store.plan() == cycle()
+
+
+def test_what_was_claimed_before_stays_claimed(store: CycleStore) -> None:
+    """A driver that died may have submitted a job that nobody has recorded."""
+    claim(store, cycle())
+    refused(store, cycle())
+    assert store.plan() == cycle()
+    with pytest.raises(ConfigError, match="was submitted to batch"):
+        claim(store, plan(job("other")))
+
+
+def test_a_plan_with_a_job_on_record_stays(store: CycleStore) -> None:
+    with pytest.raises(ConfigError), store.submitting(cycle(), "batch", "a"):
+        store.save_submission(1, Submission(job="train", id="1", submitted_at=5.0))
+        raise ConfigError("the second job is refused")
+    held = store.claim()
+    assert held is not None
+    assert (held.owner, store.plan()) == ("", cycle())
+
+
+def test_killed_at_any_file_change_a_claim_can_be_taken_after_its_lease(tmp_path: Path, clock: Clock) -> None:
+    number, died = 0, True
+    while died:
+        number += 1
+        store = CycleStore(open_storage(str(tmp_path / str(number))), "c", clock)
+        died = killed_at(number, lambda store=store: claim(store, cycle())) != 0  # type: ignore[misc]
+        clock.now += LEASE_S + 1
+        claim(store, cycle(), "b")
+        assert store.plan() == cycle()
+    assert number > 5
+
+
+def test_submissions_by_round_and_the_newest_of_each_job(store: CycleStore) -> None:
+    for round_, name, job_id in ((1, "train", "1"), (1, "embed", "2"), (2, "embed", "3"), (10, "verify", "4")):
+        store.save_submission(round_, Submission(job=name, id=job_id, submitted_at=5.0))
+    assert store.rounds() == [1, 2, 10]
+    assert {name: one.id for name, one in store.submitted(1).items()} == {"train": "1", "embed": "2"}
+    assert {name: one.id for name, one in store.current().items()} == {"train": "1", "embed": "3", "verify": "4"}
+
+
+def test_a_submission_is_written_once(store: CycleStore) -> None:
+    first = Submission(job="train", id="1", submitted_at=5.0)
+    store.save_submission(1, first)
+    store.save_submission(1, first.model_copy(update={"submitted_at": 6.0}))
+    with pytest.raises(TransientError, match="another process submitted this job"):
+        store.save_submission(1, first.model_copy(update={"id": "2"}))
+    assert store.submitted(1) == {"train": first}
+
+
+def test_records_sightings_settings_and_the_end(store: CycleStore, storage: Storage) -> None:
+    child = JobRecord(name="embed:0", id="1:0", state=JobState.RUNNING, created_at=1.0)
+    record = JobRecord(name="embed", id="1", state=JobState.PENDING, created_at=1.0, children=(child,))
+    store.save_records((record,))
+    assert store.records() == (record,)
+    sighting = Sighting(job="embed:0", id="1:0", reason="UNDETERMINED", since=2.0)
+    store.save_sightings((sighting,))
+    assert store.sightings() == (sighting,)
+    store.save_settings({"a": 1})
+    store.save_settings({"a": 2})
+    assert storage.read_bytes(store.key("settings.json")) == b'{\n "a": 1\n}'
+    store.close(Closed(outcome="failed", at=3.0, reason="train"))
+    assert store.closed() == Closed(outcome="failed", at=3.0, reason="train")
+    store.reopen()
+    assert store.closed() is None
+
+
+@pytest.mark.parametrize("name", ["plan.json", "records.json", "closed.json", "blocked.json", "claim.json"])
+def test_a_file_that_is_no_such_record(store: CycleStore, storage: Storage, name: str) -> None:
+    storage.write_bytes(store.key(name), b'{"a": 1}')
+    read = {"plan": store.plan, "records": store.records, "closed": store.closed, "blocked": store.sightings}
+    with pytest.raises(DataError, match=f"{name} is no such record"):
+        read.get(name.removesuffix(".json"), store.claim)()
+
+
+def test_a_broken_submission_names_its_file(store: CycleStore, storage: Storage) -> None:
+    storage.write_bytes(store.key("submitted/round-1/train.json"), b"{")
+    with pytest.raises(DataError, match=r"round-1/train.json is no such record"):
+        store.submitted(1)
+
+
+def test_claimed_cycles(storage: Storage, clock: Clock) -> None:
+    for name in ("2026-11-21", "2026-11-20"):
+        claim(CycleStore(storage, name, clock), cycle())
+    storage.write_bytes("cycles/2026-11-19/train/result.json", b"{}")
+    assert claimed_cycles(storage) == ["2026-11-20", "2026-11-21"]

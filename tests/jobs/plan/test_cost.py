@@ -1,0 +1,46 @@
+"""What jobs cost."""
+
+import pytest
+
+from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
+from jobs.plan.spec import JobSpec, Resources
+from pipeline.core.table import usd
+from tests.jobs.cycle.cases import TRN1, job
+
+LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
+
+
+def of(vcpus: int, instance: str) -> JobSpec:
+    return job("a", resources=Resources(vcpus=vcpus, memory_mib=4096, instance_type=instance))
+
+
+@pytest.mark.parametrize(
+    ("made", "prices", "expected"),
+    [
+        (of(128, "trn1.32xlarge"), LIST, 20.0),
+        (of(64, "trn1.32xlarge"), LIST, 10.0),  # half a machine
+        (of(256, "trn1.32xlarge"), LIST, 20.0),  # never more than one
+        (of(4, "p9.huge"), LIST, 7.0),  # of a size that nobody knows: all of it
+        (of(4, "m7i.large"), LIST, None),
+        (of(4, "m7i.large"), Prices({}, vcpu=0.05), 0.2),
+        (of(4, ""), Prices({"": 1.0}, vcpu=0.0), 1.0),
+        (of(4, ""), Prices({}, vcpu=0.0), 0.0),
+    ],
+)
+def test_the_hour_of_a_node(made: JobSpec, prices: Prices, expected: float | None) -> None:
+    assert node_usd_per_hour(made, prices) == (None if expected is None else pytest.approx(expected))
+
+
+def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
+    assert job_usd(job("a", resources=TRN1), 1800, LIST) == pytest.approx(10)
+    assert job_usd(job("a", resources=TRN1, num_nodes=4), 1800, LIST) == pytest.approx(40)
+    assert job_usd(job("a", resources=TRN1, array_size=8), 1800, LIST) == pytest.approx(80)
+    assert job_usd(job("a"), 1800, LIST) is None
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(None, "-"), (0.0, "$0.00"), (0.00314, "$0.0031"), (0.99999, "$1.0000"), (1.0, "$1.00"), (1234.5, "$1,234.50")],
+)
+def test_dollars(amount: float | None, text: str) -> None:
+    assert usd(amount) == text

@@ -1,0 +1,266 @@
+"""Settings -> jobs: the shape of a cycle, commands, sizes; what is refused before anything is sent."""
+
+import re
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from jobs.config import JobsConfig
+from jobs.plan.cycle import AFTER, MINE, plan_cycle
+from jobs.plan.retry import retry_strategy
+from jobs.plan.spec import INSTANCES, CyclePlan, Dependency, JobSpec
+from jobs.targets.batch.limits import check_plan
+from pipeline.core.errors import ConfigError
+from tests.jobs.cycle.cases import job, plan
+
+TRAINIUM: dict[str, Any] = {
+    "name": "relevance",
+    "image": "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64,
+    "queue": "trainium",
+    "share_identifier": "production",
+    "prepare": {"queue": "cpu", "vcpus": 16, "memory_mib": 60_000},
+    "health": {"nodes": 4, "instance": "trn1.32xlarge"},
+    "compile": {"instance": "trn1.32xlarge", "processes": 32},
+    "train": {"nodes": 4, "processes": 32, "instance": "trn1.32xlarge", "timeout_s": 7200, "attempts": 5},
+    "mine": {"workers": 4, "instance": "trn1.2xlarge"},
+    "embed": {"workers": 8, "processes": 2, "instance": "trn1.2xlarge"},
+}
+
+
+def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> CyclePlan:
+    config = JobsConfig.model_validate(fields)
+    return plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
+
+
+def trainium(*, mines: bool = False, **fields: Any) -> CyclePlan:
+    return planned(mines=mines, **{**TRAINIUM, **fields})
+
+
+def before(jobs: CyclePlan, name: str) -> set[str]:
+    """Everything that must have succeeded before."""
+    direct = {one.job for one in jobs.job(name).depends_on}
+    return direct.union(*(before(jobs, one) for one in direct))
+
+
+@pytest.mark.parametrize("mines", [False, True])
+def test_the_order_of_a_cycle(mines: bool) -> None:
+    made = planned(mines=mines)
+    names = [one.name for one in made.jobs]
+    assert sorted(names) == sorted(AFTER.keys() - (set() if mines else {MINE}))
+    assert before(made, "prepare") == before(made, "health") == set()
+    chain = ["compile", *([MINE] if mines else []), "train", "evaluate", "embed", "verify", "report"]
+    for earlier, later in combinations(chain, 2):
+        assert earlier in before(made, later)
+    assert before(made, "compile") == {"prepare", "health"}
+    for index, name in enumerate(names):
+        assert before(made, name) <= {*names[:index]}
+
+
+def test_commands() -> None:
+    assert {one.name: " ".join(one.command) for one in planned().jobs} == {
+        "prepare": "trnjobs-entry -- trnpipe prepare",
+        "health": "trnjobs-entry -- trnpipe health",
+        "compile": "trnjobs-entry -- trnpipe compile",
+        "train": "trnjobs-entry -- trnpipe train",
+        "evaluate": "trnjobs-entry -- trnpipe evaluate",
+        "embed": "trnjobs-entry -- trnpipe embed",
+        "verify": "trnjobs-entry -- trnpipe embed verify",
+        "report": "trnjobs-entry -- trnjobs report",
+    }
+    made = trainium()
+    assert made.job("train").command[2:] == ("trnpipe", "train", "--launch.processes", "32")
+    assert made.job("embed").command[2:] == ("trnpipe", "embed", "--launch.processes", "2", "--embed.workers", "8")
+    mines = trainium(mines=True)
+    assert mines.job("mine").command[2:] == ("trnpipe", "mine", "--mine.workers", "4")
+    assert (mines.job("mine").array_size, mines.job("mine").timeout_s) == (4, 12 * 3600)
+
+
+def test_a_cycle_of_one_machine_has_neither_gangs_nor_arrays_nor_devices() -> None:
+    for one in planned().jobs:
+        assert (one.num_nodes, one.array_size, one.resources.devices) == (0, 0, ())
+        assert [limit.name for limit in one.resources.ulimits] == ["nofile"]
+        assert (one.resources.vcpus, one.resources.memory_mib, one.resources.shared_memory_mib) == (1, 2048, 256)
+
+
+def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
+    train = trainium().job("train")
+    needs = train.resources
+    assert (train.num_nodes, train.vcpus, needs.vcpus, needs.memory_mib) == (4, 512, 128, 490_000)
+    assert needs.devices == (
+        *(f"/dev/neuron{index}" for index in range(16)),
+        *(f"/dev/infiniband/uverbs{index}" for index in range(8)),
+    )
+    assert [(one.name, one.soft, one.hard) for one in needs.ulimits] == [
+        ("nofile", 65_536, 65_536),
+        ("memlock", -1, -1),
+    ]
+    assert needs.shared_memory_mib == 490_000 // 8
+    assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
+    assert (train.timeout_s, train.retry) == (7200, retry_strategy(5))
+
+
+def test_one_machine_alone_needs_no_network_between_machines() -> None:
+    made = trainium()
+    assert made.job("compile").resources.devices == tuple(f"/dev/neuron{index}" for index in range(16))
+    assert [limit.name for limit in made.job("compile").resources.ulimits] == [
+        "nofile",
+        "memlock",
+    ]  # its devices ask it
+    embed = made.job("embed")
+    assert (embed.array_size, embed.num_nodes, embed.resources.devices) == (8, 0, ("/dev/neuron0",))
+    assert (embed.resources.vcpus, embed.resources.memory_mib) == (8, 28_000)
+
+
+def test_what_one_stage_asks_goes_before_what_all_get() -> None:
+    made = trainium(
+        role="arn:all",
+        environment={"A": "1"},
+        priority=7,
+        evaluate={"role": "arn:one"},
+        embed={"image": "cpu@sha256:1"},
+    )
+    assert (made.job("prepare").queue, made.job("train").queue) == ("cpu", "trainium")
+    assert (made.job("embed").image, made.job("verify").image) == ("cpu@sha256:1", made.job("train").image)
+    assert (made.job("evaluate").job_role, made.job("train").job_role) == ("arn:one", "arn:all")
+    assert {(one.environment["A"], one.priority, one.share_identifier) for one in made.jobs} == {("1", 7, "production")}
+    small = trainium(train={"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 96, "memory_mib": 400_000})
+    needs = small.job("train").resources
+    assert (needs.vcpus, needs.memory_mib, needs.shared_memory_mib) == (96, 400_000, 50_000)
+
+
+def test_equal_settings_are_equal_plans_with_equal_ids() -> None:
+    assert trainium() == trainium()
+    assert trainium().plan_id == trainium().plan_id
+    again = CyclePlan.model_validate_json(trainium().model_dump_json())
+    assert (again, again.plan_id) == (trainium(), trainium().plan_id)
+    others = [trainium(cycle="2026-11-21"), trainium(priority=101), trainium(train={"timeout_s": 7201}), planned()]
+    assert len({trainium().plan_id, *(one.plan_id for one in others)}) == 5
+
+
+@given(
+    nodes=st.integers(1, 1000),
+    processes=st.integers(1, 64),
+    workers=st.integers(1, 10_000),
+    attempts=st.integers(1, 10),
+    timeout_s=st.integers(60, 10**6),
+    instance=st.sampled_from(["", *INSTANCES]),
+)
+def test_whatever_the_settings_allow_aws_batch_takes(
+    nodes: int, processes: int, workers: int, attempts: int, timeout_s: int, instance: str
+) -> None:
+    shared = {"instance": instance, "processes": processes, "attempts": attempts, "timeout_s": timeout_s}
+    check_plan(trainium(train={**shared, "nodes": nodes}, embed={**shared, "workers": workers}))
+
+
+def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
+    config = JobsConfig.model_validate(TRAINIUM)
+    limits = {"health": 5640.2, "compile": 16_200.0, "train": 100_000.0}
+    made = plan_cycle(config, cycle="c", workspace="s3://bucket/relevance", stage_limits_s=limits | {"train": 7200.0})
+    assert [made.job(name).timeout_s for name in ("prepare", "health", "compile", "train", "embed")] == [
+        *(3600, 6541, 43_200, 7200, 43_200)  # 5640.2 s and 900 to gather and start; train as it was set
+    ]
+    with pytest.raises(ConfigError, match=r"jobs\.train\.timeout_s is 7,200; the stage itself may take 100,000 s"):
+        plan_cycle(config, cycle="c", workspace="s3://bucket/relevance", stage_limits_s=limits)
+
+
+@pytest.mark.parametrize(
+    ("stage", "wanted", "seen"),
+    [
+        ("prepare", {"nodes": 2}, "jobs.prepare.nodes is 2"),
+        ("embed", {"nodes": 2}, "jobs.embed.nodes is 2"),
+        ("verify", {"processes": 2}, "jobs.verify.processes is 2"),
+        ("report", {"workers": 2}, "jobs.report.workers is 2"),
+        ("train", {"workers": 3}, "jobs.train.workers is 3"),
+        ("mine", {"nodes": 2}, "jobs.mine.nodes is 2"),
+        ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, of which nobody here knows"),
+        ("train", {"instance": "m7i.large", "vcpus": 2}, "jobs.train.instance is m7i.large"),
+    ],
+)
+def test_a_shape_that_no_stage_has(stage: str, wanted: dict[str, Any], seen: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(seen)) as raised:
+        trainium(mines=True, **{stage: wanted})
+    assert raised.value.expected and raised.value.next_command
+
+
+def test_any_instance_will_do_whose_size_is_told() -> None:
+    needs = trainium(prepare={"instance": "m7i.large", "vcpus": 2, "memory_mib": 7_000}).job("prepare").resources
+    assert (needs.vcpus, needs.memory_mib, needs.instance_type, needs.devices) == (2, 7_000, "m7i.large", ())
+
+
+def test_an_array_of_one_is_an_ordinary_job() -> None:
+    made = trainium(embed={"workers": 1})
+    assert (made.job("embed").array_size, made.job("embed").command[2:]) == (0, ("trnpipe", "embed"))
+    check_plan(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"share_identifier": "prod-1"}, "share identifier 'prod-1'"),
+        ({"share_identifier": ""}, "share identifier ''"),
+        ({"queue": ""}, "no queue"),
+        ({"image": ""}, "an image of 0 characters"),
+        ({"train": {"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 129}}, "129 vCPU and 490,000 MiB a node"),
+        ({"train": {"instance": "trn1.2xlarge", "memory_mib": 32_768}}, "8 vCPU and 32,768 MiB a node"),
+        ({"environment": {"BIG": "x" * 25_000}}, "prepare, evaluate: a job definition of 26,"),
+        ({"environment": {"AWS_BATCH_JOB_ID": "mine"}}, "environment variable AWS_BATCH_JOB_ID"),
+        ({"cycle": "2026-11-20T02:00"}, "job name 'relevance-2026-11-20T02:00-prepare'"),
+    ],
+)
+def test_settings_that_aws_batch_would_refuse(fields: dict[str, Any], seen: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        check_plan(trainium(**fields))
+
+
+def last_with(**fields: Any) -> CyclePlan:
+    made = trainium()
+    *others, last = made.jobs
+    changed = JobSpec.model_validate({**last.model_dump(), **fields})
+    return made.model_copy(update={"jobs": (*others, changed)})
+
+
+@pytest.mark.parametrize(
+    ("broken", "seen"),
+    [
+        (last_with(array_size=1), "report: an array of 1; expected 2 to 10,000"),
+        (last_with(command=("trnpipe", "x" * 8_192)), "report: container overrides of 8,"),
+        (
+            plan(*(job(f"j{number}") for number in range(21)), job("z", *(f"j{number}" for number in range(21)))),
+            "z: 21 dependencies; expected at most 20",
+        ),
+        (
+            last_with(depends_on=(Dependency(job="nobody"),)),
+            "report: depends on 'nobody', which is not a job before it",
+        ),
+    ],
+)
+def test_plans_that_no_settings_make_are_refused_as_well(broken: CyclePlan, seen: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        check_plan(broken)
+
+
+def test_twenty_dependencies_are_taken() -> None:
+    names = [f"j{number}" for number in range(20)]
+    check_plan(plan(*map(job, names), job("z", *names)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"train": {"attempts": 11}},
+        {"train": {"timeout_s": 59}},
+        {"train": {"nodes": 0}},
+        {"embed": {"workers": 10_001}},
+        {"priority": 10_000},
+        {"name": "-x"},
+        {"trian": {}},
+        {"train": {"node": 2}},
+    ],
+)
+def test_settings_beyond_their_bounds(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        trainium(**fields)

@@ -1,0 +1,137 @@
+"""Every rule of AWS Batch that we know, one case each; requests against botocore's model."""
+
+import re
+from typing import Any
+
+import pytest
+from botocore.session import Session
+from botocore.validate import validate_parameters
+
+from jobs.plan.spec import CyclePlan, Dependency, DependencyType, JobSpec, RetryRule, RetryStrategy
+from jobs.targets.batch.limits import check_plan, plan_problems
+from jobs.targets.batch.requests import definition_request, submit_request
+from pipeline.core.errors import ConfigError
+from tests.jobs.cycle.cases import CPU, TRN1, cycle, job, plan
+
+LAST = RetryRule.model_validate({"action": "EXIT", "on_reason": "*"})
+
+
+def retry(*rules: dict[str, str], attempts: int = 2, last: bool = True) -> RetryStrategy:
+    made = tuple(RetryRule.model_validate({"action": "RETRY", **rule}) for rule in rules)
+    return RetryStrategy(attempts=attempts, rules=(*made, LAST) if last else made)
+
+
+def test_a_sound_plan_has_no_problem() -> None:
+    assert list(plan_problems(cycle())) == []
+    check_plan(cycle())
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"share_identifier": "prod-1"}, "share identifier 'prod-1'"),
+        ({"share_identifier": ""}, "share identifier ''"),
+        ({"queue": ""}, "no queue"),
+        ({"name": "a b"}, "job name 'relevance-2026-11-20-a b'"),
+        ({"name": "x" * 120}, "at most 128"),
+        ({"priority": 10_000}, "priority 10000"),
+        ({"image": ""}, "an image of 0 characters"),
+        ({"image": "i" * 256}, "an image of 256 characters"),
+        ({"array_size": 1}, "an array of 1"),
+        ({"array_size": 10_001}, "an array of 10001"),
+        ({"array_size": 2, "num_nodes": 2}, "nodes and an array"),
+        ({"num_nodes": 1001}, "1001 nodes"),
+        ({"timeout_s": 59}, "a timeout of 59 s"),
+        ({"command": ()}, "a command that is empty"),
+        ({"command": ("trnpipe", "")}, "has an empty word"),
+        ({"command": ("trnpipe", "Ref::cycle")}, "Ref::"),
+        ({"retry": retry(attempts=11)}, "11 attempts"),
+        ({"retry": retry(attempts=0)}, "0 attempts"),
+        ({"retry": retry(*({"on_exit_code": str(i)} for i in range(5)))}, "6 retry rules"),
+        ({"retry": retry({"on_exit_code": "75"}, last=False)}, "no catch-all EXIT"),
+        ({"retry": RetryStrategy()}, "no catch-all EXIT"),
+        ({"retry": retry({})}, "a retry rule without a condition"),
+        ({"retry": retry({"on_reason": "*terminated*"})}, "retry pattern '*terminated*'"),
+        ({"retry": retry({"on_status_reason": "Host (EC2)"})}, "retry pattern 'Host (EC2)'"),
+        ({"retry": retry({"on_exit_code": "7a"})}, "exit code pattern '7a'"),
+        ({"environment": {"AWS_BATCH_X": "1"}}, "environment variable AWS_BATCH_X"),
+        ({"environment": {f"V{i}": "x" * 1000 for i in range(30)}}, "a job definition of"),
+        ({"command": ("x" * 8_192,)}, "container overrides of"),
+        ({"command": ("x" * 31_000,)}, "a SubmitJob request of"),
+        ({"resources": CPU.model_copy(update={"vcpus": 0})}, "0 vCPU"),
+        ({"num_nodes": 2, "resources": TRN1.model_copy(update={"vcpus": 129})}, "would wait for ever"),
+        ({"num_nodes": 2, "resources": TRN1.model_copy(update={"memory_mib": 524_288})}, "would wait for ever"),
+        (
+            {"num_nodes": 2, "resources": TRN1.model_copy(update={"devices": (*TRN1.devices, "/dev/neuron16")})},
+            "17 neuron devices a node; trn1.32xlarge has 16",
+        ),
+        (
+            {"num_nodes": 2, "resources": TRN1.model_copy(update={"devices": ("/dev/infiniband/uverbs0",) * 9})},
+            "9 infiniband devices a node; trn1.32xlarge has 8",
+        ),
+        ({"depends_on": tuple(Dependency(job="a") for _ in range(21))}, "21 dependencies"),
+        ({"depends_on": (Dependency(job="nobody"),)}, "depends on 'nobody'"),
+        ({"depends_on": (Dependency(type=DependencyType.SEQUENTIAL),)}, "a SEQUENTIAL dependency"),
+        (
+            {"array_size": 3, "depends_on": (Dependency(job="a", type=DependencyType.N_TO_N),)},
+            "child by child on a of 2",
+        ),
+    ],
+)
+def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) -> None:
+    broken = JobSpec.model_validate({**job("train").model_dump(), **fields})
+    found = list(plan_problems(plan(job("a", array_size=2), broken)))
+    assert any(problem in one for one in found), found
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        check_plan(plan(job("a", array_size=2), broken))
+
+
+def test_two_jobs_of_one_name() -> None:
+    assert list(plan_problems(plan(job("a"), job("a")))) == ["a: two jobs have this name"]
+
+
+def validate(operation: str, request: dict[str, Any]) -> None:
+    validate_parameters(request, Session().get_service_model("batch").operation_model(operation).input_shape)
+
+
+def requests(of: CyclePlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    ids = {one.name: f"id-of-{one.name}" for one in of.jobs}
+    return [(definition_request(of, one), submit_request(of, one, definition="d:3", ids=ids)) for one in of.jobs]
+
+
+def test_requests_are_what_botocore_takes() -> None:
+    for definition, submit in requests(cycle()):
+        validate("RegisterJobDefinition", definition)
+        validate("SubmitJob", submit)
+
+
+def test_a_gang_is_one_open_range_so_that_one_definition_serves_any_number_of_nodes() -> None:
+    definition, submit = requests(cycle())[0]
+    nodes = definition["nodeProperties"]
+    assert (definition["type"], nodes["numNodes"], nodes["mainNode"]) == ("multinode", 2, 0)
+    (group,) = nodes["nodeRangeProperties"]
+    assert group["targetNodes"] == "0:"
+    assert group["container"]["instanceType"] == "trn1.32xlarge"
+    assert len(group["container"]["linuxParameters"]["devices"]) == 24
+    (override,) = submit["nodeOverrides"]["nodePropertyOverrides"]
+    assert override["targetNodes"] == "0:"
+    assert submit["nodeOverrides"]["numNodes"] == 2
+    assert "containerOverrides" not in submit
+
+
+def test_what_differs_between_cycles_is_not_in_the_definition() -> None:
+    one, other = cycle(), cycle().model_copy(update={"cycle": "2026-11-21"})
+    assert [d for d, _ in requests(one)] == [d for d, _ in requests(other)]
+    assert [s for _, s in requests(one)] != [s for _, s in requests(other)]
+    changed = one.model_copy(update={"jobs": (job("train", timeout_s=7200),)})
+    same = one.model_copy(update={"jobs": (job("train"),)})
+    tags = [requests(p)[0][0]["tags"]["content"] for p in (changed, same, same)]
+    assert tags[0] != tags[1] == tags[2]
+
+
+def test_an_array_waits_for_the_gang_by_its_id() -> None:
+    _, embed = requests(cycle())[1]
+    assert embed["dependsOn"] == [{"jobId": "id-of-train"}]
+    assert embed["arrayProperties"] == {"size": 8}
+    assert embed["shareIdentifier"] == "production"
+    assert embed["schedulingPriorityOverride"] == 0
