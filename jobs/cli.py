@@ -29,9 +29,7 @@ OF_A_CYCLE: dict[str, str] = {
     "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
     "config": "every setting with its value and source, those under [jobs] included",
 }
-COMMANDS: dict[str, str] = OF_A_CYCLE | {
-    "simulate": "replay a workload through fair-share policies: waiting, utilisation, shares, starvation",
-}
+COMMANDS: dict[str, str] = OF_A_CYCLE
 _SETTINGS = """settings:
   --config FILE.toml   may be repeated, later files win; [jobs] beside the sections of the pipeline
   --section.key VALUE  such as --cycle 2026-11-20, --workspace URI, --jobs.train.nodes 2

@@ -105,7 +105,6 @@ def test_the_documents_hold_commands_of_both_kinds() -> None:
         ("trnjobs plan --jsno", "jsno"),
         ("trnjobs plan --jobs.train.nodes many", "valid integer"),
         ("trnjobs logs", "job"),
-        ("trnjobs simulate --kernel cubic", "cubic"),
         ("make nothing", "no target nothing"),
         ("make cycle CYLCE=x", "no variable CYLCE"),
         ("make train CONFIG=configs/none.toml", "No such file"),

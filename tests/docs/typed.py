@@ -16,7 +16,7 @@ QUICK = (
     "trnpipe cache status --config configs/small.toml *",
     "trnjobs plan --config configs/quickstart.toml*",
     "trnjobs plan --target local *",
-    "trnjobs simulate *",
+    "python -m bench.fairshare *",
     "make bootstrap",
 )
 """Seconds each: typed in every run of the tests, in the order of their document."""

@@ -1,23 +1,37 @@
-"""`trnjobs simulate`: what a fair-share policy would have done with a workload."""
+"""`python -m bench.fairshare`: what a fair-share policy would have done with a workload."""
 
 import argparse
 import json
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jobs.core.fairshare.policy import FairSharePolicy
-from jobs.core.fairshare.report import share_reports, table_lines
-from jobs.core.fairshare.simulate import Knobs, Replay, replay
-from jobs.core.fairshare.usage import Kernel
-from jobs.core.fairshare.workload import Mix, Workload, generate
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
+from bench.fairshare.policy import FairSharePolicy
+from bench.fairshare.report import share_reports, table_lines
+from bench.fairshare.simulate import Knobs, Replay, replay
+from bench.fairshare.usage import Kernel
+from bench.fairshare.workload import Mix, Workload, generate
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError, exit_code_of
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or that of the error in pipeline/core/errors.py."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fairshare", description="Replay a workload through policies."
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(words), print)
+    except TrnpipeError as error:
+        print(f"bench.fairshare: {error}", file=sys.stderr)
+        return exit_code_of(error)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +100,7 @@ def _refused(where: str, error: ValidationError, kind: type[TrnpipeError]) -> Tr
     place = ".".join(str(part) for part in first["loc"])
     return kind(
         f"{where}: {place + ': ' if place else ''}{first['msg']}, seen {str(first['input'])[:80]!r}",
-        expected="what trnjobs simulate --help and docs describe",
+        expected="what python -m bench.fairshare --help describes",
         next_command="correct it and run again",
     )
 
@@ -105,3 +119,7 @@ def _as_json(replays: list[Replay], starved_after_s: float) -> str:
         ],
         indent=1,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

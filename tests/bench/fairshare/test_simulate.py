@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.core.fairshare.policy import FairSharePolicy, ShareWeight
-from jobs.core.fairshare.simulate import Knobs, Replay, replay
-from jobs.core.fairshare.usage import Kernel
-from jobs.core.fairshare.workload import Mix, SimulatedJob, Workload, generate
+from bench.fairshare.policy import FairSharePolicy, ShareWeight
+from bench.fairshare.simulate import Knobs, Replay, replay
+from bench.fairshare.usage import Kernel
+from bench.fairshare.workload import Mix, SimulatedJob, Workload, generate
 from pipeline.core.errors import ConfigError
 
 every_kernel = pytest.mark.parametrize("kernel", Kernel)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.core.fairshare.policy import FairSharePolicy, ShareWeight
+from bench.fairshare.policy import FairSharePolicy, ShareWeight
 
 names = st.text("ab1", min_size=1, max_size=3)
 entries = st.builds(lambda name, star: name + "*" * star, names, st.booleans())

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jobs.core.fairshare.policy import FairSharePolicy
-from jobs.core.fairshare.usage import Floats, Kernel, Usage
-from jobs.core.fairshare.workload import SimulatedJob, Workload, shares_of
+from bench.fairshare.policy import FairSharePolicy
+from bench.fairshare.usage import Floats, Kernel, Usage
+from bench.fairshare.workload import SimulatedJob, Workload, shares_of
 from pipeline.core.errors import ConfigError
 
 _END, _SUBMIT, _WAKE = 0, 1, 2  # at one moment: ends free vCPU before anything is placed

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.core.fairshare.usage import Kernel, Usage
+from bench.fairshare.usage import Kernel, Usage
 
 WINDOW_S = 1000.0
 KERNELS = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jobs.core.fairshare.simulate import Replay
+from bench.fairshare.simulate import Replay
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Pure decisions about jobs: no AWS, no clock, no files."""
