@@ -23,12 +23,13 @@ from sentence_transformers import SentenceTransformer
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.watch import NoWatch
+from pipeline.core.arrays import Float32s
 from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import Float32s, open_engine
+from pipeline.embed.engines import open_engine
 from pipeline.embed.linear import PackedLinear, packs_weights
 from pipeline.embed.program import row_shapes
 from pipeline.embed.windows import distinct_texts, row_batches

@@ -18,12 +18,13 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.backends import Batch, open_backend
+from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.catalogue_config import CatalogueConfig, OutputConfig
 from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import Float32s, Start, Wait
+from pipeline.embed.engines import Start, Wait
 from pipeline.embed.feed import Texts, worker_processes
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards

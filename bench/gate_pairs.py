@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import GateConfig, MetricsConfig
 from pipeline.evaluate.gate.baselines import Baseline
 from pipeline.evaluate.gate.judge import judge
@@ -13,7 +14,7 @@ from pipeline.evaluate.gate.verdict import Verdict
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.report import metric_report
 from pipeline.evaluate.metrics.statistic import Queries
-from pipeline.evaluate.scored import Bools, Float64s, Int64s, PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.scored import PerQuery, ScoredRows, SliceColumn
 
 LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
 ROWS = 10  # of each query

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from bench.embed_flow_side import MemoryPeak
+from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
@@ -23,8 +23,6 @@ from pipeline.mine.parts import MiningParts, empty_folder
 from pipeline.mine.search import VectorSearch
 from pipeline.mine.select import Judged
 
-Float32s = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
 WIDTH = 64
 JUDGED = 5
 """Items judged for each query; the first is its positive."""

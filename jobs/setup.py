@@ -17,6 +17,7 @@ from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.local.slots import Slots
 from pipeline.core.errors import ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.limits import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
@@ -24,7 +25,6 @@ from pipeline.parallel.world import World
 from pipeline.train.share import batch_share
 
 _SHARE_BATCHES = ("compile", "train", "evaluate")
-Say = Callable[[str], object]
 Renew = Callable[[], None]
 
 

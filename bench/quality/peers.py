@@ -18,8 +18,9 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.util import mine_hard_negatives
 
-from bench.quality.score import Encode, Float32s
+from bench.quality.score import Encode
 from bench.quality.tasks import Pairs
+from pipeline.core.arrays import Float32s
 
 MAX_TOKENS = 64
 """Of a text: as many as our buckets hold."""

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.quality.tasks import Catalogue
+from pipeline.core.arrays import Float32s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.metrics.report import retrieval_report
 from pipeline.evaluate.metrics.retrieval import Judgements
 from pipeline.evaluate.scored import PerQuery, ScoredRows
 
-Float32s = npt.NDArray[np.float32]
 Encode = Callable[[Sequence[str]], Float32s]
 """Texts to unit vectors [N, D]."""
 DEPTH = 100

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-Int64s = npt.NDArray[np.int64]
+from pipeline.core.arrays import Int64s
 
 
 @dataclass(frozen=True)

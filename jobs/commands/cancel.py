@@ -5,8 +5,9 @@ import argparse
 from jobs.commands.submit import finish
 from jobs.cycle.outcome import CANCELLED
 from jobs.cycle.records import Closed
-from jobs.setup import Say, open_cycle, open_target_of, submitted_plan, submitter
+from jobs.setup import open_cycle, open_target_of, submitted_plan, submitter
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

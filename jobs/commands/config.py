@@ -3,8 +3,8 @@
 import argparse
 
 from jobs.settings import SCHEMA
-from jobs.setup import Say
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import Say
 from pipeline.settings_text import as_json, flags_text, table_text
 
 

@@ -9,8 +9,9 @@ from jobs.cycle.report import read_ledger, records_of
 from jobs.cycle.show import GOODPUT, cost_lines, success_line, summary, total_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings
-from jobs.setup import Say, open_cycle, open_target_of, prices_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, prices_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

@@ -13,7 +13,8 @@ from jobs.commands.submit import ENGINE_GRACE_S, finish, submit_cycle
 from jobs.cycle.store import claimed_cycles
 from jobs.driver import drive, scheduled_time
 from jobs.settings import CycleSettings
-from jobs.setup import Say, open_cycle, open_target_of
+from jobs.setup import open_cycle, open_target_of
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.proc.signals import stop_on_signals
 

@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 from jobs.config import ScheduleConfig
 from jobs.schedule import cycle_name
 from jobs.settings import SCHEMA
-from jobs.setup import Say, make_plan
+from jobs.setup import make_plan
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.preflight import account_problems, account_warnings
 from jobs.targets.batch.terraform_plan import read_planned
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.progress import Say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

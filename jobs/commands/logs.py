@@ -3,8 +3,9 @@
 import argparse
 
 from jobs.cycle.records import JobRecord
-from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

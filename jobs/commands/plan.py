@@ -12,11 +12,12 @@ from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.spec import CyclePlan
-from jobs.setup import Say, make_plan, open_cycle, prices_of
+from jobs.setup import make_plan, open_cycle, prices_of
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import Request, definition_request, submit_request
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 HISTORY = 10  # cycles that the expected durations are the median of

@@ -11,8 +11,9 @@ from jobs.cycle.report import read_ledger
 from jobs.cycle.show import summary
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings
-from jobs.setup import Say, open_cycle, open_target_of, prices_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, prices_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, TrnpipeError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

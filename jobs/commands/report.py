@@ -7,8 +7,9 @@ from jobs.cycle.page import write_page
 from jobs.cycle.report import records_of, report_key
 from jobs.cycle.show import GOODPUT, cost_lines
 from jobs.settings import CycleSettings
-from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

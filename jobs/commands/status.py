@@ -5,8 +5,9 @@ import json
 
 from jobs.cycle.outcome import outcome_of
 from jobs.cycle.show import status_lines
-from jobs.setup import Say, open_cycle, open_target_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 
 

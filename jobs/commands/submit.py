@@ -11,9 +11,10 @@ from jobs.cycle.show import cost_lines, status_lines
 from jobs.cycle.store import CycleStore
 from jobs.plan.spec import CyclePlan
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import Say, make_plan, open_cycle, open_target, prices_of, submitter
+from jobs.setup import make_plan, open_cycle, open_target, prices_of, submitter
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, Preempted
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.proc.signals import stop_on_signals
 

@@ -18,12 +18,10 @@ from pipeline.compile.cache_sync import sync_cache
 from pipeline.compile.manifest import FOLDER, load_manifests
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
-from pipeline.core.progress import shown_on
+from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings
-
-Say = Callable[[str], object]
 
 REPAIR = "trnpipe cache repair"
 SICK: Mapping[ActionKind, str] = {

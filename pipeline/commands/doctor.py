@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 
 from pipeline.backends import TRACED, open_backend
 from pipeline.command_table import ToolCall
@@ -10,6 +9,7 @@ from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.watch import Recorder
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
@@ -18,8 +18,6 @@ from pipeline.stages.estimate import contrastive_batch, estimate_lines, estimate
 from pipeline.stages.shapes import Shapes, shapes_of
 from pipeline.telemetry.console import Console
 from pipeline.train.share import batch_share
-
-Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

@@ -8,7 +8,7 @@ from pipeline.backends import open_backend
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, DataError
-from pipeline.core.progress import shown_on
+from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.ann import check_ann
@@ -23,8 +23,6 @@ from pipeline.embed.verify_sample import check_sample
 from pipeline.settings import Settings
 from pipeline.stages.embed_model import catalogue_storage, open_pinned
 from pipeline.telemetry.console import Console
-
-Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

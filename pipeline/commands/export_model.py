@@ -1,6 +1,5 @@
 """`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,6 +14,7 @@ from pipeline.convert.record import Format
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.token_store import read_token_sets
 from pipeline.io import atomic
@@ -25,8 +25,6 @@ from pipeline.registry.pointer import read_pointer
 from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
 from pipeline.stages.prepared import find_prepared
-
-Say = Callable[[str], object]
 
 TO, FORMAT, MAX_TOKENS, SHAPES, BATCH_SIZE = "--to", "--format", "--max-tokens", "--shapes", "--batch-size"
 FORMATS: tuple[Format, ...] = get_args(Format)

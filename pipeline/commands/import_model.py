@@ -1,6 +1,6 @@
 """`trnpipe import PATH`: a model of other tools becomes a checkpoint of the workspace, to train on or to embed with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.command_table import ToolCall
@@ -9,6 +9,7 @@ from pipeline.convert.importing import store_import
 from pipeline.convert.reading import ForeignModel, Given, read_model
 from pipeline.convert.source import open_source
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokenizer_store import given_tokenizer
@@ -18,8 +19,6 @@ from pipeline.registry.records import one_line
 from pipeline.settings import Settings
 from pipeline.stages.prepared import find_prepared
 from pipeline.stages.shapes import expected_shapes, shapes_of
-
-Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

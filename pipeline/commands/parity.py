@@ -4,11 +4,10 @@ A side is a backend with a precision (`cpu`, `cuda:bf16`), computed here in a pr
 was recorded before, on this machine or another.
 """
 
-from collections.abc import Callable
-
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parity.compare import ParityReport, compare_sides
@@ -19,8 +18,6 @@ from pipeline.parity.side import Side, parse_side, sides_text
 from pipeline.parity.table import bound_text, lines_of, value_text
 from pipeline.parity.task import make_task
 from pipeline.settings import Settings
-
-Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

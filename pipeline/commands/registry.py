@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.command_table import ToolCall
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.author import who
@@ -21,8 +22,6 @@ from pipeline.registry.verdict import stored_decision
 from pipeline.registry.verified import read_checkpoint
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
-
-Say = Callable[[str], object]
 
 JSON, FORCE, REASON = "--json", "--force", "--reason"
 # Which of the flags an action takes.

@@ -2,16 +2,14 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 
 from pipeline.command_table import ToolCall
 from pipeline.compile.neuron_command import use_neuron_cache
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.settings import Settings
-
-Say = Callable[[str], object]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

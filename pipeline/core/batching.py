@@ -8,12 +8,11 @@ Nothing here knows the world size: ranks take their slice of the global batch.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.order import permute, stream_key
 
-Int64s = npt.NDArray[np.int64]
 _ORDER_OF_BATCHES, _ORDER_IN_POOL = 1, 2
 
 

@@ -5,10 +5,9 @@ A Feistel network over the smallest even-bit domain that holds `size`, cycle-wal
 """
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
+from pipeline.core.arrays import Int64s, UInt64s
+
 _ROUNDS = 8  # with 4, one place of 5 was 34% off uniform over 3,000 keys; with 8, within chance
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

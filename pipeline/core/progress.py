@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
+Say = Callable[[str], object]
+"""Where a line for people goes."""
+
 Advance = Callable[[int], None]
 """Adds to what is done; 0 only says that the work goes on."""
 Display = Callable[[str, int | None, str], AbstractContextManager[Advance]]

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import save
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.buckets import Bucket
-from pipeline.data.encode import Int64s, PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
+from pipeline.data.encode import PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import BadRow, Chunk
 from pipeline.data.slices import Names

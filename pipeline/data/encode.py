@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.buckets import Bucket, assign_buckets
 from pipeline.data.tokenizer import Tokens
 
-Int64s = npt.NDArray[np.int64]
 CHARACTERS_PER_TOKEN = 16
 """Characters worth tokenising for each token there is room for: no text of real words needs more."""
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import map_safetensors
 from pipeline.data.token_set import JudgedSplit, ShardInfo, Split, TokenSetInfo
 
-Int64s = npt.NDArray[np.int64]
 Bins = npt.NDArray[np.uint8]
 
 _STEPS = 100

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.core.batching import BatchPlan, Int64s, RankShare, rank_slice
+from pipeline.core.arrays import Int64s
+from pipeline.core.batching import BatchPlan, RankShare, rank_slice
 from pipeline.core.order import mix64
 from pipeline.data.shards import Arrays
 

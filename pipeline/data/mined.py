@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int32s, Int64s
 from pipeline.core.groups import locate
 from pipeline.core.order import mix64, stream_key
 from pipeline.data.loader import RowSource
 
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
 NONE = -1
 _BLOCK = 65_536
 _FIRST = 5  # purpose of a stream of random numbers, apart from those of core/batching, data/sampler and train/loop

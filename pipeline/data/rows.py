@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-Int64s = npt.NDArray[np.int64]
+from pipeline.core.arrays import Int64s
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""

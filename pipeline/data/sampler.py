@@ -11,14 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.batching import Int64s
+from pipeline.core.arrays import Int32s, Int64s
 from pipeline.core.groups import EMPTY, Groups, deal_groups, locate, place_among_equals
 from pipeline.core.order import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.mined import NONE, MinedProducts
 from pipeline.data.shards import Arrays, TokenRows
 
-Int32s = npt.NDArray[np.int32]
 _REPLAY = 3
 _JUDGED = ("query_id", "label", "gain")
 _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")

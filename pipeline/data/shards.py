@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import DataError
 
-Int64s = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 
-Int64s = npt.NDArray[np.int64]
 Names = dict[str, tuple[str, ...]]
 
 NO_VALUE = -1

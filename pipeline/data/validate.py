@@ -8,9 +8,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.fingerprint import hash63
 from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE
-from pipeline.data.rows import BadRow, Chunk, Int64s, shorten
+from pipeline.data.rows import BadRow, Chunk, shorten
 from pipeline.data.slices import Slices, slice_rows
 from pipeline.data.token_set import SPLITS, CategoricalInfo
 

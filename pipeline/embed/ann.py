@@ -4,9 +4,9 @@ import importlib.util
 
 import numpy as np
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.embed.output import Float32s
 from pipeline.embed.vector_set import VectorSet
 from pipeline.embed.verify_report import Check, judge, skipped
 

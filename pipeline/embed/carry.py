@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import JsonValue
 
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.index import IndexRows, build_index, part_and_row
-from pipeline.embed.output import Float32s, Stored, VectorLayout
+from pipeline.embed.output import Stored, VectorLayout
 from pipeline.embed.plan import EarlierCycle
 from pipeline.embed.vector_set import KIND, VectorSet, open_vectors
 from pipeline.io.commit import read_manifest
@@ -19,7 +19,6 @@ from pipeline.io.storage import Storage
 
 MAX_CYCLES = 20
 """Finished cycles that are looked at, the last by name: cycles are named by their time."""
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

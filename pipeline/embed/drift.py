@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.carry import index_of, take_over
 from pipeline.embed.index import RowIndex
-from pipeline.embed.output import Float32s, from_stored
+from pipeline.embed.output import from_stored
 from pipeline.embed.vector_set import VectorSet
 from pipeline.embed.verify_report import Check, judge, skipped
 

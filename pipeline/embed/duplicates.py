@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.index import part_and_row, place_of
 from pipeline.embed.spill import HashSpill
 
 RECORD = np.dtype([("hash", "<u8"), ("place", "<i8")])
-Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
 
 
 def find_duplicates(

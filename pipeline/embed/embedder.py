@@ -13,11 +13,12 @@ import torch
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.core.arrays import Float32s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engines import Engine, Float32s, Wait, open_engine
+from pipeline.embed.engines import Engine, Wait, open_engine
 from pipeline.embed.windows import HostBatch, distinct_texts
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel

@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pipeline.backends import Backend, Batch
 from pipeline.compile.watch import GraphWatch
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
@@ -21,7 +20,6 @@ from pipeline.embed.program import EmbedProgram
 from pipeline.embed.windows import HostBatch, flat_batches, row_batches
 from pipeline.model.encoder import TextEncoder
 
-Float32s = npt.NDArray[np.float32]
 Wait = Callable[[], Float32s]
 """Waits for the vectors [n, D] of a batch that was started, in the order of its texts."""
 Start = Callable[[Batch, HostBatch], Wait]

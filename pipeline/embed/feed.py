@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.open_part import OpenPart
@@ -18,8 +18,6 @@ from pipeline.embed.texts import TextRules, Window, make_window
 from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import WorkerPool
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

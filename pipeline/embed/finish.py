@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import JsonValue
 
 from pipeline import __version__
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.stop import StopSignal
@@ -33,7 +33,6 @@ from pipeline.io.keys import join_key
 from pipeline.io.storage import Storage
 from pipeline.io.verify import check_sizes
 
-Int64s = npt.NDArray[np.int64]
 _TOP_REASONS = 3
 
 

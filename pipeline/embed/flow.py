@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.backends.prefetch import prefetched
+from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry import take_over
 from pipeline.embed.feed import Complete, OpenWorkers, Texts, feed
 from pipeline.embed.open_part import OpenPart
-from pipeline.embed.output import Float32s
 from pipeline.embed.part_writer import PartWriter
 from pipeline.embed.parts import PartRecord, commit_part
 from pipeline.embed.plan import EmbedPlan

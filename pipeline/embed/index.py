@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.spill import HashSpill
@@ -16,10 +17,6 @@ from pipeline.io.errors import os_errors
 
 RECORD = np.dtype([("hash", "<u8"), ("text", "<u8"), ("place", "<i8")])
 _PART_BITS = 32
-
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 def place_of(part: int, rows: Int64s) -> Int64s:

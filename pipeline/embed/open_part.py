@@ -7,14 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import NumericError
 from pipeline.data.rows import BadRow, shorten
 from pipeline.data.tokenizer import Tokens, take
-from pipeline.embed.output import Float32s, PartRows, Stored, VectorLayout, shorten_vectors, to_stored
+from pipeline.embed.output import PartRows, Stored, VectorLayout, shorten_vectors, to_stored
 from pipeline.embed.parts import Tally
 from pipeline.embed.texts import DUPLICATE_ID, ID_TYPES, Window
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass

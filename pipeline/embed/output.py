@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError
 from pipeline.embed.catalogue import IdType
 from pipeline.embed.texts import ID_TYPES
 
-Float32s = npt.NDArray[np.float32]
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
 """Vectors that are read together when a few of a part are wanted."""

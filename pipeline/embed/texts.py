@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.data.encode import CHARACTERS_PER_TOKEN, product_text
 from pipeline.data.rows import BadRow, shorten
 from pipeline.data.tokenizer import TextTokenizer, Tokens
@@ -21,9 +21,6 @@ from pipeline.embed.reading import RawWindow
 from pipeline.embed.word_cache import WordCache
 
 NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 
 

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 from numpy.lib import format as npy
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from pipeline.core.arrays import Float32s, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.data.readers import open_parquet
-from pipeline.embed.output import ROWS_PER_GROUP, Float32s, Stored, VectorLayout, from_stored
+from pipeline.embed.output import ROWS_PER_GROUP, Stored, VectorLayout, from_stored
 from pipeline.embed.parts import PartCounts
 from pipeline.embed.plan import ModelRef, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -23,8 +24,6 @@ from pipeline.io.storage import Storage
 
 KIND = "embeddings"
 QUARANTINE = "quarantine.jsonl"
-Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
 
 
 class _Record(BaseModel):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.plan import EmbedPlan
@@ -19,7 +19,6 @@ from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import WorkerPool
 
-UInt64s = npt.NDArray[np.uint64]
 _MAX_MISSING = 100_000
 
 

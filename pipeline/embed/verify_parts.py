@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.duplicates import find_duplicates
-from pipeline.embed.output import Float32s, metadata_of
+from pipeline.embed.output import metadata_of
 from pipeline.embed.parts import id_range
 from pipeline.embed.texts import id_hashes
 from pipeline.embed.vector_set import VectorSet, ids_at

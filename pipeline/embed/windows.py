@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 
 from pipeline.backends import Batch
+from pipeline.core.arrays import Int64s
 from pipeline.data.tokenizer import Tokens, take
 from pipeline.embed.packing import batches_by_length, pack_rows
 from pipeline.embed.program import RowShape
 from pipeline.embed.texts import cut_tokens
 
-Int64s = npt.NDArray[np.int64]
 _STEP = 64
 """Tokens of a batch without static shape are a multiple of this: kernels are made for each number of them."""
 

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import bm25s
 import numpy as np
-import numpy.typing as npt
 
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
+from pipeline.core.arrays import Float64s, Int64s
 
 K1, B = 0.9, 0.4
 _WORD = re.compile(r"\w+")

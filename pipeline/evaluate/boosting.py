@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.groups import locate
 from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
@@ -23,8 +23,6 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_set import TokenSetInfo
 from pipeline.evaluate.holdout_rows import Holdout
 from pipeline.evaluate.scored import ScoredRows
-
-Int64s = npt.NDArray[np.int64]
 
 SEED = 1
 KEPT = ("sample_id", "query_id", "label", "gain")

@@ -11,9 +11,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from pipeline.core.arrays import Float64s
 from pipeline.core.fingerprint import hash63
 from pipeline.evaluate.metrics.statistic import Statistic, value_of
-from pipeline.evaluate.scored import Float64s
 
 _BLOCK_CELLS = 4_000_000  # weights held at a time: 32 MB
 _LEAST_DEFINED = 0.95

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Bools, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.progress import progress
@@ -23,9 +23,6 @@ from pipeline.data.sources import find_files
 from pipeline.data.validate import filter_mask
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.io.storage import Storage
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 NO_QUERY = -1
 _BATCH_ROWS = 8192

@@ -12,15 +12,11 @@ possible error of the k-th best so far. These are scored again as above.
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import NumericError
-
-Float32s = npt.NDArray[np.float32]
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
 
 _SCALE = 2.0**26
 UNIT = _SCALE * _SCALE

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
+from pipeline.core.arrays import Float64s, Int64s
 
 RANK_CONSTANT = 60
 """k of reciprocal rank fusion, that of the paper."""

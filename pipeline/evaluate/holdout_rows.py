@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.order import mix64
@@ -22,7 +23,6 @@ from pipeline.evaluate.scored import SliceColumn
 from pipeline.evaluate.texts import join_tokens, text_hashes, to_tokens
 from pipeline.io.storage import Storage
 
-Int64s = npt.NDArray[np.int64]
 PARTITION, QUERY_TOKENS = "partition", "query_tokens"
 SPECIAL_TOKENS = 2
 _BLOCK_ROWS = 65_536

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from pipeline.core.arrays import Int64s
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.fusion import Int64s, Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.fusion import Ranked, best_weight, by_rank, by_weight
 from pipeline.evaluate.metrics.names import RETRIEVAL
 from pipeline.evaluate.metrics.report import retrieval_report
 from pipeline.evaluate.report import HybridReport

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_share
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.evaluate.texts import UInt64s, text_hashes
+from pipeline.evaluate.texts import text_hashes
 from pipeline.parallel.gang import Gang
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

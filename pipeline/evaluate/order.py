@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.order import mix64
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

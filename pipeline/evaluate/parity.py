@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import ParityBars
 from pipeline.evaluate.scored import ScoredRows
-
-Float64s = npt.NDArray[np.float64]
 
 TOP_K = 10
 TIE = 1e-6

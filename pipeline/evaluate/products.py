@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.order import mix64
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens
-from pipeline.evaluate.texts import UInt64s, join_tokens, text_hashes, to_tokens
-
-Int64s = npt.NDArray[np.int64]
+from pipeline.evaluate.texts import join_tokens, text_hashes, to_tokens
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import NumericError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -26,8 +26,6 @@ from pipeline.parallel.gang import Gang
 
 _WINDOW = 512
 
-Float32s = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
 """Windows of texts to their unit vectors [n, D], in order."""

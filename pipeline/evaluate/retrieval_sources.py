@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.encode import text_characters
@@ -18,9 +19,7 @@ from pipeline.evaluate.holdout_rows import Holdout
 from pipeline.evaluate.metrics.retrieval import Judgements
 from pipeline.evaluate.products import distinct_products
 from pipeline.evaluate.retrieval import Queries, RetrievalTask
-from pipeline.evaluate.texts import UInt64s, decoded, join_tokens, text_hashes, to_tokens
-
-Int64s = npt.NDArray[np.int64]
+from pipeline.evaluate.texts import decoded, join_tokens, text_hashes, to_tokens
 
 NO_VALID = "the valid split has no query with a relevant item"
 ASK_NONE = "evaluate.baselines.valid_queries is 0"

@@ -5,13 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
-
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 GAIN_TOLERANCE = 1e-6
 """Gains are stored as float32: 0.7 comes back as 0.69999999, and is meant to reach 0.7."""

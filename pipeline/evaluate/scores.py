@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from pipeline.core.arrays import Float32s, Int32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.evaluate.saved_arrays import stage_arrays
@@ -21,10 +22,6 @@ KIND = "scores"
 SCHEMA_VERSION = 1
 FILE = "scores.safetensors"
 _SLICE = "slice."
-
-Float32s = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
 
 
 class ScoreInfo(BaseModel):

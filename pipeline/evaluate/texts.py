@@ -7,11 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.order import mix64
 from pipeline.data.tokenizer import Tokens, take
 
-Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
 _PLACE = np.uint64(32)
 
 

@@ -3,16 +3,14 @@
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.mine.config import MineConfig
 from pipeline.mine.parts import MiningParts
 from pipeline.mine.search import Searcher
 from pipeline.mine.select import Counts, Judged, choose_negatives
-
-Int64s = npt.NDArray[np.int64]
 
 
 def mine_share(

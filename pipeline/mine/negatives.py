@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 
-Int64s = npt.NDArray[np.int64]
 KIND = "negatives"
 MINE = "trnpipe mine"
 _QUERIES, _PRODUCTS = "query_id.npy", "product.npy"

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.keys import join_key
 from pipeline.io.storage import Storage
 from pipeline.mine.select import Counts
 
-Float32s = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
 Kind = Literal["vectors", "negatives"]
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -14,9 +14,6 @@ from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
 from pipeline.mine.parts import MiningParts
 from pipeline.mine.select import NONE, Candidates, Judged
 
-Float32s = npt.NDArray[np.float32]
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
 _CHUNK_ITEMS = 16_384
 """Products that queries are held against at a time: their vectors are in memory once, read from the map."""
 

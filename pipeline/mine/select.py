@@ -7,13 +7,10 @@ mining" (2024): what scores about as high as a positive is likely one that nobod
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.mine.config import MineConfig
 
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 NONE = -1
 
 

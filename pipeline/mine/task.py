@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.groups import first_rows, locate
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -18,8 +19,6 @@ from pipeline.data.tokenizer import Tokens
 from pipeline.evaluate.products import Products, distinct_products
 from pipeline.evaluate.texts import text_hashes, to_tokens
 from pipeline.mine.select import NONE, Judged
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeline.core.arrays import Float32s
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.mine.task import MiningTask
 
-Float32s = npt.NDArray[np.float32]
 _WINDOW = 512
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import Int64s, TokenRows
+from pipeline.data.shards import TokenRows
 from pipeline.data.token_set import Split
 from pipeline.evaluate.order import HoldoutOrder, choose_rows
 from pipeline.evaluate.parts import Arrays, PartStore

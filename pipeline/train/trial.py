@@ -11,7 +11,8 @@ import numpy as np
 
 from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
-from pipeline.core.batching import BatchPlan, Int64s
+from pipeline.core.arrays import Int64s
+from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.mined import MinedProducts

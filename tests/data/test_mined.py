@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.mined import NONE, MinedProducts
 from tests.train.rows import PAD, make_rows, mined_from
-
-Int64s = npt.NDArray[np.int64]
 
 
 def of_counts(counts: list[int], slots: int, tmp_path: Path, seed: int = 1) -> MinedProducts:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
@@ -19,7 +20,7 @@ from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.feed import Texts, answer
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.output import Float32s, VectorLayout
+from pipeline.embed.output import VectorLayout
 from pipeline.embed.parts import PartRecord, finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
 from pipeline.embed.texts import TextRules, cut_tokens

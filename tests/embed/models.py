@@ -8,11 +8,12 @@ from torch import Tensor
 
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.watch import NoWatch
+from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import CpuEngine, Engine, Float32s, RowEngine, open_engine
+from pipeline.embed.engines import CpuEngine, Engine, RowEngine, open_engine
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.relevance import build_model

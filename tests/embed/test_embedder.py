@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 
 from pipeline.backends import Backend, Batch, open_backend
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed import embedder as embedder_module
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.embedder import Embedder, open_embedder
-from pipeline.embed.engines import Float32s, Start, Wait
+from pipeline.embed.engines import Start, Wait
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.windows import HostBatch, flat_batches
 from pipeline.model.hf import to_hf

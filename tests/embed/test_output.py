@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from pipeline.core.arrays import Float32s
 from pipeline.embed.output import (
     ROWS_PER_GROUP,
-    Float32s,
     PartRows,
     VectorLayout,
     from_stored,

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import NumericError
 from pipeline.evaluate.exact import ExactTopK, exact_scores
-
-Float32s = npt.NDArray[np.float32]
 
 
 def unit(values: npt.NDArray[np.float64]) -> Float32s:

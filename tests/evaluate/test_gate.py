@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bench.gate_pairs import METRICS, Population, equal, evenly_worse, population, worse_slice
+from pipeline.core.arrays import Bools, Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricsConfig
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
-from pipeline.evaluate.scored import Bools, Float64s, PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.scored import PerQuery, ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 
 QUERIES = 2000

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from bench.gate_pairs import METRICS, Population, equal, evenly_worse, population
+from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig
 from pipeline.evaluate.gate.baselines import Baseline
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
-from pipeline.evaluate.scored import Float64s, PerQuery, ScoredRows
+from pipeline.evaluate.scored import PerQuery, ScoredRows
 
 QUERIES = 1000
 NDCG = "retrieval_ndcg@10"

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
+from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.ranking import ndcg
 from pipeline.evaluate.metrics.report import metric_report
-from pipeline.evaluate.scored import Float64s, Int64s, ScoredRows
+from pipeline.evaluate.scored import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9

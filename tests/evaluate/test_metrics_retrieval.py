@@ -7,11 +7,11 @@ import pytrec_eval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.report import retrieval_report
 from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.scored import Int64s
 
 EXACT = 1e-9
 CUTOFFS = (1, 3, 10)

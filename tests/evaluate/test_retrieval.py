@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
@@ -29,8 +30,6 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from tests.evaluate.gangs import on_ranks
 from tests.train.rows import make_rows, token_set_info
-
-Float32s = npt.NDArray[np.float32]
 
 
 def embed(windows: Iterable[Tokens]) -> Iterator[Float32s]:

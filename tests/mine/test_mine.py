@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
@@ -18,8 +19,6 @@ from pipeline.mine.parts import MiningParts
 from pipeline.mine.search import Bm25Search, VectorSearch
 from pipeline.mine.select import NONE, Candidates, Judged, choose_negatives
 
-Float32s = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
 QUERIES, ITEMS, WIDTH = 23, 130, 8
 CONFIG = MineConfig(negatives_per_query=4, depth=20, relative_margin=0.1)
 

@@ -5,12 +5,13 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeline.core.arrays import Bools
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
 from pipeline.evaluate.metrics.names import MetricName
 from pipeline.evaluate.metrics.statistic import Missing
-from pipeline.evaluate.scored import Bools, PerQuery, ScoredRows
+from pipeline.evaluate.scored import PerQuery, ScoredRows
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeline.core.arrays import Int64s
 from pipeline.evaluate.bootstrap import paired_bootstrap
 from pipeline.evaluate.config import GateConfig
 from pipeline.evaluate.gate.compare import Comparison, judge_slice, not_comparable
@@ -11,7 +12,7 @@ from pipeline.evaluate.gate.side import Side
 from pipeline.evaluate.gate.verdict import GateCheck
 from pipeline.evaluate.metrics.names import MetricName
 from pipeline.evaluate.metrics.statistic import Missing
-from pipeline.evaluate.scored import Int64s, ScoredRows
+from pipeline.evaluate.scored import ScoredRows
 
 _SHOWN = 3
 """Small slices that are named."""

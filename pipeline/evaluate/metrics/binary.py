@@ -6,9 +6,10 @@ from typing import Literal
 
 import numpy as np
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.statistic import Queries, Sums, divided
-from pipeline.evaluate.scored import Bools, Float64s, Int64s, ScoredRows
+from pipeline.evaluate.scored import ScoredRows
 
 AtThreshold = Literal["precision", "recall", "f1"]
 Area = Literal["roc_auc", "average_precision"]

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.metrics.statistic import Queries, Sums, divided, ratio
-from pipeline.evaluate.scored import Float64s, Int64s
 
 SMALLEST = float(np.finfo(np.float64).eps)
 """A probability below this counts as this, as in scikit-learn: a sure and wrong row costs at most 36.04 nats."""

@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.statistic import Queries, Sums, divided, ratio
-from pipeline.evaluate.scored import Bools, Float64s, Int64s
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.binary import Area, AtThreshold, Curve, at_threshold
 from pipeline.evaluate.metrics.calibration import calibration_error, log_loss
@@ -20,7 +21,7 @@ from pipeline.evaluate.metrics.ranking import (
     reciprocal_rank_by_query,
 )
 from pipeline.evaluate.metrics.statistic import Missing, Queries, Statistic, mean_over_queries, value_of
-from pipeline.evaluate.scored import GAIN_TOLERANCE, Bools, Float64s, Int64s, PerQuery, ScoredRows
+from pipeline.evaluate.scored import GAIN_TOLERANCE, PerQuery, ScoredRows
 
 _TWO_LABELS = ("precision", "recall", "f1", "roc_auc", "average_precision")
 _AT_THRESHOLD: dict[str, tuple[AtThreshold, str]] = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.metrics.statistic import Queries, divided
-from pipeline.evaluate.scored import Bools, Float64s, Int64s
 
 
 @dataclass(frozen=True, eq=False)

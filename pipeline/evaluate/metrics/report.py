@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipeline.core.arrays import Bools, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
 from pipeline.evaluate.metrics.names import MetricName
 from pipeline.evaluate.metrics.retrieval import Judgements, retrieval_by_query
 from pipeline.evaluate.metrics.statistic import Missing
-from pipeline.evaluate.scored import Bools, Int64s, PerQuery, ScoredRows
+from pipeline.evaluate.scored import PerQuery, ScoredRows
 
 
 class MetricReport(BaseModel):

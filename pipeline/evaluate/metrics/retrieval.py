@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.core.arrays import Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.names import RETRIEVAL
 from pipeline.evaluate.metrics.ranking import discounts
 from pipeline.evaluate.metrics.statistic import divided
-from pipeline.evaluate.scored import GAIN_TOLERANCE, Float64s, Int64s, PerQuery
+from pipeline.evaluate.scored import GAIN_TOLERANCE, PerQuery
 
 
 @dataclass(frozen=True, eq=False)

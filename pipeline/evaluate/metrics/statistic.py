@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.evaluate.scored import Bools, Float64s, Int64s
+from pipeline.core.arrays import Bools, Float64s, Int64s
 
 
 class Statistic(Protocol):
