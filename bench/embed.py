@@ -34,7 +34,7 @@ from pipeline.embed.linear import PackedLinear, packs_weights
 from pipeline.embed.program import row_shapes
 from pipeline.embed.windows import distinct_texts, row_batches
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.initial import initial_model
+from pipeline.model.hf import initial_model
 
 NAME = "embed"
 TITLE = "Titles/s of offline embedding against sentence-transformers `encode`: same weights, CPU and titles, fp32"

@@ -32,7 +32,7 @@ from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.initial import initial_model
+from pipeline.model.hf import initial_model
 from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import spec_of

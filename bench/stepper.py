@@ -14,7 +14,7 @@ from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.initial import initial_model
+from pipeline.model.hf import initial_model
 from pipeline.parallel.world import World
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig

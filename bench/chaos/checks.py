@@ -11,10 +11,9 @@ from jobs.targets.local.files import LocalFiles
 from jobs.targets.local.keeper import ENDED, STARTED
 from pipeline.core.errors import TrnpipeError
 from pipeline.embed.vector_set import open_vectors
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.io.verify import verify_dir
-from pipeline.registry.history import read_history
-from pipeline.registry.pointer import read_pointer
+from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.records import Pointer
 from pipeline.registry.verified import verify_checkpoint
 

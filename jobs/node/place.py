@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import node_from_env
 
 _LOOPBACK = ("127.0.0.1", "localhost")

@@ -19,7 +19,7 @@ def process_group(name: str) -> str | None:
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
     """The device of this rank. `auto`: cuda where there is one, else xla where it is installed, else cpu.
 
-    With several ranks their process group must be up before (parallel/device.py).
+    With several ranks their process group must be up before (parallel/gang.py).
     """
     name = _resolved(name)
     if name == "xla":

@@ -7,8 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean
-from pipeline.backends.eager import Eager
+from pipeline.backends.base import Batch, Eager, HostGather, HostMean
 from pipeline.backends.prefetch import prefetched
 
 

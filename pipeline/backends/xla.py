@@ -12,8 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean
-from pipeline.backends.eager import gathered
+from pipeline.backends.base import Batch, HostGather, HostMean, gathered
 from pipeline.backends.neuron_memory import core_memory_bytes
 from pipeline.core.errors import ConfigError
 from pipeline.core.pjrt import pjrt_device

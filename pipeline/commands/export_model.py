@@ -20,8 +20,8 @@ from pipeline.data.token_store import read_token_sets
 from pipeline.io import atomic
 from pipeline.io.place import place_of
 from pipeline.io.storage import Storage
+from pipeline.registry.history import read_pointer
 from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
-from pipeline.registry.pointer import read_pointer
 from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
 from pipeline.stages.prepared import find_prepared

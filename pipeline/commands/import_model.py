@@ -13,7 +13,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokenizer_store import given_tokenizer
-from pipeline.io import atomic, locks
+from pipeline.io import atomic
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
@@ -28,7 +28,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         source = open_source(call.arguments[0], retry=settings.storage, stop=stop)
         given, assumed = _given(settings, ctx, for_file=bool(source.file))
         model = read_model(source, given, scratch)
-        with locks.exclusive(ctx.scratch / "import.lock", stop):  # two at once would commit the same folder
+        with atomic.exclusive(ctx.scratch / "import.lock", stop):  # two at once would commit the same folder
             checkpoint, already = store_import(
                 ctx.workspace, model, settings_hash=ctx.settings_hash, code_version=ctx.code_version, scratch=scratch
             )

@@ -12,12 +12,10 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.author import who
-from pipeline.registry.history import list_models, read_history
+from pipeline.registry.history import list_models, read_history, read_pointer
 from pipeline.registry.lineage import Ancestor, lineage
-from pipeline.registry.pointer import read_pointer
 from pipeline.registry.promote import promote, roll_back
-from pipeline.registry.records import Author, Entry, Pointer, check_prefix, one_line
+from pipeline.registry.records import Author, Entry, Pointer, check_prefix, one_line, who
 from pipeline.registry.verdict import stored_decision
 from pipeline.registry.verified import read_checkpoint
 from pipeline.settings import Settings, settings_hash

@@ -14,9 +14,9 @@ from pipeline.compile.cache_entry import DONE_NAME, CacheEntry, EntryName
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
-from pipeline.io import atomic, locks
+from pipeline.io import atomic
+from pipeline.io.commit import file_record
 from pipeline.io.errors import os_errors
-from pipeline.io.hashing import file_record
 
 LEDGER_DIR = ".trnpipe-sync"
 ENTRY_KIND = "compile-cache-entry"
@@ -28,7 +28,7 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
     folder = root / LEDGER_DIR
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder)
-        with locks.exclusive(folder, stop):
+        with atomic.exclusive(folder, stop):
             yield folder
 
 

@@ -14,11 +14,17 @@ from pipeline.compile.cache_ledger import ENTRY_KIND
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.io import atomic
+from pipeline.io.commit import (
+    bad_file,
+    check_record,
+    check_sizes,
+    file_record,
+    hash_bytes,
+    require_manifest,
+    verify_dir,
+)
 from pipeline.io.errors import KeyNotFound, os_errors
-from pipeline.io.hashing import file_record, hash_bytes
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
-from pipeline.io.verify import bad_file, check_record, check_sizes, require_manifest, verify_dir
+from pipeline.io.storage import Storage, join_key
 
 WITHDRAWN = b""
 

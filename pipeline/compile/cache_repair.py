@@ -21,8 +21,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.errors import os_errors
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 
 ActionKind = Literal["unlock", "drop failed", "drop incomplete", "prune"]
 DROPPED: dict[EntryState, ActionKind] = {EntryState.FAILED: "drop failed", EntryState.INCOMPLETE: "drop incomplete"}

@@ -12,10 +12,9 @@ from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.errors import os_errors
-from pipeline.io.keys import join_key
 from pipeline.io.place import place_of
 from pipeline.io.retry import RetryPolicy
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage, join_key, open_storage
 
 CLAIM = ".trnpipe-export"
 """Marks a folder on S3 as ours from before its first file until its manifest is there."""

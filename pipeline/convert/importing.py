@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint, prefix_of
-from pipeline.checkpoint.writer import Snapshot, commit_snapshot
 from pipeline.convert.reading import ForeignModel
 from pipeline.core.errors import CheckpointError
 from pipeline.core.fingerprint import fingerprint

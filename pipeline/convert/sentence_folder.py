@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from pipeline.convert.source import Source
 from pipeline.core.errors import ConfigError
-from pipeline.io.keys import folder_key
+from pipeline.io.storage import folder_key
 
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS = ("cls", "mean")

@@ -15,13 +15,11 @@ from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
+from pipeline.io.commit import check_record, read_manifest, record_of
 from pipeline.io.errors import os_errors
-from pipeline.io.hashing import record_of
-from pipeline.io.keys import join_key
 from pipeline.io.place import place_of
 from pipeline.io.retry import RetryPolicy
-from pipeline.io.storage import Storage
-from pipeline.io.verify import check_record, read_manifest
+from pipeline.io.storage import Storage, join_key
 
 JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20

@@ -11,7 +11,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import Advance, progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import RawBatch
-from pipeline.io.hashing import record_of
+from pipeline.io.commit import record_of
 from pipeline.io.storage import ObjectStat, Storage
 
 FLAT = "flat"

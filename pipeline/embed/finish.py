@@ -27,11 +27,8 @@ from pipeline.embed.parts import PartCounts, PartRecord, id_range, load_records,
 from pipeline.embed.plan import EmbedPlan, vectors_prefix
 from pipeline.embed.texts import DUPLICATE_ID
 from pipeline.embed.vector_set import KIND, QUARANTINE, PartInfo, VectorSet, VectorSetInfo, ids_at
-from pipeline.io.commit import read_manifest
-from pipeline.io.hashing import hash_bytes
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
-from pipeline.io.verify import check_sizes
+from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
+from pipeline.io.storage import Storage, join_key
 
 _TOP_REASONS = 3
 

@@ -31,10 +31,8 @@ from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import CatalogueColumns
 from pipeline.embed.parts import quarantined
 from pipeline.embed.spill import HashSpill
-from pipeline.io.hashing import hash_bytes
-from pipeline.io.keys import join_key
-from pipeline.io.storage import ObjectStat, Storage
-from pipeline.io.verify import read_manifest
+from pipeline.io.commit import hash_bytes, read_manifest
+from pipeline.io.storage import ObjectStat, Storage, join_key
 
 KIND = "catalogue"
 FORMAT_VERSION = 1

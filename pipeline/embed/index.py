@@ -12,7 +12,7 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.embed.spill import HashSpill
-from pipeline.io import atomic, locks
+from pipeline.io import atomic
 from pipeline.io.errors import os_errors
 
 RECORD = np.dtype([("hash", "<u8"), ("text", "<u8"), ("place", "<i8")])
@@ -42,7 +42,7 @@ def build_index(folder: Path, parts: Iterator[IndexRows], expected: int, stop: S
     """Make the index unless it is there. Processes of one machine make it once; the folder's name names its content."""
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder.parent)
-        with locks.exclusive(folder.with_suffix(".lock"), stop):
+        with atomic.exclusive(folder.with_suffix(".lock"), stop):
             if not folder.is_dir():
                 making = folder.with_suffix(".making")
                 with (

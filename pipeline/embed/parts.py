@@ -21,10 +21,9 @@ from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.rows import BadRow
 from pipeline.embed.output import PartRows, metadata_of, part_files
 from pipeline.embed.plan import EmbedPlan, vectors_prefix
-from pipeline.io.hashing import hash_bytes
-from pipeline.io.keys import join_key
+from pipeline.io.commit import hash_bytes
 from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 
 NUM_READ_THREADS = 16
 _RECORDS_AT_A_TIME = 64

@@ -19,8 +19,7 @@ from pipeline.embed.output import ROWS_PER_GROUP, Stored, VectorLayout, from_sto
 from pipeline.embed.parts import PartCounts
 from pipeline.embed.plan import ModelRef, vectors_prefix
 from pipeline.io.commit import read_manifest
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 
 KIND = "embeddings"
 QUARANTINE = "quarantine.jsonl"

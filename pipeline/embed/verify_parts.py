@@ -15,7 +15,7 @@ from pipeline.embed.parts import id_range
 from pipeline.embed.texts import id_hashes
 from pipeline.embed.vector_set import VectorSet, ids_at
 from pipeline.embed.verify_report import Check, judge
-from pipeline.io.verify import verify_dir
+from pipeline.io.commit import verify_dir
 
 _MAX_DUPLICATES = 1000
 

@@ -9,8 +9,7 @@ from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.model.flat import FlatLayout
-from pipeline.model.forward import Precision, flat_forward
+from pipeline.model.flat import FlatLayout, Precision, flat_forward
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 

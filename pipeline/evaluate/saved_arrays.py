@@ -12,10 +12,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import DataError
-from pipeline.io.commit import commit_dir, fetch_dir
+from pipeline.io.commit import commit_dir, fetch_dir, require_manifest
 from pipeline.io.errors import os_errors
 from pipeline.io.storage import Storage
-from pipeline.io.verify import require_manifest
 
 FILE = "arrays.safetensors"
 

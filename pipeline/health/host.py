@@ -20,7 +20,7 @@ from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
 from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.verdict import CheckResult, Verdict
 from pipeline.io.storage import Storage
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 
 ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
 # vCPUs and GiB of memory by instance type: AWS Neuron documentation, Trn1 and Trn2 architecture pages. The vCPUs of

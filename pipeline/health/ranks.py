@@ -29,7 +29,7 @@ from pipeline.health.device import check_burn, check_memory, check_operations, o
 from pipeline.health.rank_reports import BURN, SHARED, leave
 from pipeline.health.tolerance import OPERATIONS
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict
-from pipeline.parallel.device import open_device
+from pipeline.parallel.gang import open_device
 from pipeline.parallel.world import World
 
 DEVICE = "device"

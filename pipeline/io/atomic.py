@@ -1,7 +1,4 @@
-"""Atomic, durable local files: temp file beside the target, fsync, rename, fsync of the folder.
-
-A reader sees the old file, the new one or none; kill -9 leaves at most a temp file that no listing shows.
-"""
+"""Atomic, durable local files (temp file beside the target, fsync, rename), and locks between processes."""
 
 import errno
 import fcntl
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.core.stop import StopSignal
-from pipeline.io.keys import TEMP_PREFIX, is_temp
+from pipeline.io.storage import TEMP_PREFIX, is_temp
 
 COPY_BLOCK_BYTES = 8 * 2**20
 # A temp file is created a moment before it is locked; younger ones are left alone.
@@ -184,3 +181,41 @@ def _lock_softly(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return
+
+
+# A lock between processes of one machine (or of one file system with flock), released by the kernel at death.
+
+POLL_S = 0.05
+
+
+@contextmanager
+def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
+    """Hold the lock of an existing folder, or of a file that is created. Preempted when stopped while waiting."""
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                stop.wait(POLL_S)
+                stop.raise_if_set(f"waiting for the lock of {path}")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def if_free(path: Path) -> Iterator[bool]:
+    """Hold the lock of a file, which is created, unless another process does: then False, at once."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

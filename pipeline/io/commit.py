@@ -6,20 +6,202 @@ trust nothing without it. A writer killed at any byte leaves a folder that is no
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import xxhash
 from pydantic import JsonValue
 
 from pipeline import __version__
 from pipeline.core.errors import DataError
-from pipeline.core.manifest import MANIFEST_NAME, Manifest
+from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.progress import Advance
+from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import os_errors
-from pipeline.io.fetch import fetch_dir
-from pipeline.io.hashing import file_record
-from pipeline.io.keys import check_key, folder_key, is_temp, join_key
+from pipeline.io.errors import KeyNotFound, key_not_found, os_errors
 from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Storage
-from pipeline.io.verify import check_sizes, read_manifest, verify_dir
+from pipeline.io.storage import Storage, check_key, folder_key, is_temp, join_key
+
+# xxh3_128: the content checksum of every artefact (fast enough to be disk-bound; not a defence against malice).
+
+BLOCK_BYTES = 8 * 2**20
+
+
+def hash_bytes(data: bytes) -> str:
+    """Hex xxh3_128 of bytes in memory."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def record_of(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
+    """Size and checksum of the rest of a stream, polling `stop` and telling `advance` every 8 MiB."""
+    hasher, size_bytes = xxhash.xxh3_128(), 0
+    while block := file.read(BLOCK_BYTES):
+        if stop is not None:
+            stop.raise_if_set("checking a file")
+        hasher.update(block)
+        size_bytes += len(block)
+        advance(len(block))
+    return FileRecord(size_bytes=size_bytes, xxh3_128=hasher.hexdigest())
+
+
+def file_record(path: Path, stop: StopSignal | None = None) -> FileRecord:
+    """Size and checksum of a local file."""
+    with path.open("rb") as file:
+        return record_of(file, stop)
+
+
+# Reading the marker of a committed folder and checking the files against it.
+
+NUM_VERIFY_THREADS = 4
+
+
+def read_manifest(storage: Storage, prefix: str) -> Manifest | None:
+    """The manifest of a committed folder, None when it is not committed, DataError when the manifest is damaged."""
+    key = join_key(prefix, MANIFEST_NAME)
+    try:
+        data = storage.read_bytes(key)
+    except KeyNotFound:
+        return None
+    return Manifest.from_json(data, source=storage.uri(key))
+
+
+def require_manifest(storage: Storage, prefix: str) -> Manifest:
+    """The manifest; KeyNotFound (a DataError) when the folder is not committed."""
+    manifest = read_manifest(storage, prefix)
+    if manifest is None:
+        raise key_not_found(storage.uri(join_key(prefix, MANIFEST_NAME)))
+    return manifest
+
+
+def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
+    """Check every file: sizes by one listing, and with `deep` the checksums by reading all bytes.
+
+    Raises DataError naming the first bad file (in name order), KeyNotFound when the folder is not committed.
+    """
+    manifest = require_manifest(storage, prefix)
+    check_sizes(storage, prefix, manifest)
+    if deep:
+        names = sorted(manifest.files)
+
+        def check(name: str) -> None:
+            key = join_key(prefix, name)
+            with storage.open_read(key) as file:
+                check_record(storage.uri(key), manifest.files[name], record_of(file, storage.stop))
+
+        run_parallel(
+            check,
+            names,
+            num_threads=NUM_VERIFY_THREADS,
+            stop=storage.stop,
+            doing=f"verifying {prefix}",
+            size_bytes=lambda name: manifest.files[name].size_bytes,
+        )
+    return manifest
+
+
+def check_sizes(storage: Storage, prefix: str, manifest: Manifest) -> None:
+    """DataError naming the first file that is missing or has another size."""
+    found = _sizes(storage, prefix, manifest)
+    for name, record in sorted(manifest.files.items()):
+        if found.get(name) != record.size_bytes:
+            seen = f"has {found[name]} bytes" if name in found else "is missing"
+            raise bad_file(storage.uri(join_key(prefix, name)), seen, f"{record.size_bytes} bytes")
+
+
+def _sizes(storage: Storage, prefix: str, manifest: Manifest) -> dict[str, int]:
+    """Sizes of the files that are there: one listing on S3; no listing on disk, as that would hash for the etags."""
+    folder = storage.local_path(prefix)
+    if folder is not None:
+        return {name: (folder / name).stat().st_size for name in manifest.files if (folder / name).is_file()}
+    cut = len(join_key(prefix, ""))
+    return {stat.key[cut:]: stat.size_bytes for stat in storage.list(prefix)}
+
+
+def check_record(uri: str, expected: FileRecord, seen: FileRecord) -> None:
+    """DataError when size or checksum differ."""
+    if seen != expected:
+        raise bad_file(
+            uri,
+            f"has {seen.size_bytes} bytes and xxh3_128 {seen.xxh3_128}",
+            f"{expected.size_bytes} bytes and xxh3_128 {expected.xxh3_128}",
+        )
+
+
+def bad_file(uri: str, seen: str, expected: str) -> DataError:
+    """The one wording for a file that is not what its manifest says."""
+    return DataError(
+        f"{uri} {seen}",
+        expected=f"{expected} as in its {MANIFEST_NAME}",
+        next_command="delete that folder and run the stage that wrote it again",
+    )
+
+
+# A committed folder as verified local files, shared by the processes of one machine.
+
+
+def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = True) -> Path:
+    """A local folder with the verified files of a committed one: itself under file://, else `cache_dir/<digest>`.
+
+    A download resumes file by file, is verified and marked with the manifest. Processes that fetch the same content
+    at the same time download it once. `deep=False` trusts sizes of files that are already local; a download is
+    always checked in full. Raises DataError naming the bad file, KeyNotFound when the folder is not committed.
+    """
+    real = storage.local_path(prefix)
+    if real is not None:
+        verify_dir(storage, prefix, deep=deep)
+        return real
+    manifest = require_manifest(storage, prefix)
+    folder = cache_dir.absolute() / manifest.digest
+    marker = folder / MANIFEST_NAME
+    with os_errors("writing", f"file://{folder}"):
+        if marker.exists() and not _bad_names(folder, manifest, storage, deep=deep):
+            return folder
+        atomic.make_dirs(folder)
+        with atomic.exclusive(folder.with_suffix(".lock"), storage.stop):
+            # Without the marker a file may be a dead writer's: only its checksum proves it.
+            missing = _bad_names(folder, manifest, storage, deep=deep or not marker.exists())
+            if missing:
+                _download(storage, prefix, folder, manifest, missing)
+            if not marker.exists():
+                atomic.write_bytes_atomic(marker, manifest.to_json())
+    return folder
+
+
+def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, names: list[str]) -> None:
+    """Get the named files; one that arrives damaged is got once more before it is called bad."""
+    for part in {folder, *((folder / name).parent for name in names)}:
+        atomic.sweep_temps(part)
+    storage.download_dir(prefix, folder, names)
+    damaged = _bad_names(folder, manifest, storage, deep=True)
+    storage.download_dir(prefix, folder, damaged)
+    for name in damaged:
+        try:
+            check_record(storage.uri(join_key(prefix, name)), manifest.files[name], file_record(folder / name))
+        except DataError:
+            (folder / name).unlink()
+            raise
+
+
+def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool) -> list[str]:
+    """Files that are missing or differ from the manifest, in name order."""
+
+    def is_bad(name: str) -> bool:
+        path, record = folder / name, manifest.files[name]
+        if not path.is_file() or path.stat().st_size != record.size_bytes:
+            return True
+        return deep and file_record(path, storage.stop) != record
+
+    names = sorted(manifest.files)
+    doing = f"verifying {folder}"
+    bad = run_parallel(
+        is_bad,
+        names,
+        num_threads=NUM_VERIFY_THREADS,
+        stop=storage.stop,
+        doing=doing,
+        size_bytes=lambda name: manifest.files[name].size_bytes,
+    )
+    return [name for name, flag in zip(names, bad, strict=True) if flag]
+
 
 __all__ = ["commit_dir", "fetch_dir", "file_record", "read_manifest", "verify_dir"]
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.core.stop import StopSignal
-from pipeline.io import atomic, keys, locks
-from pipeline.io.counts import RequestCounts
+from pipeline.io import atomic, storage
+from pipeline.io.commit import hash_bytes
 from pipeline.io.errors import key_not_found, os_errors
-from pipeline.io.hashing import hash_bytes
 from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Names, ObjectStat
+from pipeline.io.storage import Names, ObjectStat, RequestCounts
 
 # Up to this size an etag is the hash of the content, as for S3; hashing data files at every listing would be slow.
 ETAG_HASH_MAX_BYTES = 8 * 2**20
@@ -31,25 +30,25 @@ class LocalStorage:
         return f"file://{self.folder / key}"
 
     def local_path(self, key: str) -> Path:
-        return self.folder / keys.check_key(key) if key else self.folder
+        return self.folder / storage.check_key(key) if key else self.folder
 
     def stat(self, key: str) -> ObjectStat | None:
-        path = self.local_path(keys.check_key(key))
+        path = self.local_path(storage.check_key(key))
         self.requests.add("head")
         with os_errors("looking at", self.uri(key)):
             return _stat(key, path)
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
-        folder = keys.folder_key(prefix)
+        folder = storage.folder_key(prefix)
         self.requests.add("list")
         with os_errors("listing", self.uri(folder)):
-            found = {keys.join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
+            found = {storage.join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
             for key in sorted(found, key=str.encode):
                 if stat := _stat(key, found[key]):
                     yield stat
 
     def list_dirs(self, prefix: str) -> Names:
-        folder = self.local_path(keys.folder_key(prefix))
+        folder = self.local_path(storage.folder_key(prefix))
         self.requests.add("list")
         with os_errors("listing", self.uri(prefix)):
             names = [entry.name for entry in _scan(folder) if entry.is_dir()]
@@ -67,7 +66,7 @@ class LocalStorage:
     def open_read(self, key: str) -> BinaryIO:
         self.requests.add("get")
         with os_errors("reading", self.uri(key)):
-            return self.local_path(keys.check_key(key)).open("rb")
+            return self.local_path(storage.check_key(key)).open("rb")
 
     def write_bytes(self, key: str, data: bytes) -> None:
         path = self._path_to_put(key)
@@ -75,18 +74,18 @@ class LocalStorage:
             atomic.write_bytes_atomic(path, data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        path = self.local_path(keys.check_key(key))
+        path = self.local_path(storage.check_key(key))
         self.requests.add("put")
         with os_errors("writing", self.uri(key)):
             return False if path.exists() else atomic.create_atomic(path, data)
 
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
-        path = self.local_path(keys.check_key(key))
+        path = self.local_path(storage.check_key(key))
         self.requests.add("put")
         with os_errors("writing", self.uri(key)):
             if not path.parent.is_dir():
                 return False
-            with locks.exclusive(path.parent, self.stop):
+            with atomic.exclusive(path.parent, self.stop):
                 stat = _stat(key, path)
                 if stat is None or stat.etag != etag:
                     return False
@@ -96,13 +95,13 @@ class LocalStorage:
     def delete(self, keys_: Iterable[str]) -> None:
         for key in keys_:
             self.requests.add("delete")
-            path = self.local_path(keys.check_key(key))
+            path = self.local_path(storage.check_key(key))
             with os_errors("deleting", self.uri(key)):
                 if path.is_file() or path.is_symlink():
                     path.unlink(missing_ok=True)
 
     def delete_prefix(self, prefix: str) -> None:
-        folder = self.local_path(keys.check_key(keys.folder_key(prefix)))
+        folder = self.local_path(storage.check_key(storage.folder_key(prefix)))
         self.requests.add("delete")
         with os_errors("deleting", self.uri(prefix)):
             if not folder.is_dir():
@@ -117,7 +116,7 @@ class LocalStorage:
             atomic.write_atomic(path, lambda file: atomic.copy_into(local, file, self.stop))
 
     def download(self, key: str, local: Path) -> None:
-        source = self.local_path(keys.check_key(key))
+        source = self.local_path(storage.check_key(key))
         self.requests.add("get")
         if not source.is_file():
             raise key_not_found(self.uri(key))
@@ -125,17 +124,17 @@ class LocalStorage:
             atomic.write_atomic(local, lambda file: atomic.copy_into(source, file, self.stop))
 
     def upload_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        self._each(lambda name: self.upload(local_dir / name, keys.join_key(prefix, name)), names, "uploading")
+        self._each(lambda name: self.upload(local_dir / name, storage.join_key(prefix, name)), names, "uploading")
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        self._each(lambda name: self.download(keys.join_key(prefix, name), local_dir / name), names, "downloading")
+        self._each(lambda name: self.download(storage.join_key(prefix, name), local_dir / name), names, "downloading")
 
     def _each(self, call: Callable[[str], None], names: Iterable[str], doing: str) -> None:
         run_parallel(call, list(names), num_threads=NUM_COPY_THREADS, stop=self.stop, doing=doing)
 
     def _path_to_put(self, key: str) -> Path:
         self.requests.add("put")
-        return self.local_path(keys.check_key(key))
+        return self.local_path(storage.check_key(key))
 
 
 def _stat(key: str, path: Path) -> ObjectStat | None:
@@ -155,7 +154,7 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
     """Visible entries of a folder; none when it is missing."""
     try:
         with os.scandir(folder) as entries:
-            return [entry for entry in entries if not keys.is_temp(entry.name)]
+            return [entry for entry in entries if not storage.is_temp(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.keys import check_key
 from pipeline.io.retry import RetryPolicy
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage, check_key, open_storage
 
 
 def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:

@@ -11,16 +11,29 @@ from botocore.exceptions import BotoCoreError, ClientError
 from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
-from pipeline.io import keys
-from pipeline.io.counts import RequestCounts
+from pipeline.io import storage
 from pipeline.io.errors import key_not_found
 from pipeline.io.parallel import run_parallel
 from pipeline.io.retry import RetryPolicy
-from pipeline.io.s3_client import S3Client
-from pipeline.io.s3_errors import S3_ERRORS, is_missing, is_precondition_failed, missing_bucket, status_of, translate
-from pipeline.io.s3_reader import buffered, checked_length, range_header
-from pipeline.io.s3_transfer import Target, TransferSettings, download_file, upload_file
-from pipeline.io.storage import Names, ObjectStat
+from pipeline.io.s3_client import (
+    S3_ERRORS,
+    S3Client,
+    is_missing,
+    is_precondition_failed,
+    missing_bucket,
+    status_of,
+    translate,
+)
+from pipeline.io.s3_transfer import (
+    Target,
+    TransferSettings,
+    buffered,
+    checked_length,
+    download_file,
+    range_header,
+    upload_file,
+)
+from pipeline.io.storage import Names, ObjectStat, RequestCounts
 
 DELETE_BATCH = 1000  # S3 limit of DeleteObjects
 WRITER_TAG = "trnpipe-writer"
@@ -32,7 +45,7 @@ class S3Storage:
     def __init__(self, client: S3Client, bucket: str, prefix: str, transfer: TransferSettings | None = None) -> None:
         self._client, self._bucket, self._prefix = client, bucket, prefix
         self._transfer = transfer or TransferSettings()
-        self.root = f"s3://{keys.join_key(bucket, prefix)}" if prefix else f"s3://{bucket}"
+        self.root = f"s3://{storage.join_key(bucket, prefix)}" if prefix else f"s3://{bucket}"
 
     @property
     def stop(self) -> StopSignal:
@@ -101,7 +114,7 @@ class S3Storage:
             self._delete_batch(full_keys[start : start + DELETE_BATCH])
 
     def delete_prefix(self, prefix: str) -> None:
-        keys.check_key(keys.folder_key(prefix))
+        storage.check_key(storage.folder_key(prefix))
         found = [stat.key for stat in self.list(prefix)]
         markers = {key for key in found if key.rsplit("/", 1)[-1] == MANIFEST_NAME}
         self.delete(sorted(markers))
@@ -117,19 +130,19 @@ class S3Storage:
         names = tuple(names)
         sizes = {name: _size(local_dir / name) for name in names}
         self._each_file(
-            lambda name: self.upload(local_dir / name, keys.join_key(prefix, name)), sizes, f"uploading {prefix}"
+            lambda name: self.upload(local_dir / name, storage.join_key(prefix, name)), sizes, f"uploading {prefix}"
         )
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
         names = tuple(names)
         found = {stat.key: stat for stat in self.list(prefix)} if names else {}
-        stats = {name: found.get(keys.join_key(prefix, name)) for name in names}
+        stats = {name: found.get(storage.join_key(prefix, name)) for name in names}
         sizes = {name: stat.size_bytes if stat else 0 for name, stat in stats.items()}
 
         def get(name: str) -> None:
             stat = stats[name]
             if stat is None:
-                raise key_not_found(self.uri(keys.join_key(prefix, name)))
+                raise key_not_found(self.uri(storage.join_key(prefix, name)))
             self._download(stat, local_dir / name)
 
         self._each_file(get, sizes, f"downloading {prefix}")
@@ -147,11 +160,11 @@ class S3Storage:
         download_file(self._client, self._target(stat.key), stat.size_bytes, stat.etag, local, self._transfer)
 
     def _target(self, key: str) -> Target:
-        return Target(self._bucket, keys.join_key(self._prefix, keys.check_key(key)), self.uri(key))
+        return Target(self._bucket, storage.join_key(self._prefix, storage.check_key(key)), self.uri(key))
 
     def _folder(self, prefix: str) -> str:
         """The S3 prefix of a folder: ends in '/', '' for the whole bucket."""
-        folder = keys.join_key(self._prefix, keys.folder_key(prefix)).strip("/")
+        folder = storage.join_key(self._prefix, storage.folder_key(prefix)).strip("/")
         return f"{folder}/" if folder else ""
 
     def _require(self, key: str) -> ObjectStat:
@@ -235,7 +248,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
             expected="s3://bucket/prefix; credentials come from the AWS environment",
             next_command="correct the URI in the settings",
         )
-    prefix, root = keys.folder_key(parts.path), f"s3://{parts.netloc}"
+    prefix, root = storage.folder_key(parts.path), f"s3://{parts.netloc}"
     try:
         client = S3Client(retry, stop)
     except (BotoCoreError, ValueError) as error:

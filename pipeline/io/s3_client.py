@@ -8,12 +8,146 @@ from typing import Any, TypeVar
 import boto3
 import botocore.loaders
 import botocore.session
+import urllib3.exceptions
+from botocore import exceptions as boto
 from botocore.config import Config
 
+from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.io.counts import Operation, RequestCounts
+from pipeline.io.errors import key_not_found
 from pipeline.io.retry import RetryPolicy, call_with_retry
-from pipeline.io.s3_errors import S3_ERRORS, is_retryable, translate
+from pipeline.io.storage import Operation, RequestCounts
+
+# Which S3 errors are worth another try, and what the others mean to the user.
+#
+# Only the error code and HTTP status reach a message: the text that boto3 gives may quote an endpoint with a password.
+
+# S3 API reference, "List of error codes"; RequestTimeout is a 400, the two conflicts are 409.
+RETRYABLE_CODES = frozenset(
+    {
+        "SlowDown",
+        "InternalError",
+        "ServiceUnavailable",
+        "RequestTimeout",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "BandwidthLimitExceeded",
+        "TooManyRequests",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+    }
+)
+RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
+MISSING_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
+RETRYABLE_TYPES: tuple[type[BaseException], ...] = (
+    boto.ConnectionError,
+    boto.HTTPClientError,
+    boto.ReadTimeoutError,
+    boto.ResponseStreamingError,
+    boto.IncompleteReadError,
+    boto.FlexibleChecksumError,
+    boto.MetadataRetrievalError,
+    boto.CredentialRetrievalError,
+    urllib3.exceptions.HTTPError,
+    ConnectionError,
+    TimeoutError,
+)
+# What a request may raise, other than an OSError of the local side (a full disk must not pass for an S3 fault).
+S3_ERRORS: tuple[type[Exception], ...] = (
+    boto.BotoCoreError,
+    boto.ClientError,
+    urllib3.exceptions.HTTPError,
+    ConnectionError,
+    TimeoutError,
+)
+
+
+class PartialBody(ConnectionError):
+    """Fewer bytes arrived than were announced or asked for."""
+
+
+def code_of(error: BaseException) -> str:
+    """The S3 error code, '' when it is not an answer of the service."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status, 0 when it is not an answer of the service."""
+    if not isinstance(error, boto.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_retryable(error: BaseException) -> bool:
+    """True for throttling, server faults, time-outs, broken connections; never for other 4xx."""
+    if isinstance(error, boto.ClientError):
+        return code_of(error) in RETRYABLE_CODES or status_of(error) in RETRYABLE_STATUS
+    return isinstance(error, RETRYABLE_TYPES)
+
+
+def is_missing(error: BaseException) -> bool:
+    """The key does not exist (a missing bucket is something else)."""
+    return code_of(error) in MISSING_CODES
+
+
+def is_precondition_failed(error: BaseException) -> bool:
+    return code_of(error) == "PreconditionFailed" or status_of(error) == 412
+
+
+def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
+    """The family member for an error that was not, or no longer, retried."""
+    code, status = code_of(error), status_of(error)
+    name = f"{code or type(error).__name__}" + (f", HTTP {status}" if status else "")
+    if is_retryable(error):
+        return TransientError(
+            f"{uri}: {name} while {doing} it, until the retry budget was spent",
+            expected="S3 to answer within storage retry total_deadline_s",
+            next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
+        )
+    if code == "NoSuchBucket":
+        return missing_bucket(uri)
+    if is_missing(error):
+        return key_not_found(uri)
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError) or code in (
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "InvalidToken",
+    ):
+        return ConfigError(
+            f"{uri}: no usable AWS credentials ({name})",
+            expected="a job role, an instance role, a profile or AWS_ACCESS_KEY_ID with its secret",
+            next_command="aws sts get-caller-identity",
+        )
+    if status == 403 or code == "AccessDenied":
+        return ConfigError(
+            f"{uri}: {name} while {doing} it",
+            expected="s3:GetObject, PutObject, DeleteObject on the prefix and s3:ListBucket on the bucket",
+            next_command="aws sts get-caller-identity; correct the policy of that role",
+        )
+    if is_precondition_failed(error):
+        return TransientError(
+            f"{uri} was replaced while {doing} it",
+            expected="one version from the first byte to the last",
+            next_command="run the same command again",
+        )
+    return ConfigError(
+        f"{uri}: {name} while {doing} it",
+        expected="a request that S3 accepts",
+        next_command="check the bucket name, the region and AWS_ENDPOINT_URL",
+    )
+
+
+def missing_bucket(uri: str) -> ConfigError:
+    """The one wording for a bucket that is not there."""
+    bucket = uri.removeprefix("s3://").split("/")[0]
+    return ConfigError(
+        f"bucket {bucket} does not exist (needed for {uri})",
+        expected="an existing bucket of this account and endpoint",
+        next_command=f"aws s3 mb s3://{bucket}; or correct the URI in the settings",
+    )
+
 
 T = TypeVar("T")
 

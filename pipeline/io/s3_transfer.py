@@ -4,18 +4,78 @@ s3transfer (boto3's TransferManager) repeats a part only through boto3's retries
 not poll our stop signal; without them one SlowDown restarts a whole file. So the parts are sent here.
 """
 
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from pipeline.core.errors import DataError
 from pipeline.io.atomic import fsync_path, temp_file
 from pipeline.io.errors import os_errors
 from pipeline.io.parallel import run_parallel
-from pipeline.io.s3_client import S3Client
-from pipeline.io.s3_errors import S3_ERRORS, PartialBody, code_of, is_missing, translate
-from pipeline.io.s3_reader import BODY_BLOCK_BYTES, range_header
+from pipeline.io.s3_client import S3_ERRORS, PartialBody, S3Client, code_of, is_missing, translate
+
+# A seekable file over ranged GETs.
+
+MIN_RANGE_BYTES = 8 * 2**20
+BODY_BLOCK_BYTES = 2**20
+RangeReader = Any  # Callable[[int, int], bytes]; kept loose for RawIOBase
+
+
+class RangeFile(io.RawIOBase):
+    """Raw reader: each read is one request. Wrap it with buffered()."""
+
+    def __init__(self, read_range: RangeReader, size_bytes: int) -> None:
+        super().__init__()
+        self._read_range = read_range
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"negative seek position {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = min(len(view), self._size_bytes - self._position)
+        if length <= 0:
+            return 0
+        data = self._read_range(self._position, length)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def buffered(read_range: RangeReader, size_bytes: int) -> BinaryIO:
+    """A buffered reader that asks for at least 8 MiB at a time (or all that is left)."""
+    buffer_bytes = max(1, min(MIN_RANGE_BYTES, size_bytes))
+    return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, size_bytes), buffer_bytes))
+
+
+def range_header(start: int, length: int) -> str:
+    """HTTP ranges are inclusive."""
+    return f"bytes={start}-{start + length - 1}"
+
+
+def checked_length(data: bytes, expected: int) -> bytes:
+    """The data; PartialBody, which is retried, when it is not `expected` bytes."""
+    if len(data) != expected:
+        raise PartialBody(f"{len(data)} of {expected} bytes")
+    return data
+
 
 MAX_PARTS = 10_000  # S3 limit
 MIB = 2**20

@@ -1,15 +1,99 @@
 """The seam to storage: one protocol over `file://` and `s3://`, and how a URI becomes a Storage."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Literal, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.counts import RequestCounts
 from pipeline.io.retry import RetryPolicy
+
+# Counts of storage requests: S3 is billed by request, so they are part of a cycle's figures.
+
+Operation = Literal["get", "put", "list", "delete", "head"]
+
+
+class RequestCounts:
+    """Requests sent, by kind, each attempt counted; `retries` says how many of them were repeats. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {"get": 0, "put": 0, "list": 0, "delete": 0, "head": 0}
+        self._retries = 0
+
+    def add(self, operation: Operation) -> None:
+        with self._lock:
+            self._counts[operation] += 1
+
+    def add_retry(self) -> None:
+        with self._lock:
+            self._retries += 1
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts by name, `retries` included; JSON-ready."""
+        with self._lock:
+            return {**self._counts, "retries": self._retries}
+
+    @property
+    def get(self) -> int:
+        return self.snapshot()["get"]
+
+    @property
+    def put(self) -> int:
+        return self.snapshot()["put"]
+
+    @property
+    def list(self) -> int:
+        return self.snapshot()["list"]
+
+    @property
+    def delete(self) -> int:
+        return self.snapshot()["delete"]
+
+    @property
+    def head(self) -> int:
+        return self.snapshot()["head"]
+
+    @property
+    def retries(self) -> int:
+        return self.snapshot()["retries"]
+
+
+# Rules for storage keys: '/'-separated, relative to the root, the same on every storage.
+
+TEMP_PREFIX = ".trnpipe-tmp-"
+
+
+def is_temp(name: str) -> bool:
+    """True for the last part of a name that only a writer may see."""
+    return name.startswith(TEMP_PREFIX)
+
+
+def check_key(key: str) -> str:
+    """The key itself. ConfigError when it is empty, absolute, or has an empty, '.', '..' or temporary part."""
+    parts = key.split("/")
+    if any(part in ("", ".", "..") or is_temp(part) or "\0" in part for part in parts):
+        raise ConfigError(
+            f"storage key {key!r}",
+            expected="parts joined by '/', none of them empty, '.', '..' or temporary",
+            next_command="check the names in the settings that make up this key",
+        )
+    return key
+
+
+def folder_key(prefix: str) -> str:
+    """A prefix without slashes at its ends, checked; '' stands for the root."""
+    stripped = prefix.strip("/")
+    return check_key(stripped) if stripped else ""
+
+
+def join_key(prefix: str, name: str) -> str:
+    """`prefix/name`, or `name` under the root."""
+    return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
+
 
 # The protocol has a method named list, which hides the type inside the class.
 Names = list[str]

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 from pipeline.mine.select import Counts
 
 Kind = Literal["vectors", "negatives"]

@@ -3,13 +3,14 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from pipeline.core.errors import ConfigError
+from pipeline.parallel.world import node_from_env
 
 ROUTES = Path("/proc/net/route")
 EFA_DEVICES = Path("/dev/infiniband")
@@ -100,4 +101,36 @@ def _interfaces() -> list[Interface]:
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if address.family == socket.AF_INET
+    ]
+
+
+# Where the nodes of one run meet: this machine alone, or the nodes of an AWS Batch multi-node job.
+
+MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
+
+
+def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:
+    """torchrun's arguments for `processes` ranks on each node.
+
+    Batch gives every node its index and, on all but the main one, the main node's address; the main node is its own
+    address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs on one machine need ports of their own.
+    Raises ConfigError when the variables do not fit together.
+    """
+    ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
+    if "AWS_BATCH_JOB_NUM_NODES" not in env:
+        return ["--standalone", *ranks]
+    rank, nodes = node_from_env(env)
+    of_batch = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+    master = env.get("MASTER_ADDR") or (own() if rank == 0 else env.get(of_batch))
+    if master is None:
+        raise ConfigError(
+            f"node {rank} of {nodes} does not know the main node",
+            expected=f"its address in {of_batch}",
+        )
+    return [
+        *ranks,
+        f"--nnodes={nodes}",
+        f"--node-rank={rank}",
+        f"--master-addr={master}",
+        f"--master-port={env.get('MASTER_PORT', MASTER_PORT)}",
     ]

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 
 FIRST_POLL_S, MAX_POLL_S = 0.5, 10.0
 

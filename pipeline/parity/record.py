@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.core.errors import DataError
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores
+from pipeline.io.commit import require_manifest
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
-from pipeline.io.verify import require_manifest
 from pipeline.parity.side import Precision, Side, sides_text
 
 RECORD, SCORES, WORK = "record.json", "scores", "work"

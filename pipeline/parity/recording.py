@@ -18,9 +18,9 @@ from pipeline.data.token_store import open_rows
 from pipeline.evaluate.holdout import figures
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores, save_scores
-from pipeline.io import atomic, locks
+from pipeline.io import atomic
+from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage
-from pipeline.io.verify import read_manifest, require_manifest
 from pipeline.parallel.world import World
 from pipeline.parity.record import SCORES, WORK, SideRecord, find_record, store_record
 from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
@@ -40,7 +40,7 @@ def record(task: SideTask, stop: StopSignal, console: Console) -> SideRecord:
     """Record a side, or find it recorded. Raises every error of the family; Preempted when told to stop."""
     atomic.make_dirs(task.scratch)
     share_tokens(task.shared_scratch, task.scratch)
-    with locks.exclusive(task.scratch, stop):
+    with atomic.exclusive(task.scratch, stop):
         return _Recording(task, stop, console).run()
 
 

@@ -21,13 +21,11 @@ from pipeline.evaluate.program import ScoreProgram
 from pipeline.evaluate.scorer import Score, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample
 from pipeline.io.storage import Storage
-from pipeline.model.flat import FlatLayout
-from pipeline.model.forward import flat_forward
+from pipeline.model.flat import FlatLayout, flat_forward
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.device import open_device
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.world import World
 from pipeline.parity.record import WORK
 from pipeline.parity.side import Precision

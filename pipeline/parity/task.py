@@ -8,8 +8,8 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
-from pipeline.io.verify import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.parity.side import Side
 from pipeline.settings import Settings

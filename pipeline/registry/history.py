@@ -10,11 +10,46 @@ import time
 
 from pydantic import ValidationError
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import CheckpointError, DataError, TransientError
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
-from pipeline.registry.pointer import FOLDER, read_pointer
-from pipeline.registry.records import Entry, check_model, is_model, parse_entry
+from pipeline.registry.records import Entry, Pointer, changes_of, check_model, is_model, parse_entry
+
+# `registry/<model>/production.json`: which checkpoint is in production.
+
+FOLDER = "registry"
+
+
+def pointer_key(model: str) -> str:
+    """Raises ConfigError for a name that is none."""
+    return f"{FOLDER}/{check_model(model)}/production.json"
+
+
+def read_pointer(workspace: Storage, model: str) -> tuple[Pointer, str] | None:
+    """The pointer and its etag; None when nothing is in production. Raises CheckpointError for a damaged one.
+
+    The etag is at most older than the content: a conditional write with it fails rather than overwrite.
+    """
+    key = pointer_key(model)
+    stat = workspace.stat(key)
+    if stat is None:
+        return None
+    try:
+        pointer = Pointer.model_validate_json(workspace.read_bytes(key))
+        if pointer.model != model:
+            raise ValueError(f"it is of model {pointer.model}")
+    except KeyNotFound:  # removed by hand just now
+        return None
+    except ValueError as error:
+        reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise CheckpointError(
+            f"{workspace.uri(key)} is no pointer to a checkpoint: {reason}",
+            expected="the last change of production, as trnpipe wrote it",
+            next_command=f"put back the last line of {FOLDER}/{model}/history.jsonl that is no refusal, or delete the "
+            "file and promote a checkpoint with trnpipe registry promote CHECKPOINT --force REASON",
+        ) from error
+    return pointer, stat.etag
+
 
 APPEND_DEADLINE_S = 60.0
 MAX_WAIT_S = 1.0
@@ -87,3 +122,16 @@ def _parse(workspace: Storage, key: str, data: bytes) -> tuple[Entry, ...]:
                 next_command="put the file back as it was, or take that line out",
             ) from error
     return tuple(entries)
+
+
+# Checkpoints that retention must leave alone.
+
+
+def in_use(workspace: Storage) -> frozenset[str]:
+    """Prefixes of the checkpoints that are in production of any model, or were and may be rolled back to.
+
+    Raises DataError and CheckpointError for a damaged registry: then nothing may be deleted.
+    """
+    return frozenset(
+        entry.checkpoint for model in list_models(workspace) for entry in changes_of(read_history(workspace, model))
+    )

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
-from pipeline.registry.history import append
-from pipeline.registry.pointer import pointer_key, read_pointer
+from pipeline.registry.history import append, pointer_key, read_pointer
 from pipeline.registry.records import (
     Author,
     Decision,

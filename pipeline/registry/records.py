@@ -1,7 +1,10 @@
 """What the registry writes down. One entry tells one decision; the pointer is the entry that is in force."""
 
+import getpass
 import math
+import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
@@ -10,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.io.keys import check_key
+from pipeline.io.storage import check_key
 
 SCHEMA_VERSION = 1
 Action = Literal["promoted", "forced", "rolled_back", "refused"]
@@ -177,3 +180,16 @@ def parse_entry(data: bytes | str) -> Entry:
 def changes_of(entries: Sequence[Entry]) -> tuple[Pointer, ...]:
     """The changes of production among entries, in order."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
+
+
+# Who is at work, for the record.
+
+
+def who(env: Mapping[str, str] = os.environ) -> str:
+    """`user@host`, with the id of the AWS Batch job where there is one."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user id has no name
+        user = str(os.getuid())
+    job = env.get("AWS_BATCH_JOB_ID", "")
+    return f"{user}@{socket.gethostname()}{f' (Batch job {job})' if job else ''}"

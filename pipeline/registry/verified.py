@@ -7,10 +7,8 @@ from pydantic import ValidationError
 
 from pipeline.checkpoint.state import KIND, SCHEMA_VERSION, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.io.hashing import record_of
-from pipeline.io.keys import join_key
-from pipeline.io.storage import Storage
-from pipeline.io.verify import check_record, read_manifest, verify_dir
+from pipeline.io.commit import check_record, read_manifest, record_of, verify_dir
+from pipeline.io.storage import Storage, join_key
 from pipeline.registry.records import Place, check_prefix
 
 

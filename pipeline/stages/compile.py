@@ -15,7 +15,7 @@ from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.core.pjrt import pjrt_device
 from pipeline.io import atomic
-from pipeline.parallel.device import open_ranks
+from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages.compile_neuron import compile_on_neuron

@@ -22,8 +22,8 @@ from pipeline.embed.planning import Surroundings, asked_for, make_plan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.embed.work_shards import WorkShard, share_of
-from pipeline.io.verify import read_manifest
-from pipeline.parallel.device import join_ranks
+from pipeline.io.commit import read_manifest
+from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
 from pipeline.stages.embed_model import (

@@ -9,7 +9,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.embed.embedder import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.device import open_device
+from pipeline.parallel.gang import open_device
 from pipeline.settings import Settings
 from pipeline.stages.incumbent import incumbent_prefix
 

@@ -9,9 +9,8 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.token_store import TokenSet, read_token_sets
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report
 from pipeline.evaluate.table import table_lines
-from pipeline.registry.author import who
 from pipeline.registry.promote import promote, record_refusal
-from pipeline.registry.records import Author, Place, Pointer
+from pipeline.registry.records import Author, Place, Pointer, who
 from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
 from pipeline.settings import Settings
 from pipeline.stages.evaluate_models import Models, find_models

@@ -23,7 +23,7 @@ from pipeline.evaluate.metrics.report import metric_report
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import RetrievalTask, lexical_search
 from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
-from pipeline.io.verify import read_manifest
+from pipeline.io.commit import read_manifest
 from pipeline.settings import Settings
 from pipeline.stages.evaluate_search import ModelSearch
 

@@ -8,7 +8,7 @@ from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.token_store import TokenSet
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.pointer import read_pointer
+from pipeline.registry.history import read_pointer
 from pipeline.registry.records import Pointer
 from pipeline.settings import Settings
 from pipeline.train.inputs import spec_of

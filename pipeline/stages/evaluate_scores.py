@@ -17,7 +17,7 @@ from pipeline.evaluate.program import ScoreProgram
 from pipeline.evaluate.scorer import Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.evaluate.vectors import Vectors
-from pipeline.io.verify import read_manifest
+from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel

@@ -22,7 +22,7 @@ from pipeline.evaluate.retrieval_sources import from_catalogue, from_products
 from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
 from pipeline.evaluate.scored import PerQuery
 from pipeline.evaluate.vectors import Vectors
-from pipeline.io.verify import read_manifest
+from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings
 

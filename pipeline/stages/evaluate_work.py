@@ -24,8 +24,8 @@ from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelRepor
 from pipeline.evaluate.scored import ScoredRows
 from pipeline.evaluate.scores import ScoreSet, to_rows
 from pipeline.health.after_error import informed
-from pipeline.io.verify import read_manifest
-from pipeline.parallel.device import open_ranks
+from pipeline.io.commit import read_manifest
+from pipeline.parallel.gang import open_ranks
 from pipeline.settings import Settings
 from pipeline.stages.evaluate_baselines import Baselines, Scored
 from pipeline.stages.evaluate_models import Models

@@ -26,7 +26,7 @@ from pipeline.mine.parts import MiningParts, empty_folder
 from pipeline.mine.search import Bm25Search, Searcher, VectorSearch
 from pipeline.mine.task import MiningTask, make_task
 from pipeline.mine.vectors import ModelVectors
-from pipeline.parallel.device import join_ranks
+from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
 from pipeline.stages.embed_model import longest_text, open_device_embedder, open_model

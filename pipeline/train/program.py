@@ -24,8 +24,7 @@ from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.config import LossConfig
-from pipeline.model.flat import FlatLayout
-from pipeline.model.forward import flat_forward
+from pipeline.model.flat import FlatLayout, flat_forward
 from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
-from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.plan import GraphSettings, graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
@@ -34,11 +34,11 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage
 from pipeline.mine.negatives import open_negatives
 from pipeline.model.config import ModelConfig
-from pipeline.model.initial import initial_model
+from pipeline.model.hf import initial_model
 from pipeline.model.temperature import start_values
-from pipeline.parallel.device import open_ranks
+from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import World
-from pipeline.registry.protected import in_use
+from pipeline.registry.history import in_use
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.tensorboard import TensorBoardSink
 from pipeline.train.batches import BatchStream

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
-from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.core.errors import TransientError
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.temperature import LOG_SCALE

@@ -16,7 +16,7 @@ from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.format import format_duration
-from pipeline.io import locks
+from pipeline.io import atomic
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
@@ -157,7 +157,7 @@ class _Study:
     def _one(self) -> bool:
         """Carry out one trial; False when there is none left for this process."""
         with ExitStack() as held:
-            with locks.exclusive(self.folder / "lock", self.ctx.stop):
+            with atomic.exclusive(self.folder / "lock", self.ctx.stop):
                 opened = self._take(held)
             if opened is None:
                 return False
@@ -172,7 +172,7 @@ class _Study:
         records = self.journal.records()
         for record in records:
             place = self._place(record.number) if record.is_running else None
-            if place is None or not held.enter_context(locks.if_free(place.lock)):
+            if place is None or not held.enter_context(atomic.if_free(place.lock)):
                 continue
             opened = self.journal.resume(record.number)
             if is_stuck(record.starts, step := place.step()):
@@ -183,7 +183,7 @@ class _Study:
         if len(records) >= self.settings.tune.trials:
             return None
         opened = self.journal.begin()
-        held.enter_context(locks.if_free(self._place(opened.number).lock))
+        held.enter_context(atomic.if_free(self._place(opened.number).lock))
         return opened
 
     def _sweep(self) -> None:
@@ -191,7 +191,7 @@ class _Study:
         for record in self.journal.records():
             place = None if record.is_running else self._place(record.number)
             if place is not None and place.step():
-                with locks.if_free(place.lock) as is_free:
+                with atomic.if_free(place.lock) as is_free:
                     if is_free:
                         place.clear()
 
@@ -201,7 +201,7 @@ class _Study:
 
     def _store(self) -> StudyTable:
         """Table and best settings beside the journal, and in a workspace that is elsewhere."""
-        with locks.exclusive(self.folder / "lock", self.ctx.stop):
+        with atomic.exclusive(self.folder / "lock", self.ctx.stop):
             table = self._table()
             files = {TABLE: table.model_dump_json(indent=1).encode() + b"\n"}
             if table.best is not None:

@@ -28,8 +28,7 @@ from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.program import ScoreProgram
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.device import open_device
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
@@ -70,7 +69,7 @@ def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch:
     def alone(name: str, **ranks: int) -> backends.Backend:
         return backends.open_backend(name)
 
-    monkeypatch.setattr("pipeline.parallel.device.open_backend", alone)
+    monkeypatch.setattr("pipeline.parallel.gang.open_backend", alone)
     with pytest.raises(ConfigError, match="torchrun says world size 2, the xla runtime says 1"):
         open_device("xla", RANKS)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.config import CheckpointConfig
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
-from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.manifest import MANIFEST_NAME

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.retention import steps_to_delete
+from pipeline.checkpoint.save import steps_to_delete
 
 
 def test_last_best_and_multiples_stay() -> None:

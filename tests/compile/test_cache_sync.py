@@ -18,8 +18,8 @@ from pipeline.compile.cache_scan import list_entry, list_local, scan_local
 from pipeline.compile.cache_sync import Direction, LeftOut, SyncReport, sync_cache
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.io.verify import verify_dir
 from tests.compile.cache_cases import (
     DONE,
     FILES,

@@ -17,9 +17,9 @@ from pipeline.compile.cache_scan import list_local
 from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
+from pipeline.io.commit import verify_dir
 from pipeline.io.errors import DiskFull
 from pipeline.io.storage import Storage
-from pipeline.io.verify import verify_dir
 from tests.compile.cache_cases import (
     DONE,
     FILES,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.state import TrainState
-from pipeline.checkpoint.writer import Snapshot, commit_snapshot
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig

@@ -16,7 +16,7 @@ from pipeline.embed.parts import finished_parts, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
 from pipeline.embed.vector_set import open_vectors
-from pipeline.io.verify import verify_dir
+from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
 
 

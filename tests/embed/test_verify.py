@@ -25,7 +25,7 @@ from pipeline.embed.verify_catalogue import Context, check_catalogue, judge_agai
 from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
 from pipeline.embed.verify_report import Check, guarded, judge
 from pipeline.embed.verify_sample import check_sample
-from pipeline.io.hashing import hash_bytes
+from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import MAX_TOKENS, Case, HashEmbedder, products, title, tokenizer_json, write_catalogue
 from tests.shown import Shown

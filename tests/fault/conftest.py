@@ -9,7 +9,7 @@ from tempfile import gettempdir
 
 import pytest
 
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 from tests.fault.harness import Place, closing_places, copy_of_prepared, empty_place, forget
 from tests.fault.s3_server import S3Server
 

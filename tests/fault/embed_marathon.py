@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pyarrow.parquet as pq
 
-from pipeline.checkpoint.writer import Snapshot
+from pipeline.checkpoint.save import Snapshot
 from pipeline.model.config import ModelConfig
 from tests.fault.embed_place import (
     PHASES,

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import cli
-from pipeline.checkpoint.writer import Snapshot, commit_snapshot
+from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.embed.vector_set import open_vectors
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.io.verify import verify_dir
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model

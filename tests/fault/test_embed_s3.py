@@ -7,8 +7,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.embed.vector_set import open_vectors
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.io.verify import verify_dir
 from tests.embed.catalogues import products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 from tests.io.conftest import FAST, Fault, Proxy, aws, moto_address, proxy, s3_uri

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.writer import Snapshot, commit_snapshot
+from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.data import tokenizer_store

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import RANK_REPORTS
 from pipeline.proc.cleanup import MARK_VARIABLE
 from tests.fault.harness import CYCLE, ROOT, Place, Run

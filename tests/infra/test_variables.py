@@ -10,7 +10,7 @@ import pytest
 from jobs.cron import parse_schedule
 from jobs.plan.spec import INSTANCES
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 from tests.infra.terraform import INFRA, Terraform
 
 DIGEST = "sha256:" + "0" * 64

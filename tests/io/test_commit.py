@@ -12,7 +12,7 @@ import pytest
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.core.stop import StopSignal
-from pipeline.io import atomic, locks
+from pipeline.io import atomic
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import commit_dir, fetch_dir, file_record, read_manifest, verify_dir
 from pipeline.io.errors import DiskFull, KeyNotFound
@@ -261,7 +261,7 @@ def test_waiting_for_another_fetch_can_be_stopped(
     manifest = commit_dir(s3, tree, "out", kind="k", fields={})
     cache = tmp_path / "cache"
     cache.mkdir()
-    with locks.exclusive(cache / f"{manifest.digest}.lock", StopSignal()):
+    with atomic.exclusive(cache / f"{manifest.digest}.lock", StopSignal()):
         true_wait = stop.wait
 
         def wait(timeout_s: float) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io import locks
+from pipeline.io import atomic
 from tests.killing import FORK
 
 pytestmark = pytest.mark.unit
@@ -16,21 +16,21 @@ pytestmark = pytest.mark.unit
 
 def test_a_lock_that_is_free_is_taken_once(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with locks.if_free(path) as mine:
-        with locks.if_free(path) as again:
+    with atomic.if_free(path) as mine:
+        with atomic.if_free(path) as again:
             assert (mine, again) == (True, False)
-        with locks.if_free(path) as after:
+        with atomic.if_free(path) as after:
             assert not after, "who did not get it does not give it back"
-    with locks.if_free(path) as mine:
+    with atomic.if_free(path) as mine:
         assert mine
 
 
 def test_one_waits_for_the_other_kind(tmp_path: Path) -> None:
     path, stop = tmp_path / "lock", StopSignal()
     stop.set("SIGTERM")
-    with locks.if_free(path), pytest.raises(Preempted), locks.exclusive(path, stop):
+    with atomic.if_free(path), pytest.raises(Preempted), atomic.exclusive(path, stop):
         pass
-    with locks.exclusive(path, StopSignal()), locks.if_free(path) as mine:
+    with atomic.exclusive(path, StopSignal()), atomic.if_free(path) as mine:
         assert not mine
 
 
@@ -39,7 +39,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
 
     def child() -> None:
-        with locks.if_free(path) as mine:
+        with atomic.if_free(path) as mine:
             assert mine
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -47,5 +47,5 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    with locks.if_free(path) as mine:
+    with atomic.if_free(path) as mine:
         assert mine

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 from pipeline.core.errors import CheckpointError
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf import encoder_from_hf, hf_config, to_hf
-from pipeline.model.initial import initial_model
+from pipeline.model.hf import encoder_from_hf, hf_config, initial_model, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 
 transformers = pytest.importorskip("transformers")

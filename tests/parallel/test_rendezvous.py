@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.rendezvous import torchrun_arguments
+from pipeline.parallel.network import torchrun_arguments
 
 BATCH = {
     "AWS_BATCH_JOB_NUM_NODES": "4",

@@ -8,12 +8,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 from pipeline.checkpoint.state import KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
-from pipeline.io.commit import commit_dir
+from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage
-from pipeline.io.verify import verify_dir
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.registry.history import read_history
-from pipeline.registry.pointer import read_pointer
+from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of
 

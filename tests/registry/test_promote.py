@@ -11,10 +11,8 @@ from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import append, history_key, list_models, read_history
-from pipeline.registry.pointer import pointer_key, read_pointer
+from pipeline.registry.history import append, history_key, in_use, list_models, pointer_key, read_history, read_pointer
 from pipeline.registry.promote import promote, record_refusal, roll_back, withdrawn
-from pipeline.registry.protected import in_use
 from pipeline.registry.records import Decision, Entry, Pointer
 from pipeline.stages.incumbent import incumbent_prefix
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import TransientError
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.io.verify import verify_dir
 from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Decision
 from tests.killing import FORK

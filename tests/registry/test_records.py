@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.core.errors import ConfigError
-from pipeline.registry.author import who
 from pipeline.registry.records import (
     Author,
     Entry,
@@ -18,6 +17,7 @@ from pipeline.registry.records import (
     is_model,
     one_line,
     parse_entry,
+    who,
 )
 
 DIGEST = "ab" * 32

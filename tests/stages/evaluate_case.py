@@ -18,8 +18,7 @@ from pipeline.context import StageResult, load_result
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import read_history
-from pipeline.registry.pointer import read_pointer
+from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.records import Entry, Pointer
 from tests.fault.harness import DATA, MODEL, TRAIN
 

@@ -9,7 +9,7 @@ import torch
 from pipeline.core.batching import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.relevance import build_model
-from pipeline.parallel.device import open_ranks
+from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import TrainConfig
 from pipeline.train.program import TrainProgram

@@ -3,8 +3,8 @@
 from botocore import exceptions as boto
 
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
-from pipeline.io import s3_errors
-from pipeline.io.s3_errors import RETRYABLE_CODES, S3_ERRORS, code_of, status_of
+from pipeline.io import s3_client
+from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, code_of, status_of
 
 AWS_ERRORS = S3_ERRORS
 """What a request may raise."""
@@ -26,7 +26,7 @@ def name_of(error: BaseException) -> str:
 
 def is_retryable(error: BaseException) -> bool:
     """Throttling, server faults, time-outs, broken connections."""
-    return s3_errors.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
+    return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:

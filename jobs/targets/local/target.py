@@ -18,9 +18,8 @@ from jobs.targets.local.nodes import Processes, end_leftovers
 from jobs.targets.local.slots import Slots, check_fits
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.atomic import make_dirs
+from pipeline.io.atomic import exclusive, make_dirs
 from pipeline.io.errors import os_errors
-from pipeline.io.locks import exclusive
 
 GRACE_S = 30.0  # as AWS Batch gives
 

@@ -4,7 +4,7 @@ import pytest
 
 from jobs.node.place import Place, Timing
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.rendezvous import MASTER_PORT
+from pipeline.parallel.network import MASTER_PORT
 
 MAIN = {
     "TRNPIPE_WORKSPACE": "s3://bucket/relevance",

@@ -8,7 +8,7 @@ import pytest
 from jobs.cycle.states import Leaf
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.environment import gang_port, local_command, node_environment
-from pipeline.parallel.rendezvous import torchrun_arguments
+from pipeline.parallel.network import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
 MAIN_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"

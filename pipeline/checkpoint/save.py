@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.config import CheckpointConfig
-from pipeline.checkpoint.retention import steps_to_delete
 from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
@@ -21,6 +20,21 @@ from pipeline.core.events import EventName
 from pipeline.core.manifest import Manifest
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage
+
+# Which checkpoints stay.
+
+
+def steps_to_delete(
+    steps: Iterable[int], *, keep_last: int, keep_every_steps: int, best_step: int | None
+) -> tuple[int, ...]:
+    """Steps whose checkpoints may go: not among the newest, not the best, not a multiple kept for good."""
+    ordered = sorted(set(steps))
+    kept = set(ordered[-keep_last:])
+    if best_step is not None:
+        kept.add(best_step)
+    if keep_every_steps:
+        kept.update(step for step in ordered if step % keep_every_steps == 0)
+    return tuple(step for step in ordered if step not in kept)
 
 
 @dataclass(frozen=True)
