@@ -8,8 +8,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_set import Split
-from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
+from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec
 from pipeline.train.inputs import spec_of

@@ -16,7 +16,7 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_store import read_token_sets
+from pipeline.data.tokens import read_token_sets
 from pipeline.io import atomic
 from pipeline.io.place import place_of
 from pipeline.io.storage import Storage

@@ -11,8 +11,7 @@ from pipeline.convert.source import open_source
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.tokenizer_store import given_tokenizer
+from pipeline.data.tokenizer import TextTokenizer, given_tokenizer
 from pipeline.io import atomic
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line

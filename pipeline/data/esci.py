@@ -21,12 +21,11 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE, ColumnPlan
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import text_characters
 from pipeline.data.partitions import InputFile, Partition, content_ids, group_by_day
 from pipeline.data.readers import parquet_rows, read_file
-from pipeline.data.rows import BadRow, RawBatch, batch_rows
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, ColumnPlan, RawBatch, batch_rows
 from pipeline.io.storage import ObjectStat, Storage
 
 ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"

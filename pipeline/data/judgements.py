@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import map_safetensors
-from pipeline.data.token_set import JudgedSplit, ShardInfo, Split, TokenSetInfo
+from pipeline.data.tokens import JudgedSplit, ShardInfo, Split, TokenSetInfo
 
 Bins = npt.NDArray[np.uint8]
 

@@ -16,18 +16,26 @@ from pipeline.core.errors import DataError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import ChunkRecord, ChunkResult, ChunkTask, EncodeSettings, Staging, encode_chunk
+from pipeline.data.chunks import (
+    ChunkRecord,
+    ChunkResult,
+    ChunkTask,
+    EncodeSettings,
+    FileCount,
+    Staging,
+    commit_partition,
+    encode_chunk,
+    refuse_bad_share,
+)
 from pipeline.data.config import DataConfig
-from pipeline.data.finish import FileCount, commit_partition, refuse_bad_share
 from pipeline.data.labels import LabelSet, decide_labels
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.partitions import Partition, Source, reading
 from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import open_source
 from pipeline.data.survey import survey
-from pipeline.data.token_set import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.tokenizer_store import find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
+from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
+from pipeline.data.tokens import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
 from pipeline.data.validate import RowRules
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage

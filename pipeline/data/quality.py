@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pipeline.core.buckets import Bucket
 from pipeline.data.judgements import Judgements, judgements_of
-from pipeline.data.token_set import TokenSetInfo
+from pipeline.data.tokens import TokenSetInfo
 
 MANY = 0.5
 """Of queries: above this share a warning says so."""

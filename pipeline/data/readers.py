@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError
-from pipeline.data.columns import ColumnPlan, to_fields
-from pipeline.data.rows import BadRow, RawBatch, shorten
+from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, shorten, to_fields
 from pipeline.io.storage import Storage
 
 MALFORMED = "malformed row"

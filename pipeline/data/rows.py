@@ -1,12 +1,15 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.core.arrays import Int64s
+from pipeline.core.errors import DataError
+from pipeline.data.config import ColumnMapping, DataConfig
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
@@ -106,3 +109,94 @@ def shorten(content: str | bytes) -> str:
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
+
+
+# From the columns an input has to the fields we use.
+
+NUMERIC, CATEGORICAL, SLICE, FILTER = "numeric.", "categorical.", "slice.", "filter."
+_OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """Pairs (field, input column). Fields are named as in ColumnMapping, or `numeric.<column>` and so on."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(field for field, _ in self.pairs)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Input columns to read, each once."""
+        return list(dict.fromkeys(column for _, column in self.pairs))
+
+    def only(self, fields: Sequence[str]) -> "ColumnPlan":
+        """The plan cut down to some fields; the filter's columns stay."""
+        return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
+
+
+def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
+    """Match the wanted fields with the columns of one file.
+
+    Query and title are required, and label or gain. So is an optional column that was renamed: naming it was a wish.
+    Raises DataError listing the columns there are.
+    """
+    mapping, default = config.columns, ColumnMapping()
+    there = set(available)
+    pairs = [("query", mapping.query), ("title", mapping.title)]
+    if mapping.label in there or config.labels or mapping.gain not in there:
+        pairs.append(("label", mapping.label))
+    for field in _OPTIONAL:
+        column = getattr(mapping, field)
+        if field == "text" and column in (mapping.query, mapping.title):
+            continue
+        if column in there or column != getattr(default, field):
+            pairs.append((field, column))
+    pairs += [(NUMERIC + column, column) for column in config.numeric]
+    pairs += [(CATEGORICAL + feature.column, feature.column) for feature in config.categorical]
+    pairs += [(SLICE + column, column) for column in config.slices]
+    pairs += [(FILTER + column, column) for column in config.filter]
+    missing = [(field, column) for field, column in pairs if column not in there]
+    if missing:
+        raise DataError(
+            f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
+            expected="one of its columns: " + ", ".join(available),
+            next_command=f"name the right column with {_setting(missing[0][0])}",
+        )
+    return ColumnPlan(tuple(pairs))
+
+
+def _setting(field: str) -> str:
+    """The setting that names the column of a field."""
+    kind = field.split(".")[0]
+    if kind == field:
+        return f"--data.columns.{kind}"
+    return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
+
+
+def as_field(array: pa.Array, field: str) -> pa.Array:
+    """An input column in the one type its field has: float64 for numbers in number fields, else large_binary.
+
+    Bytes are not checked here: whether they are UTF-8 is judged per row. Raises pa.ArrowException for nested types.
+    """
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    kind = array.type
+    if pa.types.is_null(kind):
+        return pa.nulls(len(array), pa.large_binary())
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
+        return pc.cast(array, pa.float64())
+    if pa.types.is_binary(kind) or pa.types.is_string(kind):
+        return pc.cast(array, pa.large_binary())
+    if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind):
+        return pc.cast(array, pa.large_binary())
+    return pc.cast(pc.cast(array, pa.large_string()), pa.large_binary())
+
+
+def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
+    """Input columns as a batch of fields."""
+    arrays = [as_field(columns[column], field) for field, column in plan.pairs]
+    return pa.RecordBatch.from_arrays(arrays, names=list(plan.fields))

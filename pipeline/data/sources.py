@@ -10,12 +10,11 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
-from pipeline.data.columns import ColumnPlan, plan_columns, to_fields
 from pipeline.data.config import DataConfig
 from pipeline.data.esci import ESCI_EXAMPLES, open_esci
 from pipeline.data.partitions import InputFile, Partition, Source, content_ids, group_by_day
 from pipeline.data.readers import parquet_rows, read_file, suffix_format
-from pipeline.data.rows import RawBatch, batch_rows
+from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 

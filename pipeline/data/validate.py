@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.fingerprint import hash63
-from pipeline.data.columns import CATEGORICAL, FILTER, NUMERIC, SLICE
-from pipeline.data.rows import BadRow, Chunk, shorten
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, shorten
 from pipeline.data.slices import Slices, slice_rows
-from pipeline.data.token_set import SPLITS, CategoricalInfo
+from pipeline.data.tokens import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"

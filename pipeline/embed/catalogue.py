@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.chunks import QuarantinedRow
-from pipeline.data.columns import FILTER, ColumnPlan
 from pipeline.data.readers import open_parquet
+from pipeline.data.rows import FILTER, ColumnPlan
 from pipeline.embed.work_shards import WorkShard, plan_shards
 from pipeline.io.parallel import run_parallel
 from pipeline.io.storage import ObjectStat, Storage

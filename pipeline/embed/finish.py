@@ -16,8 +16,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import QuarantinedRow
-from pipeline.data.finish import quarantine_lines
+from pipeline.data.chunks import QuarantinedRow, quarantine_lines
 from pipeline.data.rows import shorten
 from pipeline.embed.carry import index_of, open_earlier
 from pipeline.embed.duplicates import find_duplicates

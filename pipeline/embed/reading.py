@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError
-from pipeline.data.columns import ColumnPlan, to_fields
 from pipeline.data.readers import open_parquet
+from pipeline.data.rows import ColumnPlan, to_fields
 from pipeline.embed.catalogue import Catalogue, IdType, not_parquet, row_bytes
 from pipeline.embed.work_shards import Piece, WorkShard
 from pipeline.io.storage import Storage

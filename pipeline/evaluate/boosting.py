@@ -20,7 +20,7 @@ from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.token_set import TokenSetInfo
+from pipeline.data.tokens import TokenSetInfo
 from pipeline.evaluate.holdout_rows import Holdout
 from pipeline.evaluate.scored import ScoredRows
 

@@ -14,11 +14,10 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.columns import FILTER, ColumnPlan
 from pipeline.data.encode import product_text
 from pipeline.data.partitions import content_ids
 from pipeline.data.readers import read_file, suffix_format
-from pipeline.data.rows import RawBatch
+from pipeline.data.rows import FILTER, ColumnPlan, RawBatch
 from pipeline.data.sources import find_files
 from pipeline.data.validate import filter_mask
 from pipeline.evaluate.config import RetrievalConfig

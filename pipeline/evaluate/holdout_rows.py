@@ -14,9 +14,8 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.order import mix64
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.slices import codes_of, merge_names
-from pipeline.data.token_set import Split
-from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
+from pipeline.data.tokens import Split, TokenSet, open_rows
 from pipeline.evaluate.leak import HoldoutQueries
 from pipeline.evaluate.order import HoldoutOrder, choose_rows
 from pipeline.evaluate.scored import SliceColumn

@@ -13,8 +13,7 @@ from pipeline.context import share_tokens
 from pipeline.core.errors import ConfigError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.data.selection import Selection
-from pipeline.data.token_store import open_rows
+from pipeline.data.tokens import Selection, open_rows
 from pipeline.evaluate.holdout import figures
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores, save_scores

@@ -14,7 +14,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_set import Split
+from pipeline.data.tokens import Split
 from pipeline.evaluate.order import HoldoutOrder, choose_rows
 from pipeline.evaluate.parts import Arrays, PartStore
 from pipeline.evaluate.program import ScoreProgram

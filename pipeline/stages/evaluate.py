@@ -6,7 +6,7 @@ from pipeline.context import Figure, StageContext, StageResult, load_result, sto
 from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.token_store import TokenSet, read_token_sets
+from pipeline.data.tokens import TokenSet, read_token_sets
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report
 from pipeline.evaluate.table import table_lines
 from pipeline.registry.promote import promote, record_refusal

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipeline.context import StageContext
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.data.token_store import TokenSet, open_rows
+from pipeline.data.tokens import TokenSet, open_rows
 from pipeline.evaluate import bm25, boosting
 from pipeline.evaluate.boosting import Boosting
 from pipeline.evaluate.fusion import Ranked

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
-from pipeline.data.token_store import TokenSet
+from pipeline.data.tokens import TokenSet
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import read_pointer
 from pipeline.registry.records import Pointer

@@ -8,9 +8,8 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.data.token_set import SPLITS
-from pipeline.data.token_store import TokenSet, open_rows
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokens import SPLITS, TokenSet, open_rows
 from pipeline.embed.output import check_dimensions
 from pipeline.evaluate.catalogue import CatalogueFile, open_catalogue
 from pipeline.evaluate.fusion import Ranked

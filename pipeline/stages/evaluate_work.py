@@ -10,9 +10,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.events import EventName
-from pipeline.data.selection import select_partitions
-from pipeline.data.token_set import Split
-from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
+from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.gate.verdict import Verdict
 from pipeline.evaluate.holdout_rows import Holdout, open_holdout

@@ -15,8 +15,7 @@ from pipeline.context import Figure, StageContext, StageResult, load_result, sto
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
-from pipeline.data.selection import select_partitions
-from pipeline.data.token_store import TokenSet, open_rows, read_token_sets
+from pipeline.data.tokens import TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.bm25 import K1, B
 from pipeline.evaluate.texts import decoded
 from pipeline.mine.config import DECIDES

@@ -11,7 +11,7 @@ from pipeline.context import StageContext
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.token_store import read_token_sets
+from pipeline.data.tokens import read_token_sets
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

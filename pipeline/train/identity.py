@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.selection import Selection
+from pipeline.data.tokens import Selection
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 

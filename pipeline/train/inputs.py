@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.selection import Selection, select_partitions
-from pipeline.data.token_set import TokenSetInfo
-from pipeline.data.token_store import TokenSet, read_token_sets
+from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions
 from pipeline.io.storage import Storage
 from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig

@@ -22,11 +22,9 @@ from pipeline.core.errors import CheckpointError, DataError, Preempted, Transien
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.mined import MinedProducts
-from pipeline.data.sampler import TrainingPools
+from pipeline.data.sampler import MinedProducts, TrainingPools
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_set import Split
-from pipeline.data.token_store import open_rows
+from pipeline.data.tokens import Split, open_rows
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.holdout import HoldoutFigures, evaluate_holdout
 from pipeline.health.after_error import informed

@@ -15,8 +15,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.mined import MinedProducts
-from pipeline.data.sampler import GroupedRows
+from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.program import EmbedProgram

@@ -12,13 +12,13 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
+from pipeline.data.chunks import FileCount
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.finish import FileCount
 from pipeline.data.partitions import FLAT, InputFile, Partition
 from pipeline.data.readers import MALFORMED, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FileSource, open_source
-from pipeline.data.token_set import FileRows, TokenSetInfo
+from pipeline.data.tokens import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.gather import COLUMNS, gather_rows

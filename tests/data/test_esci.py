@@ -12,7 +12,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.esci import NO_PRODUCT, cut_utf8
 from pipeline.data.sources import open_source
-from pipeline.data.token_set import TokenSetInfo
+from pipeline.data.tokens import TokenSetInfo
 from pipeline.io.commit import read_manifest
 
 LABELS = "ESCI"

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import judgements
 from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.token_set import JudgedSplit, ShardInfo, Split
+from pipeline.data.tokens import JudgedSplit, ShardInfo, Split
 from tests.train.rows import BUCKETS, PAD, grouped, token_set_info, write_shard
 
 GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)

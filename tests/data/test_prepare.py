@@ -19,9 +19,8 @@ from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
 from pipeline.data.slices import codes_of
 from pipeline.data.synthetic import generate, partitions
-from pipeline.data.token_set import TokenSetInfo
-from pipeline.data.token_store import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets
 from pipeline.io.commit import read_manifest, verify_dir
 from tests.shown import Shown
 

@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.data.columns import plan_columns
 from pipeline.data.config import ColumnMapping, DataConfig
 from pipeline.data.readers import MALFORMED, read_file, suffix_format
-from pipeline.data.rows import RawBatch, batch_rows, cut_chunks
+from pipeline.data.rows import RawBatch, batch_rows, cut_chunks, plan_columns
 from pipeline.io.storage import open_storage
 
 TABLE = pa.table(

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.mined import MinedProducts
-from pipeline.data.sampler import GroupedRows, TrainingPools
+from pipeline.data.sampler import GroupedRows, MinedProducts, TrainingPools
 from pipeline.data.shards import Arrays, TokenRows
 from tests.train.rows import make_rows, mined_from
 

@@ -4,10 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.columns import plan_columns, to_fields
 from pipeline.data.config import CategoricalFeature, DataConfig
-from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks
-from pipeline.data.token_set import CategoricalInfo
+from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks, plan_columns, to_fields
+from pipeline.data.tokens import CategoricalInfo
 from pipeline.data.validate import CleanRows, RowRules, category_id, clean
 
 CONFIG = DataConfig(

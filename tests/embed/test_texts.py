@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.columns import FILTER
+from pipeline.data.rows import FILTER
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.reading import RawWindow
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT, NO_ID, TextRules, cut_tokens, judge_rows, make_window

@@ -13,7 +13,7 @@ from pipeline.core.buckets import Bucket
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.token_store import TokenSet
+from pipeline.data.tokens import TokenSet
 from pipeline.evaluate import boosting
 from pipeline.evaluate.boosting import Boosting, fit, to_rows
 from pipeline.evaluate.holdout_rows import Holdout

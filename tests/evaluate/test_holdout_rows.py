@@ -8,8 +8,7 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.slices import NO_VALUE
-from pipeline.data.token_set import SliceInfo
-from pipeline.data.token_store import TokenSet, read_token_sets
+from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
 from pipeline.evaluate.holdout_rows import Holdout, length_column, open_holdout
 from pipeline.evaluate.judged import judged_slices
 from pipeline.evaluate.order import HoldoutOrder

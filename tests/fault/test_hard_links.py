@@ -17,11 +17,10 @@ import torch
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
-from pipeline.data import tokenizer_store
+from pipeline.data import tokenizer as tokenizer_store
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
-from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
-from pipeline.data.tokenizer_store import store_tokenizer
+from pipeline.data.tokenizer import TextTokenizer, store_tokenizer, train_tokenizer
 from pipeline.evaluate.parts import PartStore
 from pipeline.evaluate.saved_arrays import save_arrays
 from pipeline.evaluate.scores import save_scores

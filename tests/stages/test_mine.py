@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.context import load_result
-from pipeline.data.token_store import open_rows, read_token_sets
+from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.evaluate.texts import text_hashes
 from pipeline.mine.mine import all_negatives
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives

@@ -10,10 +10,9 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan
 from pipeline.core.buckets import Bucket
-from pipeline.data.mined import NONE, MinedProducts
-from pipeline.data.sampler import GroupedRows, PaddedRows
+from pipeline.data.sampler import NONE, GroupedRows, MinedProducts, PaddedRows
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.token_set import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig

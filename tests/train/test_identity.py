@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline.core.errors import ConfigError
-from pipeline.data.selection import Partition, Selection
+from pipeline.data.tokens import Partition, Selection
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import OptimizerConfig
 from pipeline.train.identity import check_identity, identity_parts

@@ -19,8 +19,8 @@ from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
-from pipeline.data.mined import NONE
-from pipeline.data.token_store import open_rows, read_token_sets
+from pipeline.data.sampler import NONE
+from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives

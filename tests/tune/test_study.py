@@ -16,7 +16,7 @@ from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_store import open_rows
+from pipeline.data.tokens import open_rows
 from pipeline.settings import LaunchConfig, Settings
 from pipeline.stages import train as train_stage
 from pipeline.telemetry.events import EventLog

@@ -1,0 +1,219 @@
+"""Prepared partitions: what a folder of token shards says of itself, which ones a run takes, opened for reading."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.io.commit import fetch_dir, read_manifest
+from pipeline.io.storage import Storage
+
+# What a folder of token shards says about itself: the `fields` of its MANIFEST.json.
+
+FORMAT_VERSION = 1
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardInfo(_Record):
+    """One shard file and its rows in each bucket (a bucket without rows has no tensors)."""
+
+    file: str
+    rows: tuple[int, ...]
+
+
+class CategoricalInfo(_Record):
+    """A hashed categorical column; id 0 means missing."""
+
+    column: str
+    num_ids: int
+
+
+class SliceInfo(_Record):
+    """A column for evaluation and its values; rows hold the hashes of them (data/slices.py)."""
+
+    column: str
+    names: tuple[str, ...]
+
+
+class FileRows(_Record):
+    """What became of every row of an input file. Blank lines are no rows."""
+
+    file: str
+    rows: int = Field(description="As the format counts them: the Parquet footer, CSV records, lines of JSON")
+    good: int = Field(description="In the shards")
+    bad: int
+    filtered: int = Field(description="Left out by data.filter or data.esci_locale")
+    blank: int
+
+
+class JudgedSplit(_Record):
+    """Counts of the judgements of one split. Gains are in hundredths, rounded down; what has no rows is left out."""
+
+    gains: tuple[dict[int, int], ...] = Field(description="Rows by gain, for each bucket")
+    labels: tuple[int, ...] = Field(description="Rows of each label")
+    label_gain_sums: tuple[float, ...] = Field(description="Sum of the gains of each label")
+    query_best: dict[int, int] = Field(description="Queries by the highest gain of their rows")
+    query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
+
+
+class TokenSetInfo(_Record):
+    """One prepared partition.
+
+    `label_gains` are the mean gain of each label when it was prepared, or evenly spaced from 0 to 1 when labels were
+    configured for data without gains. `rows_read` counts rows after the filter, bad ones included.
+    """
+
+    schema_version: int = FORMAT_VERSION
+    dataset: str
+    partition: str = Field(description="dt=YYYY-MM-DD or flat")
+    watermark: str = Field(description="The date of the partition; empty when flat")
+    fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    pad_id: int
+    buckets: tuple[str, ...]
+    labels: tuple[str, ...]
+    label_gains: tuple[float, ...]
+    numeric: tuple[str, ...] = Field(description="Configured columns, then lexical features")
+    categorical: tuple[CategoricalInfo, ...]
+    splits: dict[Split, tuple[ShardInfo, ...]]
+    rows_read: int
+    rows_bad: int
+    reasons: dict[str, int]
+    truncated_rows: int = Field(description="Rows of which a side was longer than the largest bucket")
+    tokens: int = Field(description="Tokens without padding, special tokens included")
+    slices: tuple[SliceInfo, ...] = Field((), description="In the order in which rows hold their values")
+    files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
+
+    judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
+
+    @property
+    def slice_columns(self) -> tuple[str, ...]:
+        return tuple(info.column for info in self.slices)
+
+    @property
+    def rows(self) -> int:
+        """Usable rows over all splits."""
+        return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)
+
+
+# Which partitions an incremental run takes. Pure.
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A prepared partition: `dt=YYYY-MM-DD` with its date as watermark, or `flat` with none."""
+
+    name: str
+    watermark: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a run takes.
+
+    new: trained on in full. old: for replay. late: changed after a parent trained on them; replayed, never new again.
+    """
+
+    new: tuple[Partition, ...]
+    old: tuple[Partition, ...]
+    late: tuple[Partition, ...]
+
+    @property
+    def watermark(self) -> str:
+        """Newest date of all of them; empty for flat data."""
+        return max((p.watermark for p in (*self.new, *self.old)), default="")
+
+
+def select_partitions(
+    prepared: Sequence[Partition], *, parent_watermark: str | None, parent_partitions: Mapping[str, str]
+) -> Selection:
+    """Split by the parent's watermark (None: no parent, everything is new).
+
+    A dated partition is new when its date lies after the watermark; an undated one when the parent did not train on
+    this very content.
+    """
+    if parent_watermark is None:
+        return Selection(tuple(prepared), (), ())
+
+    def is_new(partition: Partition) -> bool:
+        if partition.watermark:
+            return partition.watermark > parent_watermark
+        return partition.fingerprint not in parent_partitions.values()
+
+    new = tuple(p for p in prepared if is_new(p))
+    old = tuple(p for p in prepared if not is_new(p))
+    late = tuple(p for p in old if parent_partitions.get(p.name) != p.fingerprint)
+    return Selection(new, old, late)
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """One committed partition."""
+
+    prefix: str
+    info: TokenSetInfo
+
+    @property
+    def partition(self) -> Partition:
+        return Partition(self.info.partition, self.info.watermark, self.info.fingerprint)
+
+
+def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
+    """What partitions say of themselves. Raises DataError for one not committed, ConfigError when they do not fit."""
+    sets: list[TokenSet] = []
+    for prefix in prefixes:
+        manifest = read_manifest(workspace, prefix)
+        if manifest is None or manifest.kind != "tokens":
+            raise DataError(
+                f"{workspace.uri(prefix)} holds no prepared data",
+                expected="the token shards of the prepare stage",
+                next_command="trnpipe prepare",
+            )
+        try:
+            sets.append(TokenSet(prefix, TokenSetInfo.model_validate(manifest.fields)))
+        except ValidationError as error:
+            raise DataError(
+                f"{workspace.uri(prefix)} is prepared data of another version: {error.errors()[0]['loc']}",
+                expected=f"token shards of format {FORMAT_VERSION}",
+                next_command="trnpipe prepare",
+            ) from error
+    if not sets:
+        raise DataError("no prepared partition", expected="at least one", next_command="trnpipe prepare")
+    for other in sets[1:]:
+        for name in ("tokenizer_fingerprint", "buckets", "labels", "numeric", "categorical", "pad_id", "slice_columns"):
+            seen, expected = getattr(other.info, name), getattr(sets[0].info, name)
+            if seen != expected:
+                raise ConfigError(
+                    f"partition {other.info.partition} was prepared with {name} {seen}",
+                    expected=f"{expected}, as {sets[0].info.partition}",
+                    next_command="trnpipe prepare, with the settings of this run",
+                )
+    return sets
+
+
+def open_rows(
+    workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, extra: Sequence[str] = ()
+) -> TokenRows:
+    """The rows of one split over all given partitions; S3 shards are fetched and verified first.
+
+    `extra`: arrays to read beside shards.FIELDS, of shards.EXTRA; `partition` is the place in `sets`.
+    """
+    shards = []
+    for place, token_set in enumerate(sets):
+        folder = fetch_dir(workspace, token_set.prefix, cache_dir, deep=False)
+        files = token_set.info.splits.get(split, ())
+        shards += [ShardFile(folder / shard.file, shard.rows, place) for shard in files]
+    buckets = [Bucket.parse(text) for text in sets[0].info.buckets]
+    return TokenRows(shards, buckets, sets[0].info.pad_id, extra)
