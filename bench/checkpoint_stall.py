@@ -20,8 +20,8 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
-from pipeline.train.program import TrainProgram
 from pipeline.train.saver import Saver
+from pipeline.train.step import TrainProgram
 
 NAME = "checkpoint_stall"
 TITLE = "Training held up by a checkpoint, as a share of the time between saves at the default cadence"

@@ -15,8 +15,8 @@ from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
 from pipeline.train.share import groups_of_batch
+from pipeline.train.step import TrainProgram
 
 NAME = "loader"
 TITLE = "Loader tokens/s with training switched off, against what training consumes"

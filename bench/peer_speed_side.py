@@ -36,7 +36,7 @@ from pipeline.model.hf import initial_model
 from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import spec_of
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 
 BATCH, MAX_TOKENS = 64, 64
 BUCKETS = ("16x24", "24x32", "32x48", "64x64")

@@ -18,8 +18,8 @@ from pipeline.model.hf import initial_model
 from pipeline.parallel.world import World
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
 from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.step import TrainProgram
 
 ENDLESS = 1_000_000
 """Steps of the schedule; no bench gets near."""

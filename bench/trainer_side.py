@@ -24,7 +24,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 
 WARM_UP_STEPS = 3
 LOG_EVERY = 20

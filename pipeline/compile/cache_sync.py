@@ -5,6 +5,7 @@ Only what is new moves. Safe with many nodes at once, and when killed at any byt
 have its checksum is left out and taken away, so that the compiler makes it again.
 """
 
+import errno
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from pipeline.compile import cache_ledger, cache_remote
-from pipeline.compile.cache_entry import CacheEntry, EntryName, EntryState
+from pipeline.compile.cache_entry import DONE_NAME, LOG_NAME, CacheEntry, EntryName, EntryState
 from pipeline.compile.cache_host import Mounts, mounted, refuse_network_root
-from pipeline.compile.cache_place import place_entry
 from pipeline.compile.cache_scan import list_entry, list_local, list_storage
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_bytes
@@ -23,6 +23,44 @@ from pipeline.io import atomic
 from pipeline.io.errors import KeyNotFound, os_errors
 from pipeline.io.parallel import run_parallel
 from pipeline.io.storage import Storage
+
+# A verified entry put before the eyes of a compiler that may be reading the cache: whole, or not finished yet.
+
+NOT_EMPTY_ERRNOS = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+
+
+def place_entry(root: Path, name: EntryName, folder: Path) -> bool:
+    """Move the files of `folder` (on the same file system) to the entry; False when that is locked.
+
+    A missing entry appears by one rename. Into one that exists (traced, failed, half written) the files go one by
+    one, `model.done` last; the log of an earlier failure is taken away before it.
+    """
+    target = root / name.key
+    with os_errors("writing", f"file://{target}"):
+        atomic.make_dirs(target.parent)
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno not in NOT_EMPTY_ERRNOS:
+                raise
+            if list_entry(root, name).locks:
+                return False
+            _fill(target, folder)
+        atomic.fsync_path(target)
+        atomic.fsync_path(target.parent)
+    return True
+
+
+def _fill(target: Path, folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()}
+    (target / DONE_NAME).unlink(missing_ok=True)
+    for file in sorted(names - {DONE_NAME}):
+        (folder / file).replace(target / file)
+    if LOG_NAME not in names:
+        (target / LOG_NAME).unlink(missing_ok=True)
+    atomic.fsync_path(target)
+    (folder / DONE_NAME).replace(target / DONE_NAME)
+
 
 Direction = Literal["both", "pull", "push"]
 # sizes: trust what is on both sides; local: read the local entries; all: read those of the storage too

@@ -1,5 +1,6 @@
 """What is asked of a traced graph: its key, its operations, and how it differs from another."""
 
+import gzip
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from graphlib import TopologicalSorter
 
 from pipeline.compile.hlo_text import CALLS, Computation, Instruction, Module, Shape, parse
 from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.io.storage import Storage
 
 __all__ = [
     "Computation",
@@ -141,3 +143,18 @@ def _in_order(computation: Computation) -> Iterator[Instruction]:
             if instruction.name not in done:
                 done.add(instruction.name)
                 yield instruction
+
+
+# Traced graphs as text: what the compile cache holds for devices that keep no compiled ones.
+
+FOLDER = "compile-cache/hlo"
+
+
+def store_texts(workspace: Storage, texts: Mapping[str, str]) -> None:
+    """Keep the HLO text of each graph under its key; what is there already stays."""
+    for key, text in texts.items():
+        workspace.write_if_absent(_place(key), gzip.compress(text.encode(), mtime=0))
+
+
+def _place(key: str) -> str:
+    return f"{FOLDER}/{key}.txt.gz"

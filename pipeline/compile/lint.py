@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.compile.hlo import Module
-from pipeline.compile.lint_rules import RULES, Rule, Severity
-from pipeline.compile.lint_scope import Scope, Target
+from pipeline.compile.lint_rules import RULES, Rule, Scope, Severity, Target
 
 __all__ = ["RULES", "Finding", "Rule", "Target", "errors", "lint", "lint_counters"]
 

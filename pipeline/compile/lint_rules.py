@@ -6,23 +6,145 @@ results that are documented to be wrong, and operators that the published list d
 refused is an error; what is dated, heuristic or wrong only for some values is a warning.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.compile.hlo import Instruction
-from pipeline.compile.lint_operators import CUSTOM_CALLS, DOUBTFUL, DYNAMIC, LISTED, REDUCERS, REFUSED, USED_TODAY
-from pipeline.compile.lint_scope import (
-    FLOATS,
-    INTEGERS,
-    PASS_ON,
-    Scope,
-    integer_before,
-    largest,
-    needed,
-    numbers,
-    returns_updates,
+from pipeline.compile.hlo import Computation, Instruction, Module
+
+# What the lint knows of operators and custom calls, from the error code pages and release notes of neuronx-cc.
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
+
+
+# Names on the page of EVRF015.
+CUSTOM_CALLS = _words(
+    "AwsNeuronErf AwsNeuronGelu AwsNeuronGeluApprxTanh AwsNeuronGeluBackward AwsNeuronSilu AwsNeuronSiluBackward",
+    "AwsNeuronRmsNorm AwsNeuronSoftmax AwsNeuronSoftmaxBackward AwsNeuronCollectiveMatmul AwsNeuronIntMatmult",
+    "AwsNeuronArgMax AwsNeuronArgMin AwsNeuronTopK AwsNeuronDropoutMaskV1 AwsNeuronCustomNativeKernel",
+    "AwsNeuronCustomOp AwsNeuronDevicePrint AwsNeuronLNCShardingConstraint AwsNeuronTransferWithStaticRing",
+    "ResizeNearest ResizeBilinear ResizeNearestGrad NeuronBoundaryMarker-Start NeuronBoundaryMarker-End",
+    "AwsNeuronModuleMarkerStart-Forward AwsNeuronModuleMarkerEnd-Forward",
+    "AwsNeuronModuleMarkerStart-Backward AwsNeuronModuleMarkerEnd-Backward",
 )
+
+# The last published operator list (release notes, "Supported Operators") in the words of HLO.
+LISTED = _words(
+    "abs add all-gather all-reduce and atan2 batch-norm-grad batch-norm-inference batch-norm-training bitcast-convert",
+    "broadcast ceil clamp compare concatenate constant convert cosine custom-call divide dot dynamic-update-slice",
+    "exponential floor gather get-tuple-element iota log maximum minimum multiply negate not pad parameter power",
+    "reduce reshape reverse rng rng-bit-generator rsqrt scatter select select-and-scatter shift-right-logical sign",
+    "sine slice sqrt subtract tanh transpose tuple",
+)
+REDUCERS = _words("maximum minimum add multiply")
+
+# Absent from it, but used by AWS's own frameworks today, or refused only in special forms (error code pages).
+USED_TODAY = _words(
+    "all-to-all collective-permute convolution erf logistic reduce-scatter reduce-window shift-right-arithmetic sort",
+    "topk while",
+)
+
+# Refused by name on an error code page; and of the same family, or a transfer to the host, but not named there.
+REFUSED = _words("triangular-solve")
+DOUBTFUL = _words("cholesky fft infeed outfeed send send-done recv recv-done map")
+DYNAMIC = _words("set-dimension-size get-dimension-size dynamic-reshape")
+
+
+# What a rule of the lint may look at around an instruction: operands, called computations, where a value came from.
+
+INTEGERS = frozenset({"s2", "s4", "s8", "s16", "s32", "s64", "u2", "u4", "u8", "u16", "u32", "u64"})
+FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
+PASS_ON = frozenset({"reshape", "broadcast", "convert", "transpose", "copy", "bitcast"})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the graph is checked for."""
+
+    stack: Literal["xla", "native"] = "xla"
+    """PyTorch/XLA (SDK up to 2.29), or TorchNeuron, which refuses f64."""
+    max_instructions: int | None = None
+    """A ceiling found by experience; neuronx-cc has ceilings (EVRF007, EXTP004) but publishes no number."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where an instruction stands."""
+
+    module: Module
+    computation: Computation
+    target: Target
+
+    def operand(self, instruction: Instruction, index: int) -> Instruction | None:
+        if index >= len(instruction.operands):
+            return None
+        return self.computation.by_name[instruction.operands[index]]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.computation.by_name[name] for name in instruction.operands]
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        return [self.module.by_name[name] for name in instruction.called]
+
+
+def numbers(text: str) -> list[int]:
+    """The integers in an attribute or a literal."""
+    return [int(number) for number in re.findall(r"-?\d+", text)]
+
+
+def needed(computation: Computation, name: str) -> set[str]:
+    """Names of all instructions that `name` depends on, itself included."""
+    found, pending = set[str](), [name]
+    while pending:
+        top = pending.pop()
+        if top not in found:
+            found.add(top)
+            pending += computation.by_name[top].operands
+    return found
+
+
+def returns_updates(combiner: Computation) -> bool:
+    """True when the combiner of a scatter hands on the new values, its second half of parameters, and nothing else."""
+    root = combiner.by_name[combiner.root]
+    returned = [root] if root.opcode != "tuple" else [combiner.by_name[name] for name in root.operands]
+    half = len(combiner.parameters) // 2
+    return all(value.opcode == "parameter" and int(value.literal) >= half for value in returned)
+
+
+def integer_before(instruction: Instruction, scope: Scope) -> str:
+    """The integer dtype a float was converted from; empty when it was not."""
+    found: Instruction | None = instruction
+    while found is not None and found.opcode in PASS_ON | {"abs"}:
+        before = scope.operand(found, 0)
+        if found.opcode == "convert" and before is not None and before.dtype in INTEGERS:
+            return before.dtype
+        found = before
+    return ""
+
+
+def largest(instruction: Instruction, scope: Scope) -> int | None:
+    """The largest value of an integer array built from iota and constants; None when it depends on data."""
+    operands = scope.operands(instruction)
+    match instruction.opcode:
+        case "iota":
+            return instruction.dims[int(instruction.attribute("iota_dimension") or 0)] - 1
+        case "constant":
+            found = numbers(instruction.literal)
+            return max(found) if found and instruction.dtype in INTEGERS else None
+        case "add" | "multiply" if instruction.dtype in INTEGERS:
+            first, second = (largest(operand, scope) for operand in operands)
+            if first is None or second is None or min(first, second) < 0:
+                return None
+            return first + second if instruction.opcode == "add" else first * second
+        case "select" if operands[2].name in operands[1].operands:  # i < 0 ? i + rows : i
+            return largest(operands[2], scope)
+        case opcode if opcode in PASS_ON:
+            return largest(operands[0], scope)
+    return None
+
 
 Severity = Literal["error", "warning"]
 

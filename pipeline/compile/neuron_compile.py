@@ -18,22 +18,25 @@ from typing import Protocol
 
 from pipeline.compile.cache_entry import DONE_NAME, NEFF_NAME, is_lock
 from pipeline.compile.cache_entry import LOG_NAME as COMPILER_LOG
+from pipeline.compile.cache_host import Compilers, compilers_of
+from pipeline.compile.cache_repair import repair_local, repair_storage
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.neuron_command import neuron_environment, tool_command, wrapper_script
-from pipeline.compile.neuron_compilers import compilers_of
-from pipeline.compile.neuron_errors import LOG_NAME, time_error, told, verdict_error
-from pipeline.compile.neuron_log import NeuronLog, entry_key, graph_name, parse_log, parse_report
+from pipeline.compile.neuron_log import LogWatch, NeuronLog, entry_key, graph_name, parse_log, parse_report
 from pipeline.compile.neuron_verdict import (
+    LOG_NAME,
     REPAIRABLE,
     Attempt,
     Verdict,
     failed_entries,
     judge,
     parallel_compilers,
+    time_error,
+    told,
     unexpected_suffixes,
+    verdict_error,
     wanted_entries,
 )
-from pipeline.compile.neuron_watch import LogWatch
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
@@ -361,3 +364,20 @@ def _int_in(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+# The repair of a cache between two runs of neuron_parallel_compile, as `compile_graphs` wants it.
+
+
+def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[str]:
+    """Put the cache in `root` in order when no compiler of ours runs any more; [] when there was nothing to do.
+
+    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
+    they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
+    """
+    if root.startswith("s3://"):
+        report = repair_storage(open_storage(root, stop=StopSignal()))
+    else:
+        alive = compilers or (lambda: compilers_of(root))
+        report = repair_local(Path(root.removeprefix("file://")), stale_lock_s=0.0, compilers=alive)
+    return report.lines() if report.actions else []

@@ -3,7 +3,7 @@
 Figures of the machines: AWS Neuron documentation, Trn1 and Trn2 architecture pages; the 25.8 GB that memory
 errors on trn2 name (reported by users) are the 24 GiB below. Activations: Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.1, here without sharding and with dropout only when it is
-on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see train/program.py. What the compiler needs for
+on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see train/step.py. What the compiler needs for
 itself (scratch, code, collectives) is not known before it has run and is not in here: leave a reserve.
 """
 

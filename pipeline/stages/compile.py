@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import Backend
-from pipeline.compile.hlo_store import store_texts
+from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_command import SCORING, drives_tool

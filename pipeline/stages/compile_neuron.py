@@ -12,8 +12,7 @@ from pipeline.compile.cache_sync import Direction, sync_cache
 from pipeline.compile.config import ALL_THERE_S
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.neuron_command import SCORING
-from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs
-from pipeline.compile.neuron_repair import repair_after_run
+from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs, repair_after_run
 from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.core.events import EventName

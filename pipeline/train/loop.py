@@ -18,9 +18,90 @@ from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
 from pipeline.train.batches import BatchStream, add_digests, schedule_of
 from pipeline.train.config import TrainConfig
-from pipeline.train.deadline import forecast
-from pipeline.train.pace import Pace
-from pipeline.train.program import TEMPERATURE, TrainProgram
+from pipeline.train.step import TEMPERATURE, TrainProgram
+
+# Where the time of an interval went, and how fast it was.
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Figures of the steps since the last reading."""
+
+    steps: int
+    seconds: float
+    data_wait_s: float
+    samples_per_s: float
+    tokens_per_s: float
+
+    @property
+    def data_wait_share(self) -> float:
+        return self.data_wait_s / self.seconds if self.seconds > 0 else 0.0
+
+
+class Pace:
+    """Counts steps, tokens and waiting; `read` closes an interval. Evaluation and saving are paused out of it."""
+
+    def __init__(self, samples_per_step: int, world_size: int) -> None:
+        self._samples = samples_per_step
+        self._world_size = world_size
+        self.seconds_per_step = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started = time.monotonic()
+        self._steps, self._tokens, self._wait_s = 0, 0, 0.0
+
+    def waited(self, seconds: float) -> None:
+        self._wait_s += seconds
+
+    def step_done(self, tokens: int) -> None:
+        """One optimizer step of this rank is traced or done; `tokens` without padding."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def read(self) -> Interval:
+        """Call right after the device was waited for, so that the interval is real time."""
+        seconds = max(1e-9, time.monotonic() - self._started)
+        interval = Interval(
+            self._steps,
+            seconds,
+            self._wait_s,
+            self._steps * self._samples / seconds,
+            self._tokens * self._world_size / seconds,
+        )
+        if self._steps:
+            newest = seconds / self._steps
+            self.seconds_per_step = newest if not self.seconds_per_step else 0.7 * self.seconds_per_step + 0.3 * newest
+        self._reset()
+        return interval
+
+    def resume(self) -> None:
+        """Start the next interval now."""
+        self._reset()
+
+
+# Will the run be done in time? Arithmetic only; the clock is read at the rim.
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Where a run stands against its deadline. Seconds; `spare_s` is negative when it will be late."""
+
+    eta_s: float
+    spare_s: float | None
+
+    @property
+    def at_risk(self) -> bool:
+        return self.spare_s is not None and self.spare_s < 0
+
+
+def forecast(
+    *, steps_left: int, seconds_per_step: float, seconds_to_deadline: float | None, tail_s: float = 0.0
+) -> Forecast:
+    """Time to the end from the recent pace, plus `tail_s` for the final evaluation and save."""
+    eta_s = steps_left * seconds_per_step + tail_s
+    return Forecast(eta_s, None if seconds_to_deadline is None else seconds_to_deadline - eta_s)
+
 
 Emit = Callable[..., None]
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler

@@ -43,12 +43,11 @@ from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SKIPPED
 from pipeline.train.identity import check_identity
-from pipeline.train.inputs import RunInputs
+from pipeline.train.inputs import RunInputs, warnings_of
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.program import TrainProgram
-from pipeline.train.quality_warnings import warnings_of
 from pipeline.train.saver import Saver
 from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.step import TrainProgram
 
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""

@@ -12,7 +12,7 @@ from pipeline.core.errors import TransientError
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.temperature import LOG_SCALE
 from pipeline.parallel.gang import Gang
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 
 
 @dataclass

@@ -28,8 +28,8 @@ from pipeline.telemetry.console import Console
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.program import TrainProgram
 from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.step import TrainProgram
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there

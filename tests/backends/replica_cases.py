@@ -33,7 +33,7 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 

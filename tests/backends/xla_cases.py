@@ -20,7 +20,7 @@ from pipeline.model.losses import Targets
 from pipeline.model.relevance import build_model
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.

@@ -18,8 +18,7 @@ from pipeline.compile.cache_host import CompilerProcess
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.compile.neuron_command import neuron_environment, wrapper_script
-from pipeline.compile.neuron_compile import NeuronCompileResult, Repair, compile_graphs
-from pipeline.compile.neuron_repair import repair_after_run
+from pipeline.compile.neuron_compile import NeuronCompileResult, Repair, compile_graphs, repair_after_run
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -400,7 +399,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.neuron_command import neuron_environment, wrapper_script
 from pipeline.compile.neuron_compile import compile_graphs
-from pipeline.compile.neuron_repair import repair_after_run
+from pipeline.compile.neuron_compile import repair_after_run
 from pipeline.proc.signals import stop_on_signals
 stop = StopSignal()
 root, scratch, *command = sys.argv[1:]

@@ -23,7 +23,7 @@ from pipeline.parity.recording import curve_of, evaluations_of
 from pipeline.parity.side import Side
 from pipeline.telemetry.events import EventLog
 from pipeline.train import batches, saver
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 from tests.parity.case import CPU, PARITY, ROWS, Case
 
 pytestmark = pytest.mark.stage

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.train.deadline import forecast
+from pipeline.train.loop import forecast
 
 
 @pytest.mark.parametrize(

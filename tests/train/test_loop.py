@@ -26,7 +26,7 @@ from pipeline.telemetry.console import Console
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import GuardConfig, TrainConfig
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
 

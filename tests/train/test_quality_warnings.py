@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.data.sampler import Judged
 from pipeline.model.config import LossConfig
-from pipeline.train.quality_warnings import warnings_of
+from pipeline.train.inputs import warnings_of
 from tests.train.rows import BUCKETS, TRAIN, grouped, make_rows
 
 LABELS = ("no", "some", "yes")

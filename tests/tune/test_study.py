@@ -20,7 +20,7 @@ from pipeline.data.tokens import open_rows
 from pipeline.settings import LaunchConfig, Settings
 from pipeline.stages import train as train_stage
 from pipeline.telemetry.events import EventLog
-from pipeline.train.program import TrainProgram
+from pipeline.train.step import TrainProgram
 from pipeline.tune.study import run_study
 from pipeline.tune.table import StudyTable, lines_of
 from tests.killing import FORK

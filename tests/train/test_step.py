@@ -21,8 +21,8 @@ from pipeline.model.relevance import build_model
 from pipeline.model.temperature import LOG_SCALE, start_values
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import FIGURES, TrainProgram
 from pipeline.train.saver import Saver
+from pipeline.train.step import FIGURES, TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
