@@ -8,11 +8,10 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import GateConfig, MetricsConfig
-from pipeline.evaluate.gate.baselines import Baseline
-from pipeline.evaluate.gate.judge import judge
+from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.gate.verdict import Verdict
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.report import metric_report
 from pipeline.evaluate.metrics.statistic import Queries
 from pipeline.evaluate.scored import PerQuery, ScoredRows, SliceColumn
 

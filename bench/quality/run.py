@@ -11,8 +11,8 @@ from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.tasks import TASKS, Catalogue, Task, read_catalogue, read_pairs
 from pipeline.evaluate.bm25 import Bm25
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.metrics.binary import best_threshold
-from pipeline.evaluate.metrics.report import metric_report
+from pipeline.evaluate.metrics.labels import best_threshold
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.telemetry.code_version import code_version
 
 PARTS = (OURS, BM25, *peers.LOSSES)

@@ -9,7 +9,7 @@ from bench.quality.tasks import Catalogue
 from pipeline.core.arrays import Float32s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
-from pipeline.evaluate.metrics.report import retrieval_report
+from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.retrieval import Judgements
 from pipeline.evaluate.scored import PerQuery, ScoredRows
 

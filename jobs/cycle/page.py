@@ -16,7 +16,7 @@ from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan
 from pipeline.core.format import format_duration, format_share
 from pipeline.core.table import usd
-from pipeline.evaluate.table import table_lines
+from pipeline.evaluate.report import table_lines
 
 COLOURS = {
     Category.START_UP: "#9aa5b1",

@@ -17,11 +17,11 @@ from pipeline.data.loader import RowSource, evaluation_batches
 from pipeline.data.shards import Arrays
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
-from pipeline.evaluate.metrics.classes import class_figures
+from pipeline.evaluate.metrics.labels import class_figures
+from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import ndcg
-from pipeline.evaluate.metrics.report import retrieval_report
 from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.texts import text_hashes
+from pipeline.evaluate.products import text_hashes
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.gang import Gang
 

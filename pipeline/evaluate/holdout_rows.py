@@ -1,26 +1,169 @@
 """The holdout of an evaluation: which prepared rows, of which partitions, in which order."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.arrays import Int64s
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import format_share
 from pipeline.core.order import mix64
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.slices import codes_of, merge_names
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.tokens import Split, TokenSet, open_rows
-from pipeline.evaluate.leak import HoldoutQueries
-from pipeline.evaluate.order import HoldoutOrder, choose_rows
-from pipeline.evaluate.scored import SliceColumn
-from pipeline.evaluate.texts import join_tokens, text_hashes, to_tokens
+from pipeline.evaluate.products import join_tokens, text_hashes, to_tokens
+from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from pipeline.io.storage import Storage
+from pipeline.parallel.gang import Gang
+
+# Which rows of a holdout are scored, in which order, and which of them a batch of a rank holds. Pure.
+#
+# The order depends on the holdout alone, so that the whole state of an evaluation is one number: how many rows are
+# done. Another attempt continues there, also with other ranks.
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of one batch on all ranks: row numbers of one bucket."""
+
+    bucket: int
+    rows: Int64s
+
+    def share(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
+        """This rank's full batch [batch_size] and how many of its first rows are real.
+
+        The rest repeats a row: every rank runs every batch, so that all run the same sequence of graphs.
+        """
+        mine = self.rows[rank * batch_size : (rank + 1) * batch_size]
+        filling = np.repeat(self.rows[-1:], batch_size - len(mine))
+        return np.concatenate([mine, filling]), len(mine)
+
+
+@dataclass(frozen=True)
+class HoldoutOrder:
+    """The row numbers to score of each bucket, ascending."""
+
+    rows: tuple[Int64s, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    def spans(self, start: int, batch_rows: int) -> Iterator[Span]:
+        """Batches of `batch_rows` rows over all ranks from row number `start` of the order on; none crosses buckets."""
+        before = 0
+        for bucket, rows in enumerate(self.rows):
+            first = max(0, start - before)
+            before += len(rows)
+            for place in range(first, len(rows), batch_rows):
+                yield Span(bucket, rows[place : place + batch_rows])
+
+
+def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
+    """All rows of a holdout, or whole queries of at most `max_rows` rows in all (0: no limit).
+
+    `query_ids`: of every row, by bucket. Which queries stay is a function of their ids alone.
+    """
+    every = np.concatenate(query_ids) if query_ids else np.zeros(0, dtype=np.int64)
+    if not max_rows or len(every) <= max_rows:
+        return HoldoutOrder(tuple(np.arange(len(ids), dtype=np.int64) for ids in query_ids))
+    queries, counts = np.unique(every, return_counts=True)
+    order = np.argsort(mix64(queries.astype(np.uint64)), kind="stable")
+    fitting = np.cumsum(counts[order]) <= max_rows
+    kept = np.sort(queries[order][fitting])
+    return HoldoutOrder(tuple(np.flatnonzero(np.isin(ids, kept)).astype(np.int64) for ids in query_ids))
+
+
+# Holdout queries that a model was trained on: by id, and by text when the ids differ. Their scores say too much.
+
+
+@dataclass(frozen=True)
+class HoldoutQueries:
+    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each."""
+
+    ids: Int64s
+    texts: UInt64s
+
+    @classmethod
+    def of(cls, query_id: Int64s, texts: UInt64s) -> "HoldoutQueries":
+        """From rows [N]; of a query with several texts the first counts."""
+        ids, first = np.unique(query_id, return_index=True)
+        return cls(ids, texts[first])
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How many of a holdout's queries occur in training data. `by_text`: under another id."""
+
+    queries: int
+    by_id: int
+    by_text: int
+    unchecked: tuple[str, ...] = ()
+    """Partitions the model was trained on that are not prepared any more."""
+
+    @property
+    def share(self) -> float:
+        return (self.by_id + self.by_text) / max(1, self.queries)
+
+    def text(self) -> str:
+        """One line: what was found."""
+        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_share(self.share)})"
+        return f"{found} were trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
+
+
+def find_leak(
+    holdout: HoldoutQueries,
+    trained: Iterable[TokenRows],
+    gang: Gang,
+    stop: StopSignal,
+    unchecked: tuple[str, ...] = (),
+    num_rows: int | None = None,
+) -> Leak:
+    """Look for the holdout's queries in the rows of each training set. Ranks share the work. Raises Preempted.
+
+    `num_rows`: of all of them, for the progress.
+    """
+    ids, texts = np.zeros(len(holdout.ids), dtype=np.bool_), np.zeros(len(holdout.ids), dtype=np.bool_)
+    sorted_texts = np.sort(holdout.texts)
+    world, block = gang.world, 0
+    with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
+        for rows in trained:
+            for bucket, numbers in rows.blocks():
+                stop.raise_if_set("looking for holdout queries in the training data")
+                advance(len(numbers))
+                block += 1
+                if block % world.world_size != world.rank:
+                    continue
+                part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
+                ids |= np.isin(holdout.ids, part["query_id"])
+                hashes = np.unique(text_hashes(part["query"], rows.pad_id))
+                if np.isin(hashes, sorted_texts, assume_unique=False).any():
+                    texts |= np.isin(holdout.texts, hashes)
+    said = gang.gather((ids, texts))
+    ids = np.logical_or.reduce([one for one, _ in said])
+    texts = np.logical_or.reduce([one for _, one in said])
+    return Leak(len(holdout.ids), int(ids.sum()), int((texts & ~ids).sum()), unchecked)
+
+
+def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"], max_share: float) -> str:
+    """A warning, or nothing. Raises DataError when more of the holdout was trained on than is allowed."""
+    if leak.share > max_share and action == "refuse":
+        raise DataError(
+            leak.text(),
+            expected=f"at most {format_share(max_share)} (evaluate.max_leak_share): they score too well",
+            next_command="give the data a split column that keeps queries apart, prepare and train again;"
+            " or --evaluate.leak warn",
+        )
+    return f"{leak.text()}: figures on them are better than they would be on new queries" if leak.share else ""
+
 
 PARTITION, QUERY_TOKENS = "partition", "query_tokens"
 SPECIAL_TOKENS = 2
@@ -114,3 +257,21 @@ def _query_ids(rows: TokenRows, bucket: int) -> Int64s:
         return np.zeros(0, dtype=np.int64)
     numbers = np.arange(size, dtype=np.int64)
     return rows.read(np.full(size, bucket, dtype=np.int64), numbers, bucket, ("query_id",))["query_id"]
+
+
+# The slices of scored rows that are worth judging. Pure.
+
+AGE = "age"
+NEW, OLD = "new", "old"
+
+
+def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
+    """Partitions become two slices, new and old to the incumbent; a column with one value for all rows goes."""
+    columns = dict(rows.slices)
+    partition = columns.pop(PARTITION, None)
+    if partition is not None:
+        is_new = np.array([name in new_partitions for name in partition.names], dtype=np.bool_)
+        # -1, no partition, reads the last entry: it is neither.
+        codes = np.append(np.where(is_new, 0, 1), -1)[partition.codes]
+        columns.setdefault(AGE, SliceColumn(codes.astype(np.int64), (NEW, OLD)))
+    return replace(rows, slices={name: column for name, column in columns.items() if len(np.unique(column.codes)) > 1})

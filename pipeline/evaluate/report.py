@@ -1,13 +1,15 @@
 """What an evaluation found, as one record: `cycles/<cycle>/evaluate/report.json`."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.gate.verdict import Verdict
-from pipeline.evaluate.metrics.report import MetricReport, SliceReport
+from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
+from pipeline.evaluate.metrics.names import MetricName
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
 
@@ -135,3 +137,174 @@ def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
             expected="a report.json written by trnpipe evaluate",
             next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
         ) from error
+
+
+# What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure.
+
+_SLICES_SHOWN = 5
+_NOTHING = "-"
+
+
+def table_lines(report: EvaluationReport) -> list[str]:
+    """The table, hybrid search, the slices, the verdict."""
+    baselines = [one for one in report.baselines if not one.missing]
+    shown = (_metric_row(report, name, baselines) for name in _names(report))
+    tools = (one.name for one in baselines)
+    head = ("metric", "candidate", "incumbent", "difference", _interval_title(report), *tools, "gate")
+    table = _aligned([head, *shown])
+    details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
+    return [*table, *details, *report.verdict.lines()]
+
+
+def _names(report: EvaluationReport) -> list[str]:
+    """Every metric of either model, in the order of reports."""
+    reports = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part is not None]
+    rows = [name for part in reports[:1] for name in (*part.values, *part.missing)]
+    return list(dict.fromkeys([*rows, *(name for part in reports for name in part.values)]))
+
+
+def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
+    return [("candidate", report.candidate), *([("incumbent", report.incumbent)] if report.incumbent else [])]
+
+
+def _value(model: ModelReport | None, name: str) -> float | None:
+    if model is None:
+        return None
+    part: MetricReport | None = model.retrieval if MetricName.parse(name).of_retrieval else model.metrics
+    return part.values.get(name) if part else None
+
+
+def _metric_row(report: EvaluationReport, name: str, baselines: Sequence[BaselineReport]) -> tuple[str, ...]:
+    ours, theirs = _value(report.candidate, name), _value(report.incumbent, name)
+    checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
+    delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
+    return (
+        name,
+        _number(ours),
+        _number(theirs),
+        _signed(None if ours is None or theirs is None else ours - theirs),
+        _interval(delta),
+        *(_number(one.figures.get(name)) for one in baselines),
+        _outcome(checks),
+    )
+
+
+def _interval_title(report: EvaluationReport) -> str:
+    """Each end holds alone with the one-sided confidence, so both together with less."""
+    return f"{2 * report.verdict.confidence - 1:.0%} interval"
+
+
+def _missing(report: EvaluationReport) -> list[str]:
+    """Why a metric is not there; those with one reason on one line."""
+    lines = []
+    for role, model in _roles(report):
+        reasons: dict[str, list[str]] = {}
+        for part in (model.metrics, model.retrieval):
+            for name, reason in part.missing.items() if part else ():
+                reasons.setdefault(reason, []).append(name)
+        lines += [f"not computed for the {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return [*lines, *(f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing)]
+
+
+def _width_lines(report: EvaluationReport) -> list[str]:
+    """Retrieval with narrower vectors, beside the vectors that are judged."""
+    found = {role: model for role, model in _roles(report) if model.retrieval and model.retrieval_by_width}
+    columns: list[tuple[str, Mapping[str, float]]] = []
+    for role, model in found.items():
+        columns += [(role, model.retrieval.values)] if model.retrieval else []
+        columns += [(f"{role} {width}", one.values) for width, one in model.retrieval_by_width.items()]
+    names = dict.fromkeys(name for _, values in columns for name in values)
+    if not names:
+        return []
+    rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
+    head = ("metric", *(title for title, _ in columns))
+    return ["search with vectors cut to fewer dimensions", *_aligned([head, *rows])]
+
+
+def _hybrid_lines(report: EvaluationReport) -> list[str]:
+    """Search of each model fused with BM25, beside both alone."""
+    fused = [(role, one) for role, model in _roles(report) for one in model.hybrids]
+    shown = [(role, one, one.retrieval.values) for role, one in fused if one.retrieval]
+    if not fused:
+        return []
+    alone = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
+    alone += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
+    names = dict.fromkeys(name for _, _, values in shown for name in values)
+    head = ("metric", *(name for name, _ in alone), *(_hybrid_title(role, one) for role, one, _ in shown))
+    columns = [*(values for _, values in alone), *(values for _, _, values in shown)]
+    rows = ((name, *(_number(values.get(name)) for values in columns)) for name in names)
+    missing = dict.fromkeys(one.missing for _, one in fused if one.missing)
+    return ["hybrid search: each model fused with BM25", *_aligned([head, *rows]), *missing]
+
+
+def _hybrid_title(role: str, hybrid: HybridReport) -> str:
+    return f"{role} {hybrid.name}" + ("" if hybrid.weight is None else f" {hybrid.weight:g}")
+
+
+def _slice_lines(report: EvaluationReport) -> list[str]:
+    """The slices that refuse, and those in which the candidate lost most; without an incumbent, the weakest."""
+    checks = [check for check in report.verdict.checks if check.kind == "slice" and check.low is not None]
+    if not checks:
+        return []
+    worst = sorted(checks, key=lambda check: (check.outcome != "fail", -_loss(check)))
+    failed = sum(check.outcome == "fail" for check in checks)
+    shown = worst[: max(_SLICES_SHOWN, failed)]
+    head = ("slice", "metric", "candidate", "incumbent", "difference", "interval", "queries", "gate")
+    rows = [
+        (
+            check.slice,
+            check.metric,
+            _number(check.candidate),
+            _number(check.incumbent),
+            _signed(-_loss(check) if not MetricName.parse(check.metric).lower_is_better else _loss(check)),
+            _interval(check),
+            f"{check.num_queries:,}" if check.num_queries is not None else _NOTHING,
+            check.outcome,
+        )
+        for check in shown
+    ]
+    title = f"slices: {len(shown)} of {len(checks)} compared, those that lost most"
+    return [title, *_aligned([head, *rows])]
+
+
+def _loss(check: GateCheck) -> float:
+    """How much worse the candidate is; negative when it is better."""
+    if check.candidate is None or check.incumbent is None:
+        return 0.0
+    worse = check.incumbent - check.candidate
+    return -worse if MetricName.parse(check.metric).lower_is_better else worse
+
+
+def _outcome(checks: Sequence[GateCheck]) -> str:
+    """What the gate made of a metric: `fail` when any check of it fails."""
+    found = [check.outcome for check in checks]
+    return next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in found), "")
+
+
+def _number(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:.4f}"
+
+
+def _signed(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:+.4f}"
+
+
+def _interval(check: GateCheck | None) -> str:
+    if check is None or check.low is None or check.high is None:
+        return ""
+    return f"[{check.low:+.4f}, {check.high:+.4f}]"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns of equal width, two spaces apart: names to the left, figures to the right."""
+    table = [list(row) for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    names = {column for column, title in enumerate(table[0]) if title in ("metric", "slice", "gate")}
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

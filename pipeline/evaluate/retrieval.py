@@ -3,25 +3,35 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from pipeline.backends import Backend
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import NumericError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
-from pipeline.embed.embedder import counted
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.embedder import Embedder, counted, open_embedder
 from pipeline.embed.output import shorten_vectors
 from pipeline.evaluate.bm25 import Bm25
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
-from pipeline.evaluate.fusion import Ranked
-from pipeline.evaluate.metrics.report import MetricReport, retrieval_report
+from pipeline.evaluate.fusion import Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
+from pipeline.evaluate.metrics.names import RETRIEVAL
 from pipeline.evaluate.metrics.retrieval import Judgements
+from pipeline.evaluate.products import join_tokens
+from pipeline.evaluate.report import HybridReport
 from pipeline.evaluate.scored import PerQuery
-from pipeline.evaluate.texts import join_tokens
+from pipeline.evaluate.scores import VectorSample
 from pipeline.parallel.gang import Gang
 
 _WINDOW = 512
@@ -174,3 +184,66 @@ def _vectors_of(task: RetrievalTask, embed: Embed, mine: Callable[[int], bool]) 
 
     for vectors in embed(tokens()):
         yield firsts.popleft(), vectors
+
+
+# Vectors of texts with the encoder of a checkpoint, opened when the first text comes.
+
+
+class Vectors:
+    """Windows of texts to unit vectors [n, D]."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, backend: Backend, config: EmbedConfig, watch: GraphWatch, stop: StopSignal
+    ) -> None:
+        self._checkpoint, self._backend, self._config = checkpoint, backend, config
+        self._watch, self._stop = watch, stop
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return open_embedder(self._checkpoint, self._backend, self._config, self._watch, stop=self._stop)
+
+    def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
+        return self._embedder.stream(windows)
+
+    def sample(self, holdout: Holdout, count: int) -> VectorSample | None:
+        """Both embeddings of at most `count` rows of a holdout."""
+        if not count:
+            return None
+        sample_id, query, product = holdout.sample(count)
+        windows = [*pieces(query, _WINDOW), *pieces(product, _WINDOW)]
+        found = list(counted(self(windows), "embedding a sample", 2 * len(sample_id)))
+        half = len(found) // 2
+        return VectorSample(sample_id, np.concatenate(found[:half]), np.concatenate(found[half:]))
+
+
+# What search with a model is worth when it is fused with BM25.
+
+
+def hybrid_reports(
+    task: RetrievalTask, vectors: Ranked, words: Ranked, metrics: MetricsConfig
+) -> tuple[HybridReport, ...]:
+    """By ranks, and by weight. The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
+
+    `vectors` and `words`: lists of all queries of the task.
+    """
+    judged = task.num_queries
+    ours, theirs = vectors.part(0, judged), words.part(0, judged)
+    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
+    tuning = task.tuning
+    if isinstance(tuning, str):
+        return ranked, HybridReport(name="weighted", missing=f"no weight was chosen: {tuning}")
+    at = max((k for k in metrics.retrieval_at if k <= 10), default=min(metrics.retrieval_at))
+
+    def quality(items: Int64s) -> float:
+        per_query, _ = retrieval_report(tuning.ids, items, tuning.judged, metrics)
+        return float(np.nanmean(per_query.values[f"{RETRIEVAL}ndcg@{at}"]))
+
+    end = judged + len(tuning.ids)
+    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
+    weighted = HybridReport(
+        name="weighted",
+        weight=weight,
+        valid_queries=len(tuning.ids),
+        retrieval=task.report(by_weight(ours, theirs, weight), metrics)[1],
+    )
+    return ranked, weighted

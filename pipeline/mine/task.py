@@ -16,8 +16,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokenizer import Tokens
-from pipeline.evaluate.products import Products, distinct_products
-from pipeline.evaluate.texts import text_hashes, to_tokens
+from pipeline.evaluate.products import Products, distinct_products, text_hashes, to_tokens
 from pipeline.mine.select import NONE, Judged
 
 

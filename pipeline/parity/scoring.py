@@ -15,10 +15,8 @@ from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokens import Split
-from pipeline.evaluate.order import HoldoutOrder, choose_rows
-from pipeline.evaluate.parts import Arrays, PartStore
-from pipeline.evaluate.program import ScoreProgram
-from pipeline.evaluate.scorer import Score, Scorer
+from pipeline.evaluate.holdout_rows import HoldoutOrder, choose_rows
+from pipeline.evaluate.score import Arrays, PartStore, Score, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample
 from pipeline.io.storage import Storage
 from pipeline.model.flat import FlatLayout, flat_forward

@@ -7,8 +7,7 @@ from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, read_token_sets
-from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report
-from pipeline.evaluate.table import table_lines
+from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Author, Place, Pointer, who
 from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key

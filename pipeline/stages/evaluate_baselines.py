@@ -15,14 +15,13 @@ from pipeline.data.tokens import TokenSet, open_rows
 from pipeline.evaluate import bm25, boosting
 from pipeline.evaluate.boosting import Boosting
 from pipeline.evaluate.fusion import Ranked
-from pipeline.evaluate.gate.baselines import Baseline
+from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout_rows import Holdout
-from pipeline.evaluate.hybrid import hybrid_reports
-from pipeline.evaluate.metrics.binary import best_threshold
-from pipeline.evaluate.metrics.report import metric_report
+from pipeline.evaluate.metrics.labels import best_threshold
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.report import BaselineReport, HybridReport
-from pipeline.evaluate.retrieval import RetrievalTask, lexical_search
-from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
+from pipeline.evaluate.retrieval import RetrievalTask, hybrid_reports, lexical_search
+from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.settings import Settings
 from pipeline.stages.evaluate_search import ModelSearch

@@ -12,11 +12,9 @@ from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.context import StageContext
 from pipeline.core.fingerprint import fingerprint
 from pipeline.evaluate.holdout_rows import Holdout
-from pipeline.evaluate.parts import PartStore
-from pipeline.evaluate.program import ScoreProgram
-from pipeline.evaluate.scorer import Scorer
+from pipeline.evaluate.retrieval import Vectors
+from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
-from pipeline.evaluate.vectors import Vectors
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf

@@ -11,16 +11,14 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokens import SPLITS, TokenSet, open_rows
 from pipeline.embed.output import check_dimensions
-from pipeline.evaluate.catalogue import CatalogueFile, open_catalogue
 from pipeline.evaluate.fusion import Ranked
 from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.metrics.names import RETRIEVAL
-from pipeline.evaluate.metrics.report import MetricReport
-from pipeline.evaluate.retrieval import RetrievalTask, search
-from pipeline.evaluate.retrieval_sources import from_catalogue, from_products
-from pipeline.evaluate.saved_arrays import load_arrays, save_arrays
+from pipeline.evaluate.retrieval import RetrievalTask, Vectors, search
+from pipeline.evaluate.retrieval_sources import CatalogueFile, from_catalogue, from_products, open_catalogue
 from pipeline.evaluate.scored import PerQuery
-from pipeline.evaluate.vectors import Vectors
+from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang
 from pipeline.settings import Settings

@@ -13,11 +13,9 @@ from pipeline.core.events import EventName
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.gate.verdict import Verdict
-from pipeline.evaluate.holdout_rows import Holdout, open_holdout
-from pipeline.evaluate.judged import judged_slices
-from pipeline.evaluate.leak import Leak, find_leak, judge_leak
-from pipeline.evaluate.metrics.binary import best_threshold
-from pipeline.evaluate.metrics.report import metric_report, slice_reports
+from pipeline.evaluate.holdout_rows import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
+from pipeline.evaluate.metrics.labels import best_threshold
+from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.scored import ScoredRows
 from pipeline.evaluate.scores import ScoreSet, to_rows

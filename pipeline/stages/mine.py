@@ -17,7 +17,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.data.tokens import TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.bm25 import K1, B
-from pipeline.evaluate.texts import decoded
+from pipeline.evaluate.products import decoded
 from pipeline.mine.config import DECIDES
 from pipeline.mine.mine import all_negatives, mine_share
 from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, find_negatives

@@ -20,7 +20,7 @@ from pipeline.data.shards import Arrays
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.program import EmbedProgram
 from pipeline.evaluate.holdout import Score, evaluate_holdout
-from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang

@@ -25,7 +25,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.embed.config import EmbedConfig
-from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device

@@ -24,8 +24,8 @@ from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.gather import COLUMNS, gather_rows
 from pipeline.embed.reading import CatalogueReader
 from pipeline.embed.texts import judge_rows
-from pipeline.evaluate.catalogue import CatalogueFile
 from pipeline.evaluate.config import RetrievalConfig
+from pipeline.evaluate.retrieval_sources import CatalogueFile
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file

@@ -16,8 +16,7 @@ from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.tokens import TokenSet
 from pipeline.evaluate import boosting
 from pipeline.evaluate.boosting import Boosting, fit, to_rows
-from pipeline.evaluate.holdout_rows import Holdout
-from pipeline.evaluate.order import HoldoutOrder
+from pipeline.evaluate.holdout_rows import Holdout, HoldoutOrder
 from tests.train.rows import token_set_info
 
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))

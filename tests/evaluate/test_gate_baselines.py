@@ -9,8 +9,7 @@ from bench.gate_pairs import METRICS, Population, equal, evenly_worse, populatio
 from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig
-from pipeline.evaluate.gate.baselines import Baseline
-from pipeline.evaluate.gate.judge import judge
+from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
 from pipeline.evaluate.scored import PerQuery, ScoredRows
 

@@ -9,9 +9,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.slices import NO_VALUE
 from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
-from pipeline.evaluate.holdout_rows import Holdout, length_column, open_holdout
-from pipeline.evaluate.judged import judged_slices
-from pipeline.evaluate.order import HoldoutOrder
+from pipeline.evaluate.holdout_rows import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
 from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
 from tests.data.test_token_store import commit

@@ -10,9 +10,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.fusion import Ranked
-from pipeline.evaluate.hybrid import hybrid_reports
 from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.retrieval import Queries, RetrievalTask, lexical_search
+from pipeline.evaluate.retrieval import Queries, RetrievalTask, hybrid_reports, lexical_search
 
 pytestmark = pytest.mark.unit
 

@@ -13,9 +13,9 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss
 
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.metrics.classes import class_figures
+from pipeline.evaluate.metrics.labels import class_figures
+from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
 from pipeline.evaluate.metrics.names import MetricName
-from pipeline.evaluate.metrics.report import metric_names, metric_report, slice_reports
 from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 

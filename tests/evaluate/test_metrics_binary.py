@@ -8,8 +8,8 @@ from sklearn.metrics import average_precision_score, f1_score, precision_score, 
 
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.metrics.binary import best_threshold
-from pipeline.evaluate.metrics.report import metric_report
+from pipeline.evaluate.metrics.labels import best_threshold
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.scored import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 

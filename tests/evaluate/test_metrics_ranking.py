@@ -16,8 +16,8 @@ from sklearn.metrics import ndcg_score
 
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import ndcg
-from pipeline.evaluate.metrics.report import metric_report
 from pipeline.evaluate.scored import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 

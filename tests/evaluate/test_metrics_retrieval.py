@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.metrics.report import retrieval_report
+from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.retrieval import Judgements
 
 EXACT = 1e-9

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluate.order import HoldoutOrder, Span, choose_rows
+from pipeline.evaluate.holdout_rows import HoldoutOrder, Span, choose_rows
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 

@@ -8,7 +8,7 @@ from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.watch import Place
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors
-from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.relevance import RelevanceModel, build_model
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_program, make_rows
 

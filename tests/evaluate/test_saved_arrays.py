@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.saved_arrays import FILE, load_arrays, save_arrays
+from pipeline.evaluate.scores import ARRAYS_FILE, load_arrays, save_arrays
 from pipeline.io.storage import open_storage
 
 ARRAYS = {"items": np.arange(6).reshape(2, 3).T, "scores": np.array([0.5, np.nan])}
@@ -29,7 +29,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     save_arrays(storage, "a", "retrieval", ARRAYS, tmp_path / "scratch")
     with pytest.raises(DataError, match="of kind retrieval"):
         load_arrays(storage, "a", "boosting", tmp_path)
-    path = tmp_path / "workspace" / "a" / FILE
+    path = tmp_path / "workspace" / "a" / ARRAYS_FILE
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     with pytest.raises(DataError, match=r"xxh3_128"):
         load_arrays(storage, "a", "retrieval", tmp_path)

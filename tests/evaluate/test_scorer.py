@@ -15,9 +15,8 @@ from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.evaluate.order import HoldoutOrder, choose_rows
-from pipeline.evaluate.parts import Arrays, PartStore
-from pipeline.evaluate.scorer import Scorer
+from pipeline.evaluate.holdout_rows import HoldoutOrder, choose_rows
+from pipeline.evaluate.score import Arrays, PartStore, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
 from tests.evaluate.gangs import alone, on_ranks

@@ -4,9 +4,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
-from pipeline.evaluate.metrics.report import MetricReport
-from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, HybridReport, ModelReport
-from pipeline.evaluate.table import table_lines
+from pipeline.evaluate.metrics.measure import MetricReport
+from pipeline.evaluate.report import (
+    BaselineReport,
+    EvaluationReport,
+    HoldoutReport,
+    HybridReport,
+    ModelReport,
+    table_lines,
+)
 
 HOLDOUT = HoldoutReport(
     split="test",

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
-from pipeline.evaluate.program import ScoreProgram
+from pipeline.evaluate.score import ScoreProgram
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
 from pipeline.model.hf import from_hf

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
-from pipeline.evaluate.leak import Leak
+from pipeline.evaluate.holdout_rows import Leak
 from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
-from pipeline.evaluate import boosting, saved_arrays
+from pipeline.evaluate import boosting, scores
 from pipeline.evaluate.report import BaselineReport
-from pipeline.evaluate.saved_arrays import FILE
+from pipeline.evaluate.scores import ARRAYS_FILE
 from pipeline.io.commit import commit_dir
 from pipeline.stages import evaluate_baselines
 from tests.stages.evaluate_case import FLAGS, Case, noisy
@@ -115,12 +115,14 @@ def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.
         nonlocal calls
         calls += args[2].startswith("baselines/")
         if args[2].startswith("baselines/") and calls == nth:
-            shutil.copy(args[1] / FILE, Path(args[0].local_path("")) / "half")  # as a writer leaves it: no marker
+            shutil.copy(
+                args[1] / ARRAYS_FILE, Path(args[0].local_path("")) / "half"
+            )  # as a writer leaves it: no marker
             raise KeyboardInterrupt
         return commit_dir(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saved_arrays, "commit_dir", killed)
+        patch.setattr(scores, "commit_dir", killed)
         case.run(WARN, code=143)
     assert case.pointer is None and calls == nth and len(kept(case)) == nth - 1
     case.run(WARN)
@@ -130,7 +132,7 @@ def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.
 def test_damaged_scores_are_named(case: Case) -> None:
     case.run(WARN, "--no-evaluate.promote")
     key = baselines(case)["bm25"].scores
-    case.storage.write_bytes(f"{key}/{FILE}", b"")
+    case.storage.write_bytes(f"{key}/{ARRAYS_FILE}", b"")
     told = case.run(WARN, f"--evaluate.candidate={case.made('other')}", code=65)
     assert f"{key} holds no retrieval figures" in told and "delete that folder" in told
 

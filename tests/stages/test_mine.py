@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.context import load_result
 from pipeline.data.tokens import open_rows, read_token_sets
-from pipeline.evaluate.texts import text_hashes
+from pipeline.evaluate.products import text_hashes
 from pipeline.mine.mine import all_negatives
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.mine.parts import MiningParts

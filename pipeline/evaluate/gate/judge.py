@@ -16,19 +16,199 @@ Four rules, each with its burden of proof; how often each errs is measured by be
 A drop that is allowed each time adds up over many promotions; floors stop that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.bootstrap import paired_bootstrap
 from pipeline.evaluate.config import GateConfig, MetricsConfig
-from pipeline.evaluate.gate.baselines import Baseline, baseline_checks
-from pipeline.evaluate.gate.compare import Comparison, judge_overall, not_comparable
-from pipeline.evaluate.gate.floors import floor_checks
-from pipeline.evaluate.gate.side import Side, check_same_holdout
-from pipeline.evaluate.gate.slices import slice_checks
+from pipeline.evaluate.gate.compare import (
+    Comparison,
+    Side,
+    check_same_holdout,
+    judge_baseline,
+    judge_overall,
+    judge_slice,
+    not_comparable,
+)
 from pipeline.evaluate.gate.verdict import GateCheck, Outcome, Verdict
+from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.names import MetricName
+from pipeline.evaluate.metrics.statistic import Missing
 from pipeline.evaluate.scored import PerQuery, ScoredRows
+
+# Floors: values the candidate must reach whatever the incumbent does.
+
+
+def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
+    """One check a floor, by the measured value."""
+    return [_check(candidate, MetricName.parse(name), bound, config) for name, bound in config.floors.items()]
+
+
+def _check(candidate: Side, name: MetricName, bound: float, config: GateConfig) -> GateCheck:
+    found = candidate.measure(name)
+    if isinstance(found, Missing):
+        good, reason = False, f"cannot be computed: {found.reason}"
+    elif found.num_queries < config.min_queries:
+        good, reason = False, f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}"
+    else:
+        good = found.value <= bound if name.lower_is_better else found.value >= bound
+        side = "at most" if name.lower_is_better else "at least"
+        reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if good else 'needed'}"
+    return GateCheck(
+        name=f"floor {name.text}",
+        kind="floor",
+        outcome="pass" if good else "fail",
+        reason=f"{name.text}: {reason}",
+        metric=name.text,
+        candidate=None if isinstance(found, Missing) else found.value,
+        bound=bound,
+        num_queries=None if isinstance(found, Missing) else found.num_queries,
+    )
+
+
+# Comparisons slice by slice. Which slices are large enough is decided before anything is measured.
+
+_SHOWN = 3
+"""Small slices that are named."""
+
+
+def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
+    """Every comparison of every slice, and the confidence of each that gives all together `config.confidence`."""
+    if not config.slice_drops:
+        return [], config.confidence
+    checks: list[GateCheck] = []
+    open_slices: list[list[Comparison]] = []
+    for column in candidate.rows.slices:
+        large, small = _by_size(candidate.rows, column, config.min_slice_queries)
+        checks += [_small_slices(column, small, config.min_slice_queries)] if small else []
+        for code in large:
+            comparisons = list(_comparisons(candidate, incumbent, column, code, config))
+            reasons = [not_comparable(one, config.min_slice_queries) for one in comparisons]
+            checks += [_not_judged(one, reason) for one, reason in zip(comparisons, reasons, strict=True) if reason]
+            open_slices.append([one for one, reason in zip(comparisons, reasons, strict=True) if not reason])
+    confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, open_slices)))
+    for comparisons in open_slices:
+        checks += _judged(comparisons, config.resamples, seed, confidence)
+    return checks, confidence
+
+
+def _judged(comparisons: list[Comparison], resamples: int, seed: int, confidence: float) -> Iterator[GateCheck]:
+    """The comparisons of one slice, from the same draws."""
+    pairs = {one.name: one.statistics for one in comparisons}
+    purpose = comparisons[0].slice if comparisons else ""
+    found = paired_bootstrap(pairs, resamples=resamples, seed=seed, purpose=f"slice {purpose}")
+    yield from (judge_slice(one, found[one.name], confidence) for one in comparisons)
+
+
+def _comparisons(candidate: Side, incumbent: Side, column: str, code: int, config: GateConfig) -> Iterator[Comparison]:
+    rows = candidate.rows.slices[column]
+    mask = rows.codes == code
+    ours, theirs = candidate.select(mask), incumbent.select(mask)
+    for text, allowed in config.slice_drops.items():
+        name = MetricName.parse(text)
+        yield Comparison(name, allowed, ours.measure(name), theirs.measure(name), f"{column}={rows.names[code]}")
+
+
+def _not_judged(comparison: Comparison, reason: str) -> GateCheck:
+    """To know, when it is the candidate that leaves a metric without a value the incumbent has."""
+    only_ours = isinstance(comparison.candidate, Missing) and not isinstance(comparison.incumbent, Missing)
+    return comparison.check("warn" if only_ours else "skipped", reason)
+
+
+def _by_size(rows: ScoredRows, column: str, min_queries: int) -> tuple[Int64s, list[str]]:
+    """Codes of the slices with enough queries, and the names of the others that have rows."""
+    codes, names = rows.slices[column].codes, rows.slices[column].names
+    queries = np.unique(np.stack([codes, rows.query_id])[:, codes >= 0], axis=1)[0]
+    found, count = np.unique(queries, return_counts=True)
+    return found[count >= min_queries], [names[code] for code in found[count < min_queries]]
+
+
+def _small_slices(column: str, names: list[str], min_queries: int) -> GateCheck:
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    slices = "1 slice has" if len(names) == 1 else f"{len(names):,} slices have"
+    return GateCheck(
+        name=f"slice {column}",
+        kind="slice",
+        outcome="skipped",
+        reason=f"{column}: {slices} fewer than {min_queries:,} queries and neither refuse nor promote ({shown})",
+        slice=column,
+    )
+
+
+# Comparisons with simple tools: is one of them shown to be better than the candidate?
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A simple tool on the same holdout: what it says of rows, what it finds, or why it was not scored."""
+
+    name: str
+    rows: ScoredRows | None = None
+    threshold: float | None = None
+    retrieval: PerQuery | None = None
+    missing: str = ""
+
+
+def baseline_checks(
+    candidate: Side, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
+) -> tuple[list[GateCheck], float]:
+    """Every comparison with every baseline, and the confidence of each that gives all together `config.confidence`.
+
+    `first`: no model is in production. A metric that neither side has is left out.
+    """
+    action = config.first_baselines if first else config.baselines
+    if action == "off":
+        return [], config.confidence
+    worse: Outcome = "fail" if action == "refuse" else "warn"
+    checks = [_not_scored(one) for one in baselines if one.missing]
+    open_ones: list[Comparison] = []
+    for comparison in _baseline_comparisons(candidate, baselines, config):
+        if isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured):
+            theirs = f"{comparison.baseline} has {comparison.incumbent.value:.4f}"
+            checks.append(comparison.check(worse, f"the candidate has none ({comparison.candidate.reason}), {theirs}"))
+        elif reason := not_comparable(comparison, config.min_queries):
+            checks.append(comparison.check("skipped", reason))
+        else:
+            open_ones.append(comparison)
+    confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
+    for of_retrieval in (False, True):  # queries of their own, so draws of their own
+        group = [one for one in open_ones if one.metric.of_retrieval is of_retrieval]
+        purpose = "baselines of retrieval" if of_retrieval else "baselines of rows"
+        pairs = {one.name: one.statistics for one in group}
+        found = paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+        checks += [judge_baseline(one, found[one.name], confidence, worse) for one in group]
+    return checks, confidence
+
+
+def _baseline_comparisons(candidate: Side, baselines: Sequence[Baseline], config: GateConfig) -> list[Comparison]:
+    """Every metric that either side of it has, of what the baseline does."""
+    found = []
+    for baseline in baselines:
+        rows = candidate.rows if baseline.rows is None else baseline.rows
+        theirs = Side(rows, candidate.config, baseline.threshold, baseline.retrieval)
+        check_same_holdout(candidate, theirs)
+        for text, allowed in config.baseline_drops.items():
+            name = MetricName.parse(text)
+            if (baseline.retrieval if name.of_retrieval else baseline.rows) is None:
+                continue
+            sides = (candidate.measure(name), theirs.measure(name))
+            if any(isinstance(side, Measured) for side in sides):
+                found.append(Comparison(name, allowed, *sides, baseline=baseline.name))
+    return found
+
+
+def _not_scored(baseline: Baseline) -> GateCheck:
+    return GateCheck(
+        name=f"baseline {baseline.name}",
+        kind="baseline",
+        outcome="skipped",
+        reason=f"{baseline.name} was not scored: {baseline.missing}",
+        baseline=baseline.name,
+    )
 
 
 def judge(
