@@ -28,10 +28,9 @@ from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import open_engine
-from pipeline.embed.linear import PackedLinear, packs_weights
+from pipeline.embed.engine import Embedder, open_engine
 from pipeline.embed.program import row_shapes
+from pipeline.embed.unpadded import PackedLinear, packs_weights
 from pipeline.embed.windows import distinct_texts, row_batches
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model

@@ -22,9 +22,8 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import CatalogueColumns, look_at
-from pipeline.embed.catalogue_config import CatalogueConfig, OutputConfig
-from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import Start, Wait
+from pipeline.embed.config import CatalogueConfig, OutputConfig
+from pipeline.embed.engine import Embedder, Start, Wait
 from pipeline.embed.feed import Texts, worker_processes
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards

@@ -17,10 +17,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.mine import all_negatives, mine_share
 from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
 from pipeline.mine.parts import MiningParts, empty_folder
-from pipeline.mine.search import VectorSearch
+from pipeline.mine.run import VectorSearch, all_negatives, mine_share
 from pipeline.mine.select import Judged
 
 WIDTH = 64

@@ -11,15 +11,24 @@ from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embed.ann import check_ann
-from pipeline.embed.drift import check_drift
-from pipeline.embed.embedder import open_embedder
+from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vector_set import VectorSet, open_vectors
-from pipeline.embed.verify_catalogue import Picked, check_catalogue, judge_processes
-from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
-from pipeline.embed.verify_report import Check, VerifyReport, guarded, skipped
-from pipeline.embed.verify_sample import check_sample
+from pipeline.embed.verify import (
+    Check,
+    Picked,
+    VerifyReport,
+    check_ann,
+    check_catalogue,
+    check_drift,
+    check_files,
+    check_numbers,
+    check_sample,
+    check_unique,
+    guarded,
+    judge_processes,
+    skipped,
+)
 from pipeline.settings import Settings
 from pipeline.stages.embed_model import catalogue_storage, open_pinned
 from pipeline.telemetry.console import Console

@@ -1,5 +1,6 @@
 """The work of one worker: texts stream through the device while the next are tokenised and finished parts written."""
 
+import queue
 import threading
 import time
 from collections import deque
@@ -7,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -16,15 +18,71 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry import take_over
-from pipeline.embed.feed import Complete, OpenWorkers, Texts, feed
-from pipeline.embed.open_part import OpenPart
-from pipeline.embed.part_writer import PartWriter
+from pipeline.embed.catalogue import WorkShard
+from pipeline.embed.feed import Complete, OpenPart, OpenWorkers, Texts, feed
 from pipeline.embed.parts import PartRecord, commit_part
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet
-from pipeline.embed.work_shards import WorkShard
 from pipeline.io.storage import Storage
+
+# Finished parts written behind the device, one at a time; one more may wait.
+
+_POLL_S = 0.1
+
+
+class PartWriter:
+    """Calls `write` for each part in a thread of its own. Use as a context manager.
+
+    What was submitted is written before the context is left, also when it is left by an error or a stop: a part that
+    is complete is not made twice. An error of `write` comes out at the next call, or on leaving.
+    """
+
+    def __init__(self, write: Callable[[OpenPart], None]) -> None:
+        self._write = write
+        self._queue: queue.Queue[OpenPart | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="part-writer", daemon=True)
+
+    def __enter__(self) -> "PartWriter":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._put(None)
+        self._thread.join()
+        if error is None:
+            self.check()
+
+    def submit(self, part: OpenPart) -> None:
+        """Hand a part over; waits while another one waits."""
+        self.check()
+        self._put(part)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of an earlier part, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, item: OpenPart | None) -> None:
+        while self._error is None:
+            try:
+                self._queue.put(item, timeout=_POLL_S)
+                return
+            except queue.Full:
+                continue
+
+    def _work(self) -> None:
+        while (part := self._queue.get()) is not None:
+            try:
+                self._write(part)
+            except BaseException as error:  # raised again where the parts come from
+                self._error = error
+                return
+
 
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
@@ -33,7 +91,7 @@ FILL_DEPTH = 1
 
 
 class TextEmbedder(Protocol):
-    """The device: embed/embedder.py."""
+    """The device: embed/engine.py."""
 
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]: ...
 

@@ -10,9 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.embed.catalogue import Catalogue
+from pipeline.embed.catalogue import Catalogue, WorkShard
 from pipeline.embed.output import VectorLayout
-from pipeline.embed.work_shards import WorkShard
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
 

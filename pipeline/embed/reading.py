@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import DataError
 from pipeline.data.readers import open_parquet
 from pipeline.data.rows import ColumnPlan, to_fields
-from pipeline.embed.catalogue import Catalogue, IdType, not_parquet, row_bytes
-from pipeline.embed.work_shards import Piece, WorkShard
+from pipeline.embed.catalogue import Catalogue, IdType, Piece, WorkShard, not_parquet, row_bytes
 from pipeline.io.storage import Storage
 
 BATCH_BYTES = 8 * 2**20

@@ -18,7 +18,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.embedder import Embedder, counted, open_embedder
+from pipeline.embed.engine import Embedder, counted, open_embedder
 from pipeline.embed.output import shorten_vectors
 from pipeline.evaluate.bm25 import Bm25
 from pipeline.evaluate.config import MetricsConfig

@@ -12,6 +12,7 @@ from pipeline.core.footprint import INSTANCES
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.prices import price_usd_per_hour
 from pipeline.embed.carry import index_of, open_earlier
+from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.feed import worker_processes
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
@@ -21,7 +22,6 @@ from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinn
 from pipeline.embed.planning import Surroundings, asked_for, make_plan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet, open_vectors
-from pipeline.embed.work_shards import WorkShard, share_of
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of

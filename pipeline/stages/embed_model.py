@@ -6,7 +6,7 @@ from pipeline.compile.plan import embed_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError
-from pipeline.embed.embedder import Embedder, open_embedder
+from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import open_device

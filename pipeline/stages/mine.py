@@ -19,12 +19,10 @@ from pipeline.data.tokens import TokenSet, open_rows, read_token_sets, select_pa
 from pipeline.evaluate.bm25 import K1, B
 from pipeline.evaluate.products import decoded
 from pipeline.mine.config import DECIDES
-from pipeline.mine.mine import all_negatives, mine_share
 from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, find_negatives
 from pipeline.mine.parts import MiningParts, empty_folder
-from pipeline.mine.search import Bm25Search, Searcher, VectorSearch
+from pipeline.mine.run import Bm25Search, ModelVectors, Searcher, VectorSearch, all_negatives, mine_share
 from pipeline.mine.task import MiningTask, make_task
-from pipeline.mine.vectors import ModelVectors
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings

@@ -21,7 +21,7 @@ from pipeline.data.sources import FileSource, open_source
 from pipeline.data.tokens import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, look_at
-from pipeline.embed.gather import COLUMNS, gather_rows
+from pipeline.embed.planning import COLUMNS, gather_rows
 from pipeline.embed.reading import CatalogueReader
 from pipeline.embed.texts import judge_rows
 from pipeline.evaluate.config import RetrievalConfig

@@ -16,7 +16,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, look_at
+from pipeline.embed.catalogue import CatalogueColumns, look_at, share_of
 from pipeline.embed.feed import Texts, answer
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
@@ -25,7 +25,6 @@ from pipeline.embed.parts import PartRecord, finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
 from pipeline.embed.texts import TextRules, cut_tokens
 from pipeline.embed.vector_set import VectorSet
-from pipeline.embed.work_shards import share_of
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS = 16, 12

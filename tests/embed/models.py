@@ -12,8 +12,7 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import CpuEngine, Engine, RowEngine, open_engine
+from pipeline.embed.engine import CpuEngine, Embedder, Engine, RowEngine, open_engine
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.relevance import build_model

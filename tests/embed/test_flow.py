@@ -13,9 +13,8 @@ import pytest
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.embed.feed import worker_processes
+from pipeline.embed.feed import OpenPart, worker_processes
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.open_part import OpenPart
 from pipeline.embed.parts import commit_part, finished_parts
 from pipeline.embed.vector_set import open_vectors
 from pipeline.io.storage import open_storage

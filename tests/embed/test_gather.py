@@ -12,10 +12,9 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import ColumnMapping, DataConfig, SyntheticConfig
-from pipeline.embed import gather as gather_module
-from pipeline.embed.catalogue_config import CatalogueConfig
-from pipeline.embed.gather import gather_products
-from pipeline.embed.planning import Surroundings, find_catalogue
+from pipeline.embed import planning as gather_module
+from pipeline.embed.config import CatalogueConfig
+from pipeline.embed.planning import Surroundings, find_catalogue, gather_products
 from pipeline.embed.reading import CatalogueReader
 from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import open_storage

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
-from pipeline.embed import spill as spill_module
-from pipeline.embed.duplicates import RECORD, find_duplicates
-from pipeline.embed.index import IndexRows, RowIndex, build_index, part_and_row
-from pipeline.embed.spill import HashSpill
+from pipeline.embed import index as spill_module
+from pipeline.embed.finish import RECORD, find_duplicates
+from pipeline.embed.index import HashSpill, IndexRows, RowIndex, build_index, part_and_row
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=60)
 

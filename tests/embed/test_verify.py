@@ -17,14 +17,22 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embed.ann import check_ann
-from pipeline.embed.drift import check_drift
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.vector_set import VectorSet, open_vectors
-from pipeline.embed.verify_catalogue import Context, check_catalogue, judge_again
-from pipeline.embed.verify_parts import check_files, check_numbers, check_unique
-from pipeline.embed.verify_report import Check, guarded, judge
-from pipeline.embed.verify_sample import check_sample
+from pipeline.embed.verify import (
+    Check,
+    Context,
+    check_ann,
+    check_catalogue,
+    check_drift,
+    check_files,
+    check_numbers,
+    check_sample,
+    check_unique,
+    guarded,
+    judge,
+    judge_again,
+)
 from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import MAX_TOKENS, Case, HashEmbedder, products, title, tokenizer_json, write_catalogue

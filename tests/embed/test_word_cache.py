@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.embed import word_cache as module
-from pipeline.embed.word_cache import WordCache, treats_words_alone
+from pipeline.embed import texts as module
+from pipeline.embed.texts import WordCache, treats_words_alone
 from tests.embed.catalogues import title, tokenizer_json
 
 TOKENIZER = TextTokenizer(tokenizer_json())

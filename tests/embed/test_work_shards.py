@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.embed.work_shards import Piece, plan_shards, share_of
+from pipeline.embed.catalogue import Piece, plan_shards, share_of
 
 FILES = st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=6)
 

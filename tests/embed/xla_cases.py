@@ -16,8 +16,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, take
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.embedder import Embedder
-from pipeline.embed.engines import open_engine
+from pipeline.embed.engine import Embedder, open_engine
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

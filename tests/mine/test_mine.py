@@ -14,9 +14,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.mine import all_negatives, mine_share
 from pipeline.mine.parts import MiningParts
-from pipeline.mine.search import Bm25Search, VectorSearch
+from pipeline.mine.run import Bm25Search, VectorSearch, all_negatives, mine_share
 from pipeline.mine.select import NONE, Candidates, Judged, choose_negatives
 
 QUERIES, ITEMS, WIDTH = 23, 130, 8

@@ -8,9 +8,9 @@ import pytest
 from pipeline.context import load_result
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.evaluate.products import text_hashes
-from pipeline.mine.mine import all_negatives
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.mine.parts import MiningParts
+from pipeline.mine.run import all_negatives
 from pipeline.mine.select import NONE
 from pipeline.stages import mine as stage
 from tests.fault.harness import DATA, MODEL, TRAIN

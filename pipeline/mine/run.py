@@ -1,18 +1,21 @@
 """What ranks the products of a query: vectors of a model, or BM25."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 
-from pipeline.core.arrays import Float32s
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.evaluate.bm25 import Bm25, best_of
 from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
+from pipeline.mine.config import MineConfig
 from pipeline.mine.parts import MiningParts
-from pipeline.mine.select import NONE, Candidates, Judged
+from pipeline.mine.select import NONE, Candidates, Counts, Judged, choose_negatives
+from pipeline.mine.task import MiningTask
 
 _CHUNK_ITEMS = 16_384
 """Products that queries are held against at a time: their vectors are in memory once, read from the map."""
@@ -125,3 +128,71 @@ class Bm25Search:
             mine = slice(judged.offsets[row], judged.offsets[row + 1])
             best[row] = every[judged.items[mine][judged.positive[mine]]].max(initial=0.0)
         return Candidates(scores, items, best)
+
+
+# Vectors of the queries and products of a mining task, with the encoder of a checkpoint.
+
+_WINDOW = 512
+
+
+class ModelVectors:
+    """`embed`: windows of texts to their unit vectors [n, D], in order; those of a window depend on it alone."""
+
+    def __init__(self, task: MiningTask, embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> None:
+        self._task, self._embed = task, embed
+
+    def items(self, start: int, stop: int) -> Float32s:
+        """[n, D]"""
+        return self._vectors(self._task.items(start, stop))
+
+    def queries(self, start: int, stop: int) -> Float32s:
+        """[n, D]"""
+        return self._vectors(self._task.queries(start, stop))
+
+    def _vectors(self, tokens: Tokens) -> Float32s:
+        return np.concatenate(list(self._embed(pieces(tokens, _WINDOW))))
+
+
+# One worker's share of the queries, piece by piece; who finds all pieces there commits the negatives.
+
+
+def mine_share(
+    parts: MiningParts,
+    searcher: Searcher,
+    judged: Judged,
+    rows_of: Callable[[Int64s], Int64s],
+    config: MineConfig,
+    *,
+    worker: int,
+    workers: int,
+    stop: StopSignal,
+) -> int:
+    """Mine for the queries of `worker` of `workers`, a run of pieces; returns how many of all pieces are missing.
+
+    `judged`: of all queries. `rows_of`: items to the numbers they are committed by. What is committed is not done
+    again. Raises Preempted, NumericError.
+    """
+    count = parts.num_query_parts
+    share = range(worker * count // workers, (worker + 1) * count // workers)
+    done = parts.done("negatives")
+    todo = [index for index in share if index not in done]
+    if todo:
+        searcher.prepare(worker, workers)
+        total = sum(stop - start for start, stop in map(parts.queries, todo))
+        with progress("searching for negatives", total, "queries") as advance:
+            for index in todo:
+                stop.raise_if_set("searching for negatives; finished parts are kept")
+                first, last = parts.queries(index)
+                mine = judged.part(first, last)
+                items, counts = choose_negatives(searcher.search(first, last, mine), mine, config)
+                parts.commit_negatives(index, rows_of(items), counts)
+                advance(last - first)
+        done = parts.done("negatives")
+    return count - len(done)
+
+
+def all_negatives(parts: MiningParts, most: int) -> tuple[Int64s, Counts]:
+    """The negatives [Q, most] of all queries, and what became of their best products. All pieces must be there."""
+    found = [parts.negatives(index) for index in range(parts.num_query_parts)]
+    products = [np.zeros((0, most), dtype=np.int64), *(product for product, _ in found)]
+    return np.concatenate(products), sum((counts for _, counts in found), Counts())

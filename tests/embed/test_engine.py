@@ -20,10 +20,9 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
-from pipeline.embed import embedder as embedder_module
+from pipeline.embed import engine as embedder_module
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.embedder import Embedder, open_embedder
-from pipeline.embed.engines import Start, Wait
+from pipeline.embed.engine import Embedder, Start, Wait, open_embedder
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.windows import HostBatch, flat_batches
 from pipeline.model.hf import to_hf

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pipeline.embed.flat import FlatEncoder, runs_of
-from pipeline.embed.linear import PackedLinear, packs_weights
+from pipeline.embed.unpadded import FlatEncoder, PackedLinear, packs_weights, runs_of
 from pipeline.embed.windows import flat_batches
 from tests.embed.models import SPEC, encoder, one_by_one, texts
 
