@@ -155,9 +155,11 @@ def open_target(
         scratch = scratch_folder(settings, store.storage, os.environ)
         machine = _with_limits(this_machine(), settings.jobs)
         return LocalTarget(store, scratch, machine, say, stop, settings.jobs.stop_grace_s)
-    from jobs.targets.batch.client import BatchClient  # boto3 takes a while to import
-    from jobs.targets.batch.connect import connect
-    from jobs.targets.batch.logs import LogsClient
+    from jobs.targets.batch.client import (
+        BatchClient,  # boto3 takes a while to import
+        connect,
+    )
+    from jobs.targets.batch.parse import LogsClient
     from jobs.targets.batch.target import BatchTarget
 
     client, logs = BatchClient(connect("batch"), stop=stop), LogsClient(connect("logs"), stop=stop)

@@ -3,8 +3,8 @@
 import argparse
 
 from jobs.commands.submit import finish
-from jobs.cycle.outcome import CANCELLED
 from jobs.cycle.records import Closed
+from jobs.cycle.states import CANCELLED
 from jobs.setup import open_cycle, open_target_of, submitted_plan, submitter
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.config import JobsConfig
-from jobs.cycle.embed_rates import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
-from jobs.cycle.outlook import expected_seconds
+from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
@@ -40,8 +39,10 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json:
         say(json.dumps(requests_of(plan), indent=1))
     elif arguments.diff:
-        from jobs.targets.batch.client import BatchClient  # boto3 takes a while to import
-        from jobs.targets.batch.connect import connect
+        from jobs.targets.batch.client import (
+            BatchClient,  # boto3 takes a while to import
+            connect,
+        )
         from jobs.targets.batch.diff import change_lines, definition_changes
 
         for line in change_lines(definition_changes(BatchClient(connect("batch")), plan)):

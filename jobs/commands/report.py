@@ -2,10 +2,10 @@
 
 import argparse
 
-from jobs.cycle.outcome import outcome_of
 from jobs.cycle.page import write_page
 from jobs.cycle.report import records_of, report_key
 from jobs.cycle.show import GOODPUT, cost_lines
+from jobs.cycle.states import outcome_of
 from jobs.settings import CycleSettings
 from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK

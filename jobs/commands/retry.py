@@ -3,8 +3,8 @@
 import argparse
 
 from jobs.commands.submit import ENGINE_GRACE_S, HandOver
-from jobs.cycle.outcome import outcome_of
 from jobs.cycle.records import JobState
+from jobs.cycle.states import outcome_of
 from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.progress import Say

@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from jobs.cycle.outcome import outcome_of
 from jobs.cycle.show import status_lines
+from jobs.cycle.states import outcome_of
 from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say

@@ -1,10 +1,15 @@
 """What a cycle will take, from what earlier ones took. Pure."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from jobs.cycle.records import AttemptRecord, JobRecord
-from jobs.plan.spec import CyclePlan
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.plan.cost import Prices
+from jobs.plan.spec import INSTANCES, CyclePlan, JobSpec
+from pipeline.core.format import format_count
+from pipeline.core.prices import usd_per_million
+from pipeline.core.table import aligned, usd
 
 
 def run_seconds(record: JobRecord) -> float | None:
@@ -38,3 +43,103 @@ def _seconds(attempt: AttemptRecord) -> float | None:
     if attempt.started_at is None or attempt.stopped_at is None:
         return None
     return attempt.stopped_at - attempt.started_at
+
+
+# What embedding costs on one kind of machine and on another, from what was measured or stated. Pure.
+#
+# A rate is titles embedded in a second of one machine, over the whole of its time: start-up, reading, compiling and
+# tries that failed are in it, as they are in the bill. Machines without a type count by the vCPU, as their prices do.
+
+EMBED = "embed"
+VCPU = "1 vCPU"
+
+
+@dataclass(frozen=True)
+class EmbedRun:
+    """The embedding of one cycle. `machine`: an instance type or VCPU."""
+
+    cycle: str
+    machine: str
+    titles: int
+    machine_s: float
+
+
+@dataclass(frozen=True)
+class EmbedRate:
+    """One row of the comparison."""
+
+    machine: str
+    titles_per_s: float | None
+    source: str
+    usd_per_hour: float | None
+    planned: bool
+    """The jobs of this plan run on it."""
+
+    @property
+    def usd_per_million(self) -> float | None:
+        if self.usd_per_hour is None or self.titles_per_s is None:
+            return None
+        return usd_per_million(self.usd_per_hour, 1_000_000, 1e6 / self.titles_per_s)
+
+
+def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> EmbedRun | None:
+    """What an embedding that has succeeded tells; None where it embedded nothing, or not all its times are known."""
+    tries = [attempt for leaf in record.leaves() for attempt in leaf.attempts]
+    times = [(one.started_at, one.stopped_at) for one in tries]
+    seconds = sum(stop - start for start, stop in times if start is not None and stop is not None)
+    known = all(start is not None and stop is not None for start, stop in times)
+    if record.state is not JobState.SUCCEEDED or not known or titles < 1 or seconds <= 0:
+        return None
+    return EmbedRun(cycle, _machine(job), titles, seconds * _share(job))
+
+
+def embed_rates(
+    plan: CyclePlan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices
+) -> list[EmbedRate]:
+    """The machine that this plan embeds on, vCPUs, the machine that it trains on, and those of which a rate is known.
+
+    `runs`: oldest first. `stated`: titles a second by machine, for what was not measured.
+    """
+    planned = _machine(plan.job(EMBED))
+    known = sorted({run.machine for run in runs} | stated.keys())
+    machines = dict.fromkeys((planned, VCPU, _machine(plan.job("train")), *known))
+    return [_rate(machine, runs, stated, prices, planned=machine == planned) for machine in machines]
+
+
+def embed_rate_lines(rates: Iterable[EmbedRate]) -> list[str]:
+    """The rows side by side; nothing where nothing is known and there is nothing to compare."""
+    rates = list(rates)
+    if len(rates) == 1 and rates[0].titles_per_s is None:
+        return []
+    rows: list[tuple[str, ...]] = [("embed on", "titles/s", "a million titles", "rate")]
+    for rate in rates:
+        name = f"{rate.machine} (this plan)" if rate.planned else rate.machine
+        rows.append((name, format_count(rate.titles_per_s), usd(rate.usd_per_million), rate.source))
+    return aligned(rows, left=(0, 3))
+
+
+def _rate(
+    machine: str, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices, *, planned: bool
+) -> EmbedRate:
+    price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
+    measured = [run for run in runs if run.machine == machine]
+    if measured:
+        rate = sum(run.titles for run in measured) / sum(run.machine_s for run in measured)
+        cycles = "1 cycle" if len(measured) == 1 else f"{len(measured)} cycles"
+        return EmbedRate(machine, rate, f"measured in {cycles}, last {measured[-1].cycle}", price, planned)
+    if machine in stated:
+        setting = "jobs.vcpu_titles_per_s" if machine == VCPU else "jobs.titles_per_s"
+        return EmbedRate(machine, stated[machine], f"stated in {setting}", price, planned)
+    return EmbedRate(machine, None, "no rate known", price, planned)
+
+
+def _machine(job: JobSpec) -> str:
+    return job.resources.instance_type or VCPU
+
+
+def _share(job: JobSpec) -> float:
+    """Of the machine that one node has; in vCPUs where machines count so. As in cost.py."""
+    known = INSTANCES.get(job.resources.instance_type)
+    if job.resources.instance_type:
+        return min(1.0, job.resources.vcpus / known[0]) if known else 1.0
+    return float(job.resources.vcpus)

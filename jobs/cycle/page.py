@@ -7,10 +7,10 @@ from html import escape
 from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.ledger import CycleLedger, Entry, Total
-from jobs.cycle.outcome import exit_code, reason_of
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.report import CycleReport, gather, read_ledger, report_key
 from jobs.cycle.show import DEADLINES, GOODPUT, money, ran_seconds
+from jobs.cycle.states import exit_code, reason_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from jobs.config import ScheduleConfig
 from jobs.cycle.attempt_time import Moment, moment_of
 from jobs.cycle.ledger import CycleLedger, ledger_of
-from jobs.cycle.outcome import outcome_of
 from jobs.cycle.records import Closed, JobRecord
+from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from jobs.cycle.attempt_time import SPENT
 from jobs.cycle.ledger import CycleLedger, Success, Total
-from jobs.cycle.outcome import exit_code, reason_of
 from jobs.cycle.outlook import critical_seconds
 from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.states import exit_code, reason_of
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.spec import CyclePlan, JobSpec
 from pipeline.core.format import format_duration, format_share

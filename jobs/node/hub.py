@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from jobs.node.place import Place, Timing
-from jobs.node.roll import NodeSeen, Roll
-from jobs.node.wire import Channel, Message, PeerGone
+from jobs.node.environment import Place, Timing
+from jobs.node.messages import Channel, Message, NodeSeen, PeerGone, Roll
 from pipeline.core.errors import TransientError
 
 HELLO_S = 10.0

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from jobs.node.place import Place, Timing
-from jobs.node.roll import NodeSeen
-from jobs.node.wire import Channel, Message, PeerGone
+from jobs.node.environment import Place, Timing
+from jobs.node.messages import Channel, Message, NodeSeen, PeerGone
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
 

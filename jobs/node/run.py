@@ -2,31 +2,77 @@
 
 import json
 import platform
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from jobs.node.codes import deserves_post_mortem
-from jobs.node.command import Command, LogTail, kills_for_memory
+from jobs.node.command import Command, LogTail, deserves_post_mortem, kills_for_memory
+from jobs.node.environment import Place, Timing
 from jobs.node.hub import Hub, listen
 from jobs.node.link import Link
-from jobs.node.place import Place, Timing
 from jobs.node.post_mortem import PostMortem, as_bytes, file_name, secrets_of, shown_environment
-from jobs.node.settings import read_settings, with_settings
-from jobs.node.signals import watched_signals
-from jobs.node.supervisor import Alone, Outcome, Peers, Supervisor
-from jobs.node.versions import host_name, versions
+from jobs.node.supervisor import Alone, Outcome, Peers, Supervisor, watched_signals
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
+from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
 from pipeline.proc.cleanup import guarded
+from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.events import read_events
+
+# The settings of the cycle: from the workspace to the command line of the pipeline.
+
+
+def settings_key(cycle: str) -> str:
+    return f"cycles/{cycle}/jobs/settings.json"
+
+
+def read_settings(storage: Storage, cycle: str) -> bytes | None:
+    """What the jobs of the cycle were submitted with; None when nothing was. Raises every error of storage."""
+    try:
+        return storage.read_bytes(settings_key(cycle))
+    except KeyNotFound:
+        return None
+
+
+def with_settings(words: Sequence[str], file: Path) -> list[str]:
+    """The command with the file of settings, where it is one of ours; other commands stay as they are."""
+    return [*words, "--config", str(file)] if is_ours(words) else list(words)
+
+
+def is_ours(words: Sequence[str]) -> bool:
+    """`trnpipe ...` or `trnjobs ...`, at any path, or `python -m pipeline ...` or `python -m jobs ...`."""
+    modules = (["-m", "pipeline"], ["-m", "jobs"])
+    return Path(words[0]).name in ("trnpipe", "trnjobs") or list(words[1:3]) in modules
+
+
+# What ran: the code, and the packages that matter for it.
+
+PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
+
+
+def versions() -> dict[str, str]:
+    """By name; packages that are not installed are left out."""
+    found = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
 
 Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024

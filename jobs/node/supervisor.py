@@ -5,15 +5,66 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Protocol
 
-from jobs.node.codes import exit_code_of_return
-from jobs.node.command import Command, ProcessSeen
-from jobs.node.place import Timing
-from jobs.node.roll import NodeSeen
-from jobs.node.signals import Signals
+from jobs.node.command import Command, ProcessSeen, exit_code_of_return
+from jobs.node.environment import Timing
+from jobs.node.messages import NodeSeen
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
+from pipeline.core.stop import StopSignal
+
+# SIGTERM, SIGINT and the end of a child wake the one loop of the entry.
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Signals:
+    """`stop` holds the name of the first signal that asks to stop; `wake` can be read when any has come."""
+
+    stop: StopSignal
+    wake: socket.socket
+
+    @property
+    def asked(self) -> signal.Signals | None:
+        """What to pass on to the command."""
+        return signal.Signals[self.stop.reason] if self.stop.is_set() else None
+
+    def drain(self) -> None:
+        """Read what woke the loop."""
+        try:
+            while self.wake.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+
+@contextmanager
+def watched_signals() -> Iterator[Signals]:
+    """Main thread only. Handlers are set even as PID 1, where the kernel drops signals that have none."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    stop = StopSignal()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if signum in STOPPING:
+            stop.set(signal.Signals(signum).name)
+
+    earlier = {signum: signal.signal(signum, on_signal) for signum in (*STOPPING, signal.SIGCHLD)}
+    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield Signals(stop, reader)
+    finally:
+        signal.set_wakeup_fd(earlier_fd)
+        for signum, handler in earlier.items():
+            signal.signal(signum, handler)
+        reader.close()
+        writer.close()
+
 
 STACKS_S = 1.0  # for processes to show their stacks before they are killed
 UNKILLABLE_S = 4.0

@@ -39,7 +39,7 @@ USUAL_TIMEOUT_S = {  # others: 3600
     "train": 24 * 3600,
     "embed": 12 * 3600,
 }
-START_S = 900  # for nodes to gather (jobs/node/place.py), and for what a stage does before its own clock runs
+START_S = 900  # for nodes to gather (jobs/node/environment.py), and for what a stage does before its own clock runs
 ENTRY = ("trnjobs-entry", "--")
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
 OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other

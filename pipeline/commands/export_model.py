@@ -7,8 +7,7 @@ from typing import get_args
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
-from pipeline.convert.destination import destination
-from pipeline.convert.exporting import ExportPlan, check_plan, write_export
+from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export
 from pipeline.convert.programs import default_shapes, parse_shapes
 from pipeline.convert.record import Format
 from pipeline.core.buckets import Bucket

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
-from pipeline.convert.importing import store_import
-from pipeline.convert.reading import ForeignModel, Given, read_model
+from pipeline.convert.importing import ForeignModel, Given, read_model, store_import
 from pipeline.convert.source import open_source
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say

@@ -10,13 +10,10 @@ from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parity.compare import ParityReport, compare_sides
-from pipeline.parity.launch import record_side
+from pipeline.parity.compare import ParityReport, bound_text, compare_sides, lines_of, value_text
 from pipeline.parity.plot import INSTALL, has_matplotlib, plot_svg
-from pipeline.parity.record import RecordedSide, load_side
-from pipeline.parity.side import Side, parse_side, sides_text
-from pipeline.parity.table import bound_text, lines_of, value_text
-from pipeline.parity.task import make_task
+from pipeline.parity.record import RecordedSide, Side, load_side, parse_side, sides_text
+from pipeline.parity.task import make_task, record_side
 from pipeline.settings import Settings
 
 

@@ -1,25 +1,199 @@
 """A checkpoint as a folder for other tools."""
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
+from pydantic import JsonValue
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import processors
+from torch import Tensor
 
-from pipeline.checkpoint.state import Parent
+from pipeline.checkpoint.state import Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert import card
-from pipeline.convert.hf_folder import WEIGHTS, write_encoder, write_sentence_settings, write_tokenizer, write_weights
+from pipeline.convert.hugging_face import CONFIG, LEGACY, MODEL, MODULES, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
 from pipeline.convert.programs import SUFFIXES, Shapes, check_shapes, write_programs
-from pipeline.convert.record import FILE, ExportRecord, Format
-from pipeline.core.errors import ConfigError
+from pipeline.convert.record import FILE, KIND, ExportRecord, Format
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.model.hf import from_hf
+from pipeline.io import atomic
+from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.errors import os_errors
+from pipeline.io.place import place_of
+from pipeline.io.retry import RetryPolicy
+from pipeline.io.storage import Storage, join_key, open_storage
+from pipeline.model.hf import PREFIX, from_hf, hf_config
 from pipeline.model.relevance import build_model
 from pipeline.registry.lineage import Ancestor
+
+# Where an export goes: written under a hidden name, then shown whole. Nobody's files are overwritten.
+
+CLAIM = ".trnpipe-export"
+"""Marks a folder on S3 as ours from before its first file until its manifest is there."""
+
+
+@contextmanager
+def destination(
+    text: str, *, retry: RetryPolicy, workspace: Storage, scratch: Path, fields: Mapping[str, JsonValue]
+) -> Iterator[Path]:
+    """A folder to fill, which takes its place at `text` when the block ends well.
+
+    An earlier export there is replaced; on S3, where nothing can be renamed, it is withdrawn first.
+    Raises ConfigError for a folder of others, DiskFull, TransientError, Preempted.
+    """
+    storage, name = place_of(text, retry=retry, stop=workspace.stop, follow_links=True)
+    check_free(storage, name)
+    final = storage.local_path(name)
+    if final is None:
+        folder = scratch / "export"
+        folder.mkdir(parents=True)
+        yield folder
+        _upload(storage, name, folder, fields)
+        return
+    with os_errors("writing", storage.uri(name)):
+        atomic.make_dirs(final.parent)
+        atomic.sweep_temps(final.parent)
+        with atomic.temp_dir(final) as home:
+            folder = home / "new"
+            folder.mkdir()
+            yield folder
+            commit_dir(open_storage(str(home), stop=workspace.stop), folder, "new", kind=KIND, fields=fields)
+            check_free(storage, name)  # it may have been written to meanwhile
+            if final.exists():
+                final.rename(home / "old")
+            folder.rename(final)
+            atomic.fsync_path(final.parent)
+
+
+def _upload(storage: Storage, name: str, folder: Path, fields: Mapping[str, JsonValue]) -> None:
+    claim = join_key(name, CLAIM)
+    storage.delete_prefix(name)
+    storage.write_bytes(claim, b"an export that is being written, or was broken off\n")
+    commit_dir(storage, folder, name, kind=KIND, fields=fields)
+    storage.delete([claim])
+
+
+def check_free(storage: Storage, name: str) -> None:
+    """Raises ConfigError unless nothing is there, or an export of ours and nothing beside it."""
+    uri = storage.uri(name)
+    if storage.stat(name) is not None:
+        raise ConfigError(f"{uri} is a file", expected="a folder to export to", next_command="name another with --to")
+    found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
+    try:
+        manifest = read_manifest(storage, name) if MANIFEST_NAME in found else None
+    except DataError:  # of another program, or damaged
+        manifest = None
+    if manifest is None and CLAIM in found:
+        return
+    ours = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest is not None and manifest.kind == KIND else set()
+    if foreign := sorted(found - ours):
+        raise ConfigError(
+            f"{uri} holds {foreign[0]}, which trnpipe export did not write",
+            expected="a new or empty folder, or an earlier export",
+            next_command="name another with --to, or move that file away",
+        )
+
+
+# A folder that `transformers.AutoModel` and `sentence_transformers.SentenceTransformer` open.
+
+WEIGHTS, HEAD = "model.safetensors", "relevance_head.safetensors"
+SPECIAL_TOKENS = "special_tokens_map.json"
+_POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
+# The names up to sentence-transformers 5.3, which later versions read too.
+_MODULES = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", _NORMALIZE))
+
+
+def write_encoder(folder: Path, weights: Mapping[str, Tensor], state: TrainState) -> tuple[str, ...]:
+    """config.json and the encoder as BertModel names it; the rest of the model beside it. Returns the files' names."""
+    encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+    write_weights(folder / WEIGHTS, encoder)
+    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
+    (folder / CONFIG).write_text(hf_config(state.model, state.inputs))
+    return WEIGHTS, HEAD
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Plain safetensors. `format` is what transformers asks for. Raises OSError."""
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    path.chmod(0o644)  # safetensors lets nobody else read it
+
+
+def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int) -> None:
+    """tokenizer.json and what AutoTokenizer needs to read it as it is: no class that would change its lower-casing."""
+    parsed = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
+    special = {
+        f"{name}_token": parsed.id_to_token(number)
+        for name, number in (
+            ("cls", tokenizer.cls_id),
+            ("pad", tokenizer.pad_id),
+            ("sep", tokenizer.sep_id),
+            ("unk", tokenizer.unk_id),
+        )
+    }
+    if parsed.token_to_id("[MASK]") is not None:
+        special["mask_token"] = "[MASK]"  # noqa: S105 - a token of text
+    (folder / TOKENIZER).write_bytes(_framed(parsed, tokenizer))
+    _write_json(folder / SPECIAL_TOKENS, special)
+    _write_json(
+        folder / TOKENIZER_CONFIG,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_tokens,
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            "padding_side": "right",
+            "truncation_side": "right",
+            "clean_up_tokenization_spaces": True,
+            **special,
+        },
+    )
+
+
+def _framed(parsed: tokenizers.Tokenizer, tokenizer: TextTokenizer) -> bytes:
+    """The file as it is; when it does not put [CLS] and [SEP] around a text, as this program does, made to."""
+    parsed.no_truncation()
+    parsed.no_padding()
+    if parsed.encode("a").ids == tokenizer.encode(["a"]).ids.tolist():
+        return tokenizer.data
+    cls, sep = parsed.id_to_token(tokenizer.cls_id), parsed.id_to_token(tokenizer.sep_id)
+    parsed.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
+    )
+    return parsed.to_str().encode()
+
+
+def write_sentence_settings(folder: Path, state: TrainState, max_tokens: int) -> None:
+    """The modules of sentence-transformers: encoder, pooling, unit length."""
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(_MODULES)
+    ]
+    _write_json(folder / MODULES, modules)
+    _write_json(folder / SENTENCE, {"max_seq_length": max_tokens, "do_lower_case": False})
+    (folder / _POOLING).mkdir()
+    pooling = {key: mode == state.model.pooling for key, mode in LEGACY.items()}
+    _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **pooling})
+    _write_json(folder / MODEL, {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
 
 STATE_DICT = "model.pt"
 

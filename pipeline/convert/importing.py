@@ -1,18 +1,259 @@
 """A foreign model as a checkpoint of the workspace, as if a run had saved it at step 0."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
-from pipeline.checkpoint.state import TrainState
+from pipeline.checkpoint.state import Origin, Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint, prefix_of
-from pipeline.convert.reading import ForeignModel
-from pipeline.core.errors import CheckpointError
+from pipeline.convert.hugging_face import (
+    CONFIG,
+    TOKENIZER,
+    BertJson,
+    ForeignTokenizer,
+    SentenceSettings,
+    read_bert,
+    read_sentence_settings,
+    read_tokenizer,
+    settings_of,
+)
+from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
+from pipeline.convert.source import TOKENIZER_BYTES, Source
+from pipeline.convert.weights import load_tensors
+from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
-from pipeline.model.hf import hf_config, to_hf
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, hf_config, model_from_hf, to_hf
+from pipeline.model.relevance import RelevanceModel, build_model
+
+# A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
+
+WORDS = "embeddings.word_embeddings.weight"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+SHARDED = tuple(f"{name}.index.json" for name in WEIGHT_FILES)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a source without a head of ours does not tell, from the settings or the data of the cycle."""
+
+    model: ModelConfig
+    spec: InputSpec
+    """Classes and features; vocabulary and padding are the tokenizer's."""
+    tokenizer: TextTokenizer | None
+    """For a bare file."""
+    seed: int
+    """Of a fresh head."""
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A whole relevance model. `weights`: our names, fp32 on the CPU."""
+
+    config: ModelConfig
+    spec: InputSpec
+    weights: Mapping[str, Tensor]
+    tokenizer: TextTokenizer
+    max_tokens: int | None
+    origin: Origin
+    new_head: int | None
+    """Seed of interactions and head when they are new; None when they came with it."""
+    notes: tuple[str, ...] = ()
+    record: ExportRecord | None = None
+    """Of a folder that trnpipe exported."""
+
+    @property
+    def parent(self) -> Parent | None:
+        return None if self.record is None else self.record.checkpoint
+
+
+def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
+    """Read and check everything. `scratch`: for files that are not local.
+
+    Raises CheckpointError naming a tensor or file that does not fit, ConfigError naming an architecture or a setting,
+    DataError for a tokenizer.
+    """
+    if source.file:
+        return _bare_file(source, given, scratch)
+    if source.has(FILE):
+        return _own_export(source, scratch)
+    return _folder(source, given, scratch)
+
+
+def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
+    sentence = read_sentence_settings(source)
+    folder = sentence.folder if sentence else ""
+    if not source.has(folder + CONFIG):
+        raise ConfigError(
+            f"{source.where(folder)} has no {CONFIG}",
+            expected="a Hugging Face folder: config.json, tokenizer.json and model.safetensors",
+            next_command="name the folder that holds it, or the file with the weights",
+        )
+    bert = read_bert(source, folder)
+    pooling = sentence.pooling if sentence else given.model.pooling
+    config = settings_of(bert, given.model, source.where(folder + CONFIG), pooling=pooling)
+    found = read_tokenizer(source, folder, lowercase=bool(sentence and sentence.lowercase))
+    notes = [*found.notes, *(sentence.notes if sentence else (f"pooling {pooling}, from model.pooling",))]
+    spec = _spec(given.spec, found.tokenizer)
+    if spec.vocab_size > bert.vocab_size:
+        raise ConfigError(
+            f"{source.where(folder + TOKENIZER)} has {spec.vocab_size} tokens",
+            expected=f"at most {bert.vocab_size}, for which the model has embeddings",
+            next_command="copy the tokenizer that belongs to the model",
+        )
+    name = _weight_file(source, folder)
+    loaded = load_tensors(source.local(name, scratch), source.where(name))
+    if spec.vocab_size < bert.vocab_size:
+        loaded = _without_spare_rows(loaded, bert, spec.vocab_size)
+        notes.append(f"{bert.vocab_size - spec.vocab_size} embeddings that no token has are left out")
+    weights = _with_new_head(loaded, config, spec, given.seed, source.where(name))
+    limits = (_longest(sentence, found), config.max_positions)
+    return ForeignModel(
+        config=config,
+        spec=spec,
+        weights=weights,
+        tokenizer=found.tokenizer,
+        max_tokens=min(limit for limit in limits if limit is not None),
+        origin=_origin(source, "sentence-transformers" if sentence else "transformers"),
+        new_head=given.seed,
+        notes=tuple(notes),
+    )
+
+
+def _own_export(source: Source, scratch: Path) -> ForeignModel:
+    record = source.json(FILE, ExportRecord)
+    if record.schema_version != SCHEMA_VERSION or not record.weights:
+        seen = f"schema {record.schema_version}" if record.weights else f"programs only ({record.format})"
+        raise CheckpointError(
+            f"{source.where(FILE)}: {seen}",
+            expected=f"weights, in schema {SCHEMA_VERSION}",
+            next_command="export the checkpoint again with --format safetensors",
+        )
+    tokenizer = TextTokenizer(source.read(TOKENIZER, TOKENIZER_BYTES), source.where(TOKENIZER))
+    if tokenizer.vocab_size != record.inputs.vocab_size:
+        raise CheckpointError(
+            f"{source.where(TOKENIZER)} has {tokenizer.vocab_size} tokens",
+            expected=f"{record.inputs.vocab_size}, as the model was trained with",
+            next_command="export the model again",
+        )
+    weights: dict[str, Tensor] = {}
+    for name in record.weights:
+        found = load_tensors(source.local(name, scratch), source.where(name))
+        if twice := sorted(found.keys() & weights.keys()):
+            raise CheckpointError(f"{source.where(name)}: {twice[0]} is in another file too", expected="it once")
+        weights |= found
+    config = record.model.model_copy(update={"init_from": None})
+    _check_depth(config, record.inputs, len(weights), source.where(FILE))
+    return ForeignModel(
+        config=config,
+        spec=record.inputs,
+        weights=model_from_hf(weights, _template(config, record.inputs), source=source.uri),
+        tokenizer=tokenizer,
+        max_tokens=record.max_tokens,
+        origin=_origin(source, f"trnpipe {record.format}"),
+        new_head=None,
+        record=record,
+    )
+
+
+def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
+    """Sizes from the settings; the tensors must fit them to the last."""
+    if given.tokenizer is None:
+        raise ConfigError(
+            f"{source.uri} has no tokenizer",
+            expected="the tokenizer.json that belongs to the weights",
+            next_command="--data.tokenizer.path FILE, or prepare the cycle's data with it first",
+        )
+    spec = _spec(given.spec, given.tokenizer)
+    config = given.model.model_copy(update={"init_from": None})
+    loaded = load_tensors(source.local(source.file, scratch), source.uri)
+    has_head = any(name.startswith(HEAD_PARTS) for name in loaded)
+    if has_head:
+        weights = model_from_hf(loaded, _template(config, spec), source=source.uri)
+    else:
+        weights = _with_new_head(loaded, config, spec, given.seed, source.uri)
+    return ForeignModel(
+        config=config,
+        spec=spec,
+        weights=weights,
+        tokenizer=given.tokenizer,
+        max_tokens=None,
+        origin=_origin(source, "file of weights"),
+        new_head=None if has_head else given.seed,
+        notes=("sizes and pooling are those of the model settings",),
+    )
+
+
+def _with_new_head(
+    loaded: Mapping[str, Tensor], config: ModelConfig, spec: InputSpec, seed: int, source: str
+) -> dict[str, Tensor]:
+    """The encoder that was loaded, and fresh interactions and head."""
+    encoder = encoder_from_hf(loaded, _template(config, spec), source=source)
+    return {**build_model(config, spec, seed).state_dict(), **encoder}
+
+
+def _check_depth(config: ModelConfig, spec: InputSpec, num_tensors: int, source: str) -> None:
+    """Every layer has a tensor at least. A record of a million layers must not be built to find that out."""
+    layers = config.encoder.num_layers + len(config.mlp_sizes) + len(config.feature_sizes) + len(spec.categorical_ids)
+    if layers > num_tensors:
+        raise CheckpointError(
+            f"{source} tells of {layers} layers, its files of {num_tensors} tensors",
+            expected="the files that belong to it",
+            next_command="export the model again",
+        )
+
+
+def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
+    """Names and shapes. What they are held against was read from a file, so a model of that size fits the memory."""
+    try:
+        with torch.device("meta"):
+            return RelevanceModel(config, spec).state_dict()
+    except RuntimeError as error:  # more bytes than can be counted
+        raise CheckpointError(
+            f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
+            expected="the sizes of the weights beside it",
+            next_command="export the model again",
+        ) from error
+
+
+def _spec(base: InputSpec, tokenizer: TextTokenizer) -> InputSpec:
+    return base.model_copy(update={"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id})
+
+
+def _longest(sentence: SentenceSettings | None, found: ForeignTokenizer) -> int | None:
+    return sentence.max_tokens if sentence and sentence.max_tokens else found.max_tokens
+
+
+def _without_spare_rows(loaded: Mapping[str, Tensor], bert: BertJson, rows: int) -> dict[str, Tensor]:
+    """Embedding tables are often filled up to a round number. One of another size than config.json says stays."""
+    return {
+        name: tensor[:rows] if name.endswith(WORDS) and tensor.shape[:1] == (bert.vocab_size,) else tensor
+        for name, tensor in loaded.items()
+    }
+
+
+def _weight_file(source: Source, folder: str) -> str:
+    for name in WEIGHT_FILES:
+        if source.has(folder + name):
+            return folder + name
+    sharded = next((name for name in SHARDED if source.has(folder + name)), "")
+    raise CheckpointError(
+        f"{source.where(folder)} has " + (f"its weights in several files ({sharded})" if sharded else "no weights"),
+        expected=" or ".join(WEIGHT_FILES),
+        next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
+    )
+
+
+def _origin(source: Source, format_: str) -> Origin:
+    return Origin(uri=source.uri, format=format_, fingerprint=source.fingerprint)
+
 
 STEP = 0
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")

@@ -1,26 +1,201 @@
 """Is this host fit: instance, memory, limits, ports, disks, the way to the workspace."""
 
+import errno
 import math
+import os
+import re
+import resource
 import secrets
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.footprint import GIB
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
-from pipeline.health.identity import Identity
-from pipeline.health.machine import SHM, Disk, Host
 from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
 from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.io.errors import os_errors
 from pipeline.io.storage import Storage
 from pipeline.parallel.network import MASTER_PORT
+from pipeline.proc.tree import host_memory_bytes
+
+# What a machine is asked about itself. Tests give a `Host` with other answers.
+
+SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`total_bytes` of the machine; `usable_bytes` for this container; `available_bytes` of the machine now."""
+
+    total_bytes: int
+    usable_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system; `device` is equal for two folders on the same one."""
+
+    device: int
+    total_bytes: int
+    free_bytes: int
+
+
+def num_cpus() -> int:
+    """Logical CPUs of the machine, whatever this container may use."""
+    return os.cpu_count() or 1
+
+
+def memory() -> Memory:
+    now = psutil.virtual_memory()
+    return Memory(now.total, host_memory_bytes(), now.available)
+
+
+def disk(folder: Path) -> Disk:
+    """The file system a folder is on, or will be on. Raises ConfigError or TransientError when it cannot be asked."""
+    with os_errors("asking for the free space of", f"file://{folder}"):
+        while not folder.exists():
+            folder = folder.parent
+        found, device = os.statvfs(folder), folder.stat().st_dev
+    return Disk(device, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+def shared_memory() -> Disk | None:
+    """None where there is no such thing (macOS)."""
+    return disk(SHM) if SHM.is_dir() else None
+
+
+def open_files() -> float:
+    """The soft limit: what a process gets that does not ask for more."""
+    return _soft_limit(resource.RLIMIT_NOFILE)
+
+
+def locked_memory() -> float:
+    """The soft limit in bytes; infinite when there is none."""
+    return _soft_limit(resource.RLIMIT_MEMLOCK)
+
+
+def port_holder(number: int) -> str | None:
+    """Who keeps us from listening on a port: `name (pid 7)`, or `another process`; None when it is free."""
+    with socket.socket() as listener:
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch does: a dead connection does not count
+        try:
+            listener.bind(("", number))
+            listener.listen(1)
+            return None
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    with suppress(psutil.Error):  # only root sees all
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == number and one.pid:
+                return f"{psutil.Process(one.pid).name()} (pid {one.pid})"
+    return "another process"
+
+
+@dataclass(frozen=True)
+class Host:
+    """The questions of host.py, and who answers them."""
+
+    num_cpus: Callable[[], int] = num_cpus
+    memory: Callable[[], Memory] = memory
+    disk: Callable[[Path], Disk] = disk
+    shared_memory: Callable[[], Disk | None] = shared_memory
+    open_files: Callable[[], float] = open_files
+    locked_memory: Callable[[], float] = locked_memory
+    port_holder: Callable[[int], str | None] = port_holder
+    clock: Callable[[], float] = time.monotonic
+
+
+def _soft_limit(which: int) -> float:
+    soft, _ = resource.getrlimit(which)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
+# Who this machine is: instance id and type on EC2, else its host name.
+
+DMI = Path("/sys/devices/virtual/dmi/id")
+IMDS = "http://169.254.169.254/latest"
+IMDS_LIMIT_S = 1.0
+INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
+INSTANCE_TYPE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
+AWS_VARIABLES = ("AWS_BATCH_JOB_ID", "ECS_CONTAINER_METADATA_URI_V4")
+
+Reader = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`host` names the machine in reports; `instance_type` is empty where nobody knows it."""
+
+    host: str
+    instance_type: str = ""
+
+
+def read_dmi(name: str) -> str:
+    """A line the firmware has left; empty where there is none. No network needed, and containers see it."""
+    try:
+        return (DMI / name).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def ask_imds(path: str) -> str:
+    """An answer of the instance metadata service (version 2); empty when none comes in time. Never through a proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    token = urllib.request.Request(  # noqa: S310 - a constant address
+        f"{IMDS}/api/token", method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    )
+    try:
+        with opener.open(token, timeout=IMDS_LIMIT_S) as answer:
+            headers = {"X-aws-ec2-metadata-token": answer.read().decode("ascii", "replace")}
+        wanted = urllib.request.Request(f"{IMDS}/meta-data/{path}", headers=headers)  # noqa: S310 - a constant address
+        with opener.open(wanted, timeout=IMDS_LIMIT_S) as answer:
+            found: str = answer.read().decode("ascii", "replace")
+            return found.strip()
+    except (OSError, HTTPException):  # no answer is an answer: the host name will do
+        return ""
+
+
+def read_identity(
+    env: Mapping[str, str],
+    *,
+    dmi: Reader = read_dmi,
+    imds: Reader = ask_imds,
+    host_name: Callable[[], str] = socket.gethostname,
+) -> Identity:
+    """Instance id and type from the firmware of a Nitro machine, else from the metadata service, else the host name.
+
+    The metadata service is asked only on EC2, where it answers at once or (a container one hop too far) not at all:
+    at most two answers that do not come, of 1 s each.
+    """
+    on_ec2 = dmi("sys_vendor") == "Amazon EC2"
+    instance, kind = (dmi("board_asset_tag"), dmi("product_name")) if on_ec2 else ("", "")
+    may_ask = env.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true"
+    if may_ask and (on_ec2 or any(name in env for name in AWS_VARIABLES)):
+        instance = instance if INSTANCE_ID.fullmatch(instance) else imds("instance-id")
+        kind = kind if INSTANCE_TYPE.fullmatch(kind) else imds("instance-type")
+    return Identity(
+        host=instance if INSTANCE_ID.fullmatch(instance) else host_name() or "unknown",
+        instance_type=kind if INSTANCE_TYPE.fullmatch(kind) else "",
+    )
+
 
 ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
 # vCPUs and GiB of memory by instance type: AWS Neuron documentation, Trn1 and Trn2 architecture pages. The vCPUs of

@@ -1,19 +1,64 @@
 """A recorded side: one file beside its scores, written last. It can have been made anywhere."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.commit import require_manifest
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
-from pipeline.parity.side import Precision, Side, sides_text
+from pipeline.settings import Settings
+
+# A side of a comparison: a backend with a precision, computed here.
+
+Precision = Literal["fp32", "autocast", "bf16"]
+BACKENDS: tuple[str, ...] = tuple(
+    name for name in get_args(Settings.model_fields["backend"].annotation) if name != "auto"
+)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side computes on, and in."""
+
+    backend: str
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        """As in file names: cpu.fp32"""
+        return f"{self.backend}.{self.precision}"
+
+
+def parse_side(text: str, precision: Precision) -> Side | None:
+    """`cpu` or `cuda:bf16`; None for anything else, which names a place. `precision`: where none is given.
+
+    Raises ConfigError for a precision that is not known.
+    """
+    backend, colon, given = text.partition(":")
+    if backend not in BACKENDS:
+        return None
+    if not colon:
+        return Side(backend, precision)
+    for known in PRECISIONS:
+        if given == known:
+            return Side(backend, known)
+    choice = ", ".join(f"{backend}:{known}" for known in PRECISIONS)
+    raise ConfigError(f"side {text!r}", expected=f"{backend}, or with a precision: {choice}")
+
+
+def sides_text(backends: Sequence[str] = BACKENDS) -> str:
+    """What may be typed, for messages."""
+    return f"{', '.join(backends)}, each also as BACKEND:{'|'.join(PRECISIONS)}, or a folder or URI of a recorded side"
+
 
 RECORD, SCORES, WORK = "record.json", "scores", "work"
 

@@ -21,9 +21,8 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
-from pipeline.parity.record import SCORES, WORK, SideRecord, find_record, store_record
+from pipeline.parity.record import SCORES, WORK, Side, SideRecord, find_record, store_record
 from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
-from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, read_events

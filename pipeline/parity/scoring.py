@@ -25,8 +25,7 @@ from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.world import World
-from pipeline.parity.record import WORK
-from pipeline.parity.side import Precision
+from pipeline.parity.record import WORK, Precision
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
 

@@ -23,11 +23,10 @@ from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.across_nodes import across_check, address_check
 from pipeline.health.check import Check, run_checks
 from pipeline.health.gang import meet
-from pipeline.health.host import HostChecks, usual_places, usual_ports
-from pipeline.health.identity import read_identity
+from pipeline.health.host import HostChecks, read_identity, usual_places, usual_ports
 from pipeline.health.instances import NeuronInstance, neuron_instance
 from pipeline.health.limits import ranks_limit_s
-from pipeline.health.rank_reports import results_of, with_slow_ranks
+from pipeline.health.ranks import results_of, with_slow_ranks
 from pipeline.health.report import report_key, show, store_report
 from pipeline.health.tolerance import with_shared_errors
 from pipeline.health.tools import tool_checks, tools_limit_s

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.convert.reading import ForeignModel, Given, read_model
+from pipeline.convert.importing import ForeignModel, Given, read_model
 from pipeline.convert.source import Source, open_source
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig

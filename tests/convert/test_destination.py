@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.convert.destination import CLAIM, destination
+from pipeline.convert.exporting import CLAIM, destination
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic

@@ -10,12 +10,9 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.destination import destination
-from pipeline.convert.exporting import ExportPlan, check_plan, write_export
-from pipeline.convert.hf_folder import write_tokenizer
-from pipeline.convert.importing import store_import
+from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export, write_tokenizer
+from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.programs import Shapes, parse_shapes
-from pipeline.convert.reading import read_model
 from pipeline.convert.record import Format
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.core.stop import StopSignal

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.convert.importing import store_import
-from pipeline.convert.reading import ForeignModel, read_model
+from pipeline.convert.importing import ForeignModel, read_model, store_import
 from pipeline.core.errors import CheckpointError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage

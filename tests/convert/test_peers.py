@@ -12,9 +12,8 @@ import torch
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert.exporting import ExportPlan, write_export
-from pipeline.convert.importing import store_import
+from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.programs import Shapes
-from pipeline.convert.reading import read_model
 from pipeline.convert.record import Format
 from pipeline.core.stop import StopSignal
 from pipeline.data.encode import pack

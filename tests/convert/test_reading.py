@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.convert.reading import read_model
+from pipeline.convert.importing import read_model
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TrnpipeError
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.model.hf import to_hf

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.health.clocks import clock_faults, judge_clock, skew
+from pipeline.health.ranks import clock_faults, judge_clock, skew
 from pipeline.health.verdict import Verdict
 
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from pipeline.health.clocks import skew
 from pipeline.health.collectives import bus_factor, contents
+from pipeline.health.ranks import skew
 from pipeline.health.verdict import CheckResult, Verdict
 from tests.health.gang import SIZES_BYTES, clocks, collectives, gang, node
 

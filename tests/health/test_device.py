@@ -9,8 +9,15 @@ from torch import Tensor
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.health.device import check_burn, check_memory, check_operations
-from pipeline.health.operations import OPERATIONS, Operation, reference, worst_error
+from pipeline.health.device import (
+    OPERATIONS,
+    Operation,
+    check_burn,
+    check_memory,
+    check_operations,
+    reference,
+    worst_error,
+)
 from pipeline.health.verdict import Verdict, slow_ranks
 
 MIB = 2**20

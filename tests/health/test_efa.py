@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.health.efa import check_efa, judge_efa, num_efa
 from pipeline.health.instances import neuron_instance
+from pipeline.health.tools import check_efa, judge_efa, num_efa
 from pipeline.health.verdict import Verdict
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX

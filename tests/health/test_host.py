@@ -13,12 +13,21 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.footprint import GIB, INSTANCES
 from pipeline.core.stop import StopSignal
-from pipeline.health import machine
 from pipeline.health.check import run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.host import MACHINES, HostChecks, Place, Port, usual_places, usual_ports
-from pipeline.health.identity import Identity
-from pipeline.health.machine import Disk, Host, Memory
+from pipeline.health.host import (
+    MACHINES,
+    Disk,
+    Host,
+    HostChecks,
+    Identity,
+    Memory,
+    Place,
+    Port,
+    port_holder,
+    usual_places,
+    usual_ports,
+)
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
@@ -317,8 +326,8 @@ def test_who_holds_a_port() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         port = listener.getsockname()[1]
-        assert machine.port_holder(port) is not None
-    assert machine.port_holder(port) is None
+        assert port_holder(port) is not None
+    assert port_holder(port) is None
 
 
 def test_this_machine_answers(tmp_path: Path) -> None:

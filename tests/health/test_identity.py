@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.health import identity
-from pipeline.health.identity import Identity, ask_imds, read_identity
+from pipeline.health import host
+from pipeline.health.host import Identity, ask_imds, read_identity
 
 NITRO = {"sys_vendor": "Amazon EC2", "board_asset_tag": "i-0123456789abcdef0", "product_name": "trn1.32xlarge"}
 ANSWERS = {"instance-id": "i-0fedcba9876543210", "instance-type": "trn1.2xlarge"}
@@ -81,9 +81,9 @@ def service() -> Iterator[str]:
 
 
 def test_the_service_is_asked_as_it_wants(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "IMDS", service)
+    monkeypatch.setattr(host, "IMDS", service)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # never through a proxy
     assert ask_imds("instance-id") == "i-0fedcba9876543210"
     assert ask_imds("spot/termination-time") == ""
-    monkeypatch.setattr(identity, "IMDS", "http://127.0.0.1:9/latest")
+    monkeypatch.setattr(host, "IMDS", "http://127.0.0.1:9/latest")
     assert ask_imds("instance-id") == ""

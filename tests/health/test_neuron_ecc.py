@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.health.neuron_ecc import DeviceCounts, judge_ecc, merge, read_sysfs
+from pipeline.health.neuron_monitor import DeviceCounts, judge_ecc, merge, read_sysfs
 from pipeline.health.verdict import Verdict
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import TransientError
-from pipeline.health.rank_reports import leave, results_of, with_slow_ranks
+from pipeline.health.ranks import leave, results_of, with_slow_ranks
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 
 

@@ -10,8 +10,7 @@ from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
 from pipeline.health.config import HealthConfig
-from pipeline.health.rank_reports import results_of
-from pipeline.health.ranks import RankChecks, is_host, report_rank
+from pipeline.health.ranks import RankChecks, is_host, report_rank, results_of
 from pipeline.health.verdict import Verdict
 from pipeline.parallel.world import World
 

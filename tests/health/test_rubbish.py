@@ -15,10 +15,9 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.instances import NeuronInstance, neuron_instance
 from pipeline.health.kernel_log import judge_kernel_log
 from pipeline.health.nccom import NccomTest, judge_nccom
-from pipeline.health.neuron_ecc import judge_ecc
 from pipeline.health.neuron_errors import device_error
 from pipeline.health.neuron_ls import judge_devices, judge_processes, parse_neuron_ls
-from pipeline.health.neuron_monitor import judge_hardware, parse_neuron_monitor
+from pipeline.health.neuron_monitor import judge_ecc, judge_hardware, parse_neuron_monitor
 from pipeline.health.report import from_json, report_lines, to_json
 from pipeline.health.verdict import CheckResult, Verdict, gang_error
 from pipeline.proc.tool import ToolRun

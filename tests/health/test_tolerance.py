@@ -11,9 +11,8 @@ from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import HealthConfig, OperationName
-from pipeline.health.device import check_operations
-from pipeline.health.operations import OPERATIONS
-from pipeline.health.rank_reports import leave, results_of
+from pipeline.health.device import OPERATIONS, check_operations
+from pipeline.health.ranks import leave, results_of
 from pipeline.health.tolerance import beyond_tolerance, with_shared_errors
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
 from tests.health.test_device import Faulty

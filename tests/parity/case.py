@@ -13,9 +13,8 @@ from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
-from pipeline.parity.record import RecordedSide, SideRecord, load_side
+from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
 from pipeline.parity.recording import record
-from pipeline.parity.side import Side
 from pipeline.parity.task import SideTask, make_task
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console

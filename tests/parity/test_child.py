@@ -17,10 +17,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.parity import child
 from pipeline.parity.compare import compare_sides
-from pipeline.parity.launch import record_side
-from pipeline.parity.record import find_record, load_side
-from pipeline.parity.side import Side
-from pipeline.parity.task import SideTask
+from pipeline.parity.record import Side, find_record, load_side
+from pipeline.parity.task import SideTask, record_side
 from pipeline.telemetry.console import Console
 from tests.compile.traces import FAST_COMPILE, needs_xla
 from tests.parity.case import PARITY, Case, make_case

@@ -8,10 +8,9 @@ import pytest
 
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.evaluate.config import ParityConfig
-from pipeline.parity.compare import ParityReport, compare_sides
+from pipeline.parity.compare import ParityReport, compare_sides, lines_of
 from pipeline.parity.plot import plot_svg
 from pipeline.parity.record import RecordedSide
-from pipeline.parity.table import lines_of
 from tests.parity.case import Case
 
 pytestmark = pytest.mark.stage

@@ -18,9 +18,8 @@ from pipeline.model import encoder, ops
 from pipeline.model.hf import from_hf
 from pipeline.parity import scoring
 from pipeline.parity.compare import compare_sides
-from pipeline.parity.record import RecordedSide, SideRecord, load_side
+from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
 from pipeline.parity.recording import curve_of, evaluations_of
-from pipeline.parity.side import Side
 from pipeline.telemetry.events import EventLog
 from pipeline.train import batches, saver
 from pipeline.train.step import TrainProgram

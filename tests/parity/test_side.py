@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.backends import NAMES
 from pipeline.core.errors import ConfigError
-from pipeline.parity.side import BACKENDS, PRECISIONS, Side, parse_side
+from pipeline.parity.record import BACKENDS, PRECISIONS, Side, parse_side
 from pipeline.train.config import TrainConfig
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.plan.spec import CyclePlan
-from jobs.targets.batch.client import BatchClient, Detail
-from jobs.targets.batch.definitions import registered
+from jobs.targets.batch.client import BatchClient, Detail, registered
 from jobs.targets.batch.requests import definition_name, definition_request
 
 _OURS = frozenset(

@@ -1,9 +1,13 @@
 """From DescribeJobs to records. Times of AWS are milliseconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.targets.batch.client import Detail
+from jobs.targets.batch.client import AWS_ERRORS, Detail, is_retryable, name_of, translate
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.retry import RetryPolicy, call_with_retry
 
 _STARTED = (JobState.STARTING, JobState.RUNNING)
 
@@ -78,3 +82,44 @@ def _log_stream(node: Detail, index: int) -> str:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return milliseconds / 1000 if milliseconds else None
+
+
+# Lines of CloudWatch Logs. Rights: logs:GetLogEvents on the group.
+
+
+class LogsClient:
+    """CloudWatch Logs. `raw` is boto3's client, or what answers like it."""
+
+    def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
+        self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
+
+    def lines(self, group: str, stream: str) -> Iterator[str]:
+        """All lines of a stream, oldest first. Raises ConfigError when there is none."""
+        where: dict[str, Any] = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+        token = ""
+        while True:
+            answer = self._get(where | ({"nextToken": token} if token else {}))
+            yield from (str(event["message"]) for event in answer["events"])
+            if answer["nextForwardToken"] == token:  # at the end it repeats; pages before may be empty
+                return
+            token = answer["nextForwardToken"]
+
+    def _get(self, request: dict[str, Any]) -> Any:
+        doing = f"reading log {request['logGroupName']} {request['logStreamName']}"
+        try:
+            return call_with_retry(
+                lambda: self._raw.get_log_events(**request),
+                self._policy,
+                retryable=is_retryable,
+                stop=self._stop,
+                doing=doing,
+                on_retry=lambda: None,
+            )
+        except AWS_ERRORS as error:
+            if name_of(error) == "ResourceNotFound":
+                raise ConfigError(
+                    f"no log stream {request['logStreamName']} in {request['logGroupName']}",
+                    expected="a job that has started, within the retention of the group",
+                    next_command="trnjobs status",
+                ) from error
+            raise translate(error, doing) from error

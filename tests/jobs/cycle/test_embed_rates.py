@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jobs.cycle.embed_rates import VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
+from jobs.cycle.outlook import VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run
 from jobs.cycle.records import JobRecord
 from jobs.plan.cost import Prices
 from jobs.plan.spec import JobSpec

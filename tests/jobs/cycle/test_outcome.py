@@ -2,9 +2,17 @@
 
 import pytest
 
-from jobs.cycle.outcome import CANCELLED, exit_code, exit_code_of_cycle, first_failure, outcome_of, reason_of
 from jobs.cycle.records import AttemptRecord, Closed, JobRecord
-from jobs.cycle.states import HOST_TERMINATED, TIMED_OUT
+from jobs.cycle.states import (
+    CANCELLED,
+    HOST_TERMINATED,
+    TIMED_OUT,
+    exit_code,
+    exit_code_of_cycle,
+    first_failure,
+    outcome_of,
+    reason_of,
+)
 from pipeline.core.errors import EXIT_TABLE, ExitRule
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from jobs.node.codes import deserves_post_mortem, exit_code_of_return
+from jobs.node.command import deserves_post_mortem, exit_code_of_return
 
 
 @pytest.mark.parametrize("code", [0, 1, 65, 70, 74, 75, 78, 80, 143])

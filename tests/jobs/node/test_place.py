@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.node.place import Place, Timing
+from jobs.node.environment import Place, Timing
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.network import MASTER_PORT
 

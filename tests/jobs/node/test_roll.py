@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.node.roll import Roll
+from jobs.node.messages import Roll
 
 RETRY, PREEMPTED = 75, 143
 

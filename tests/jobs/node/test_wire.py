@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.node.wire import MAX_LINE_BYTES, Channel, Message, PeerGone
+from jobs.node.messages import MAX_LINE_BYTES, Channel, Message, PeerGone
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 from botocore import exceptions as boto
 
-from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.connect import connect
-from jobs.targets.batch.errors import UnknownOutcome
+from jobs.targets.batch.client import BatchClient, UnknownOutcome, connect
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.retry import RetryPolicy

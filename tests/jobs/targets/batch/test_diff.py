@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from moto import mock_aws
 
 from jobs.plan.spec import CyclePlan
-from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.definitions import ensure_definition
+from jobs.targets.batch.client import BatchClient, ensure_definition
 from jobs.targets.batch.diff import change_lines, definition_changes, differences
 from jobs.targets.batch.limits import plan_problems
 from jobs.targets.batch.requests import definition_request, submit_request

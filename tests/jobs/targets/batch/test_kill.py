@@ -12,9 +12,8 @@ import pytest
 
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.plan.spec import CyclePlan
-from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.connect import connect
-from jobs.targets.batch.logs import LogsClient
+from jobs.targets.batch.client import BatchClient, connect
+from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.cycle.states import Leaf
 from jobs.plan.spec import JobSpec
-from jobs.targets.local.environment import gang_port, local_command, node_environment
+from jobs.targets.local.nodes import gang_port, local_command, node_environment
 from pipeline.parallel.network import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 

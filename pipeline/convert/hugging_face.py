@@ -1,0 +1,327 @@
+"""The tokenizer of a Hugging Face folder as `transformers` would use it, as the bytes of one tokenizer.json.
+
+For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json, whatever tokenizer.json
+says (tokenization_bert.py), and sentence-transformers may lower-case on top of both.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import tokenizers
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+from tokenizers import models, pre_tokenizers, processors
+
+from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.storage import folder_key
+from pipeline.model.config import PRESETS, EncoderSize, ModelConfig
+
+# config.json of a Hugging Face BERT: which of them this encoder computes exactly, and as which model settings.
+
+CONFIG = "config.json"
+
+
+class BertJson(BaseModel):
+    """A Hugging Face config.json of a BERT or MiniLM encoder"""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    vocab_size: int = Field(ge=8, le=4_000_000)
+    hidden_size: int = Field(ge=8, le=16_384)
+    num_hidden_layers: int = Field(ge=1, le=256)
+    num_attention_heads: int = Field(ge=1, le=256)
+    intermediate_size: int = Field(ge=8, le=65_536)
+    max_position_embeddings: int = Field(ge=8, le=8192)
+    hidden_act: Literal["gelu"] = "gelu"
+    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
+    position_embedding_type: Literal["absolute"] = "absolute"
+    is_decoder: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+
+class _Architecture(BaseModel):
+    """A Hugging Face config.json with a model_type"""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: str
+    architectures: tuple[str, ...] | None = None
+
+
+def read_bert(source: Source, folder: str = "") -> BertJson:
+    """Raises ConfigError naming the architecture, or the field, that this encoder does not compute."""
+    name = folder + CONFIG
+    found = source.json(name, _Architecture)
+    if found.model_type != "bert":
+        classes = f" ({', '.join(found.architectures)})" if found.architectures else ""
+        raise ConfigError(
+            f"{source.where(name)}: architecture {found.model_type}{classes}",
+            expected="model_type bert: BERT, MiniLM and their like",
+            next_command="import a model of that family",
+        )
+    return source.json(name, BertJson)
+
+
+def settings_of(bert: BertJson, base: ModelConfig, source: str, **changes: Any) -> ModelConfig:
+    """The model settings whose encoder is that one; what it does not decide is from `base`. Raises ConfigError."""
+    size = EncoderSize(
+        hidden_size=bert.hidden_size,
+        num_layers=bert.num_hidden_layers,
+        num_heads=bert.num_attention_heads,
+        intermediate_size=bert.intermediate_size,
+    )
+    preset = next((name for name, known in PRESETS.items() if known == size), "")
+    fields: dict[str, Any] = {
+        **base.model_dump(),
+        **({"preset": preset, **dict.fromkeys(size.model_dump())} if preset else size.model_dump()),
+        "max_positions": bert.max_position_embeddings,
+        "layer_norm_eps": bert.layer_norm_eps,
+        "init_from": None,
+        **changes,
+    }
+    try:
+        config = ModelConfig.model_validate(fields)
+        config.encoder  # noqa: B018 - the heads must divide the width
+    except (ValidationError, ConfigError) as error:
+        raise ConfigError(f"{source}: {str(error).splitlines()[0]}", expected="the sizes of a BERT encoder") from error
+    return config
+
+
+# What a sentence-transformers folder adds to a Hugging Face one: its modules, the pooling, the longest text.
+
+MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
+POOLINGS = ("cls", "mean")
+# As saved by sentence-transformers before 5.4; its order.
+LEGACY = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+Pooling = Literal["mean", "cls"]
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """How a text becomes a vector there."""
+
+    folder: str
+    """Where the Hugging Face files lie in the folder, with a slash at its end; mostly ''."""
+    pooling: Pooling
+    max_tokens: int | None
+    lowercase: bool
+    notes: tuple[str, ...]
+
+
+class _Module(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: str
+    path: str
+
+
+class _Modules(RootModel[tuple[_Module, ...]]):
+    """modules.json as sentence-transformers writes it"""
+
+
+class _Pooling(BaseModel):
+    """The config.json of a sentence-transformers pooling"""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    pooling_mode: str | tuple[str, ...] | None = None
+
+
+class _Processor(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_max_length: int | None = Field(None, ge=3)
+
+
+class _Sentence(BaseModel):
+    """sentence_bert_config.json as sentence-transformers writes it"""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    max_seq_length: int | None = Field(None, ge=3)
+    do_lower_case: bool = False
+    processor_kwargs: _Processor = Field(default_factory=_Processor)
+
+
+class _Model(BaseModel):
+    """config_sentence_transformers.json as sentence-transformers writes it"""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    prompts: dict[str, str] = Field(default_factory=dict)
+    default_prompt_name: str | None = None
+
+
+def read_sentence_settings(source: Source) -> SentenceSettings | None:
+    """None for a folder without modules.json. Raises ConfigError naming what trnpipe has no counterpart for."""
+    if not source.has(MODULES):
+        return None
+    modules = source.json(MODULES, _Modules).root
+    kinds = [module.type.rpartition(".")[2] for module in modules]
+    ours = all(module.type.startswith("sentence_transformers.") for module in modules)
+    if not ours or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ConfigError(
+            f"{source.where(MODULES)}: modules {', '.join(module.type for module in modules) or 'none'}",
+            expected="Transformer, Pooling and perhaps Normalize, of sentence-transformers",
+            next_command="import a model of these modules",
+        )
+    folder, pooling = (f"{found}/" if (found := folder_key(module.path)) else "" for module in modules[:2])
+    sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
+    notes = _prompt_notes(source.json(MODEL, _Model)) if source.has(MODEL) else []
+    if "Normalize" not in kinds:
+        notes.append("sentence-transformers leaves these vectors at their length; here they have length one")
+    return SentenceSettings(
+        folder,
+        _pooling(source, f"{pooling}config.json"),
+        sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
+        sentence.do_lower_case,
+        tuple(notes),
+    )
+
+
+def _pooling(source: Source, name: str) -> Pooling:
+    found = source.json(name, _Pooling)
+    extra = found.model_extra or {}
+    modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
+    mode = modes[0] if isinstance(modes, tuple) and len(modes) == 1 else modes
+    if mode not in POOLINGS:
+        raise ConfigError(
+            f"{source.where(name)}: pooling {mode if isinstance(mode, str) else ' + '.join(mode)}",
+            expected="one of " + ", ".join(POOLINGS),
+            next_command="import a model with that pooling",
+        )
+    return cast(Pooling, mode)
+
+
+def _prompt_notes(model: _Model) -> list[str]:
+    """A text put before every text is no part of the encoder: whoever prepares the data must put it there."""
+    used = {name: text for name, text in model.prompts.items() if text}
+    if not used:
+        return []
+    default = f", {model.default_prompt_name} by default" if model.default_prompt_name else ""
+    named = ", ".join(f"{name} {text!r}" for name, text in sorted(used.items()))
+    return [f"sentence-transformers puts a prompt before texts ({named}{default}); trnpipe does not"]
+
+
+TOKENIZER, TOKENIZER_CONFIG, VOCABULARY = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+BERT = ("BertTokenizer", "BertTokenizerFast")
+AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_PROBE = ("A sample text", "")
+
+
+class TokenizerJson(BaseModel):
+    """tokenizer_config.json as transformers writes it"""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    tokenizer_class: str = BERT[0]
+    do_lower_case: bool = True
+    strip_accents: bool | None = None
+    tokenize_chinese_chars: bool = True
+    model_max_length: float | None = Field(None, ge=3)
+    truncation_side: Literal["right"] = "right"
+
+
+@dataclass(frozen=True)
+class ForeignTokenizer:
+    """A tokenizer, the longest text its config allows (None: no limit), and what was changed in it."""
+
+    tokenizer: TextTokenizer
+    max_tokens: int | None
+    notes: tuple[str, ...]
+
+
+def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTokenizer:
+    """`lowercase`: sentence-transformers lower-cases before the tokenizer. Raises ConfigError, DataError."""
+    name = folder + TOKENIZER_CONFIG
+    config = source.json(name, TokenizerJson) if source.has(name) else TokenizerJson()
+    if config.tokenizer_class not in BERT + AS_IT_IS:
+        raise ConfigError(
+            f"{source.where(name)}: tokenizer class {config.tokenizer_class}",
+            expected="one of " + ", ".join(BERT + AS_IT_IS),
+            next_command="import a model with such a tokenizer",
+        )
+    data, where = _stored(source, folder)
+    tokenizer, notes = TextTokenizer(data, where), []
+    content: dict[str, Any] = json.loads(data)
+    wanted = content.get("normalizer")
+    if config.tokenizer_class in BERT:
+        _check_bert(data, where)
+        wanted = {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": config.tokenize_chinese_chars,
+            "strip_accents": config.strip_accents,
+            "lowercase": config.do_lower_case,
+        }
+    if lowercase and not _lower_cases(wanted):
+        before = wanted["normalizers"] if wanted and wanted["type"] == "Sequence" else [wanted] if wanted else []
+        wanted = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *before]}
+    if wanted != content.get("normalizer"):
+        content["normalizer"] = wanted
+        notes.append("the normaliser of its tokenizer.json gives way to its other files, as in transformers")
+        tokenizer = TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), where)
+    if config.tokenizer_class in AS_IT_IS:
+        _check_frame(tokenizer, where)
+    longest = config.model_max_length
+    return ForeignTokenizer(tokenizer, None if longest is None or longest > 2**31 else int(longest), tuple(notes))
+
+
+def _stored(source: Source, folder: str) -> tuple[bytes, str]:
+    """tokenizer.json, or one made of vocab.txt."""
+    if source.has(folder + TOKENIZER) or not source.has(folder + VOCABULARY):
+        return source.read(folder + TOKENIZER, TOKENIZER_BYTES), source.where(folder + TOKENIZER)
+    where = source.where(folder + VOCABULARY)
+    try:
+        words = source.read(folder + VOCABULARY, 4 * JSON_BYTES).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: {error}", expected="one token a line, UTF-8") from error
+    vocabulary = {word.rstrip("\r"): place for place, word in enumerate(words) if word.rstrip("\r")}
+    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))  # noqa: S106 - a token of text
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = [word for word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if word in vocabulary]
+    made.add_special_tokens(special)
+    if {"[CLS]", "[SEP]"} <= set(special):
+        made.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    return made.to_str().encode(), where
+
+
+def _check_bert(data: bytes, where: str) -> None:
+    """`transformers` builds a BERT tokenizer of its own from the vocabulary: the file must hold the same one."""
+    parsed = tokenizers.Tokenizer.from_str(data.decode())
+    found = [type(part).__name__ for part in (parsed.model, parsed.pre_tokenizer)]
+    if found != ["WordPiece", "BertPreTokenizer"]:
+        raise ConfigError(
+            f"{where}: {' after '.join(found)} in a BERT tokenizer",
+            expected="WordPiece after BertPreTokenizer",
+            next_command="set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json",
+        )
+
+
+def _lower_cases(normalizer: dict[str, Any] | None) -> bool:
+    parts = (normalizer or {}).get("normalizers") or [normalizer or {}]
+    return any(part.get("type") == "Lowercase" or part.get("lowercase") for part in parts)
+
+
+def _check_frame(tokenizer: TextTokenizer, where: str) -> None:
+    """The tokens around a text must be ours: [CLS] before it and [SEP] after it."""
+    theirs = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
+    theirs.no_truncation()
+    theirs.no_padding()
+    for text in _PROBE:
+        found, expected = theirs.encode(text).ids, tokenizer.encode([text]).ids.tolist()
+        if found != expected:
+            raise ConfigError(
+                f"{where} makes {found} of {text!r}",
+                expected=f"{expected}: [CLS], the tokens of the text, [SEP]",
+                next_command="import a model with such a tokenizer",
+            )
