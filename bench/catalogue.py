@@ -8,10 +8,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import TokenRows
-from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets
+from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, spec_of
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec
-from pipeline.train.inputs import spec_of
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,12 @@ from pipeline.data.prepare import prepare
 from pipeline.data.shards import TokenRows
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.data.tokens import open_rows, read_token_sets
+from pipeline.data.tokens import open_rows, read_token_sets, spec_of
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf import initial_model
 from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.train.config import TrainConfig
-from pipeline.train.inputs import spec_of
 from pipeline.train.step import TrainProgram
 
 BATCH, MAX_TOKENS = 64, 64

@@ -8,8 +8,8 @@ import pytest
 from pipeline.context import StageResult, Status, load_result, result_key, store_result
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.refs import parent_place, parent_tokenizer
 from pipeline.settings import Settings
-from pipeline.stages.incumbent import parent_place, parent_tokenizer
 from pipeline.train.config import TrainConfig
 
 POINTER = "registry/relevance/production.json"

@@ -14,8 +14,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.estimate import contrastive_batch, estimate_lines, estimates
-from pipeline.stages.shapes import Shapes, shapes_of
+from pipeline.stages.shapes import Shapes, contrastive_batch, estimate_lines, estimates, shapes_of
 from pipeline.telemetry.console import Console
 from pipeline.train.share import batch_share
 

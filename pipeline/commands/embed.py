@@ -12,6 +12,7 @@ from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.engine import open_embedder
+from pipeline.embed.model import catalogue_storage, open_pinned
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.embed.verify import (
@@ -30,7 +31,6 @@ from pipeline.embed.verify import (
     skipped,
 )
 from pipeline.settings import Settings
-from pipeline.stages.embed_model import catalogue_storage, open_pinned
 from pipeline.telemetry.console import Console
 
 

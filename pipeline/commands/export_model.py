@@ -23,7 +23,7 @@ from pipeline.registry.history import read_pointer
 from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
 from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
-from pipeline.stages.prepared import find_prepared
+from pipeline.stages.inputs import find_prepared
 
 TO, FORMAT, MAX_TOKENS, SHAPES, BATCH_SIZE = "--to", "--format", "--max-tokens", "--shapes", "--batch-size"
 FORMATS: tuple[Format, ...] = get_args(Format)

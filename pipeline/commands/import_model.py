@@ -15,7 +15,7 @@ from pipeline.io import atomic
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
-from pipeline.stages.prepared import find_prepared
+from pipeline.stages.inputs import find_prepared
 from pipeline.stages.shapes import expected_shapes, shapes_of
 
 

@@ -13,6 +13,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 
@@ -172,3 +173,7 @@ def _unguarded(
         )
     console.warn(f"{seen}; they are compiled as they come")
     return NoWatch()
+
+
+def graph_settings(settings: Settings) -> GraphSettings:
+    return GraphSettings(settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps)

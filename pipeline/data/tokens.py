@@ -12,6 +12,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
+from pipeline.model.config import InputSpec
 
 # What a folder of token shards says about itself: the `fields` of its MANIFEST.json.
 
@@ -217,3 +218,15 @@ def open_rows(
         shards += [ShardFile(folder / shard.file, shard.rows, place) for shard in files]
     buckets = [Bucket.parse(text) for text in sets[0].info.buckets]
     return TokenRows(shards, buckets, sets[0].info.pad_id, extra)
+
+
+def spec_of(info: TokenSetInfo) -> InputSpec:
+    """What prepared data fixes about a model."""
+    return InputSpec(
+        vocab_size=info.vocab_size,
+        pad_id=info.pad_id,
+        labels=info.labels,
+        label_gains=info.label_gains,
+        numeric=info.numeric,
+        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
+    )

@@ -197,3 +197,17 @@ class InputSpec(BaseModel):
     @property
     def num_classes(self) -> int:
         return len(self.labels)
+
+
+def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
+    """Raises ConfigError naming the first field in which two models differ in shape."""
+    ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
+    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump()}
+    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump()}
+    for name, value in wanted.items():
+        if theirs[name] != value:
+            raise ConfigError(
+                f"{where} has model.{name} {theirs[name]}",
+                expected=f"{value}, from the settings",
+                next_command="use the checkpoint's model settings, or --train.start scratch",
+            )

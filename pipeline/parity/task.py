@@ -17,9 +17,9 @@ from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.parity.record import Side
+from pipeline.registry.refs import parent_place
 from pipeline.settings import Settings
-from pipeline.stages.incumbent import parent_place
-from pipeline.stages.prepared import load_prepared, mined_negatives
+from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.train.config import TrainConfig
 
 

@@ -9,6 +9,7 @@ from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_command import SCORING, drives_tool
+from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.watch import Recorder
 from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.events import EventName
@@ -18,7 +19,6 @@ from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
-from pipeline.stages.compile_neuron import compile_on_neuron
 from pipeline.stages.shapes import Shapes, shapes_of
 
 NAME = "compile"

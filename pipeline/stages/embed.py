@@ -16,7 +16,15 @@ from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.feed import worker_processes
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.pace import Pace
+from pipeline.embed.model import (
+    catalogue_storage,
+    longest_text,
+    model_place,
+    open_device_embedder,
+    open_model,
+    open_pinned,
+)
+from pipeline.embed.pace import EmbedWatch, Pace
 from pipeline.embed.parts import finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
 from pipeline.embed.planning import Surroundings, asked_for, make_plan
@@ -26,15 +34,6 @@ from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
-from pipeline.stages.embed_model import (
-    catalogue_storage,
-    longest_text,
-    model_place,
-    open_device_embedder,
-    open_model,
-    open_pinned,
-)
-from pipeline.stages.embed_watch import EmbedWatch
 from pipeline.telemetry.console import Console
 
 NAME = "embed"

@@ -7,14 +7,14 @@ from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, read_token_sets
+from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
+from pipeline.evaluate.run import Evaluation
 from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Author, Place, Pointer, who
 from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
 from pipeline.settings import Settings
-from pipeline.stages.evaluate_models import Models, find_models
-from pipeline.stages.evaluate_work import Evaluation
-from pipeline.stages.prepared import load_prepared
+from pipeline.stages.inputs import load_prepared
 
 NAME = "evaluate"
 _REASONS_TOLD = 3

@@ -16,6 +16,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.data.tokens import TokenSet, open_rows, read_token_sets, select_partitions
+from pipeline.embed.model import longest_text, open_device_embedder, open_model
 from pipeline.evaluate.bm25 import K1, B
 from pipeline.evaluate.products import decoded
 from pipeline.mine.config import DECIDES
@@ -26,9 +27,7 @@ from pipeline.mine.task import MiningTask, make_task
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
-from pipeline.stages.embed_model import longest_text, open_device_embedder, open_model
-from pipeline.stages.parent import find_parent
-from pipeline.stages.prepared import load_prepared
+from pipeline.stages.inputs import find_parent, load_prepared
 from pipeline.telemetry.console import Console
 
 NAME = "mine"

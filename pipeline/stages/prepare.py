@@ -7,8 +7,8 @@ from pipeline.context import Figure, StageContext, StageResult, load_result, sto
 from pipeline.data.judgements import judgements_of
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.quality import prepared_warnings
+from pipeline.registry.refs import parent_tokenizer
 from pipeline.settings import Settings
-from pipeline.stages.incumbent import parent_tokenizer
 
 NAME = "prepare"
 _OF_THIS_TRY = ("partitions_reused", "partitions_prepared")

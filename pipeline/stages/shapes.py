@@ -3,23 +3,30 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from pipeline.backends import Backend
 from pipeline.compile.manifest import Plan
-from pipeline.compile.plan import GraphSettings, evaluation_plan, graph_plan
+from pipeline.compile.plan import evaluation_plan, graph_plan, graph_settings
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
+from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
+from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Workload, estimate
+from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.tokens import read_token_sets
+from pipeline.data.tokens import read_token_sets, spec_of
 from pipeline.model.config import InputSpec
+from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.prepared import find_prepared
+from pipeline.stages.inputs import find_prepared
 from pipeline.telemetry.console import Console
-from pipeline.train.inputs import spec_of
-from pipeline.train.share import batch_share
+from pipeline.train.config import TrainConfig
+from pipeline.train.share import batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.trial import Trial
 
 ASSUMED_CLASSES = 4
@@ -35,11 +42,11 @@ class Shapes:
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
-        return graph_plan(_graphs(settings), self.spec, self.buckets, batch_share(settings.train, world), device)
+        return graph_plan(graph_settings(settings), self.spec, self.buckets, batch_share(settings.train, world), device)
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
         """The same for evaluation and embedding alone."""
-        return evaluation_plan(_graphs(settings), self.spec, self.buckets, world_size, device)
+        return evaluation_plan(graph_settings(settings), self.spec, self.buckets, world_size, device)
 
     def trial(
         self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console
@@ -58,10 +65,6 @@ class Shapes:
             watch=watch,
             figure_rows=settings.log.every_steps,
         )
-
-
-def _graphs(settings: Settings) -> GraphSettings:
-    return GraphSettings(settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:
@@ -94,3 +97,82 @@ def expected_shapes(settings: Settings) -> Shapes:
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
     )
     return Shapes(spec, tuple(Bucket.parse(text) for text in data.buckets))
+
+
+# Will the model fit on a core, and how long will a step take: core/footprint.py for these settings.
+
+
+def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int, Estimate]:
+    """One for each length of rows of training. Raises ConfigError for an instance that is not known."""
+    with torch.device("meta"):  # sizes only
+        model = RelevanceModel(settings.model, shapes.spec)
+    size = settings.model.encoder
+    encoder = EncoderSizes(
+        vocab=shapes.spec.vocab_size,
+        positions=settings.model.max_positions,
+        layers=size.num_layers,
+        width=size.hidden_size,
+        heads=size.num_heads,
+        intermediate=size.intermediate_size,
+    )
+    samples = settings.train.global_batch_size // share.world_size // share.accumulation
+    heads = (model.interactions, model.head)
+    contrastive = contrastive_batch(settings.train, share)
+    return {
+        length: estimate(
+            sum(parameter.numel() for parameter in model.parameters()),
+            encoder,
+            Workload.of_groups(
+                samples,
+                length,
+                slots=settings.train.candidates_per_query,
+                mined=settings.train.mined_per_query,
+                accumulation=share.accumulation,
+                precision=settings.train.precision,
+                moments=3 if settings.train.average_decay else 2,
+                dropout=settings.model.dropout > 0,
+                contrastive=contrastive,
+            ),
+            instance=settings.estimate.instance,
+            mfu=settings.estimate.mfu,
+            sample_parameters=sum(
+                module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
+            ),
+        )
+        for length in rows_of_batch(settings.train, shapes.buckets)
+    }
+
+
+def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
+    """What the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
+    if not train.loss.contrastive_weight:
+        return None
+    groups = groups_of_batch(train)
+    slots = train.candidates_per_query + train.mined_per_query
+    return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
+
+
+def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
+    """A table: what takes memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
+    first = next(iter(found.values()))
+    sizes = first.footprint
+    lines = [
+        f"one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}), estimated from sizes:",
+        f"  parameters {sizes.master_bytes // 4 / 1e6:.1f}M | weights {format_bytes(sizes.parameter_bytes)} | "
+        f"optimizer {format_bytes(sizes.optimizer_bytes)} | gradients {format_bytes(sizes.gradient_bytes)}",
+    ]
+    if contrastive is not None:
+        passes = "two forward passes and one backward pass" if contrastive.two_passes else "one pass"
+        lines.append(
+            f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
+            f" step, up to {format_bytes(max(one.footprint.contrastive_bytes for one in found.values()))} more"
+        )
+    for length, one in found.items():
+        verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
+        activations = one.footprint.activation_bytes + one.footprint.workspace_bytes
+        lines.append(
+            f"  {f'rows of {length}':<12} activations {format_bytes(activations):>10} | peak "
+            f"{format_bytes(one.footprint.peak_bytes):>10} ({one.memory_share:.0%}, {verdict}) | "
+            f"{one.flops / 1e12:.3g} TFLOP a step, {one.step_s * 1e3:.3g} ms at {one.mfu:.0%} MFU"
+        )
+    return lines

@@ -8,8 +8,7 @@ from pipeline.context import Figure, StageContext, StageResult, load_result, sto
 from pipeline.core.format import format_duration
 from pipeline.io.storage import Storage
 from pipeline.settings import Settings
-from pipeline.stages.parent import find_parent
-from pipeline.stages.prepared import load_prepared, mined_negatives
+from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun

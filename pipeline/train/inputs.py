@@ -9,10 +9,10 @@ from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.quality import about_order, about_positives
 from pipeline.data.sampler import GroupedRows, Judged
-from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions
+from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
 from pipeline.io.storage import Storage
 from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import InputSpec, ModelConfig, check_architecture
 from pipeline.train.config import TrainConfig
 from pipeline.train.identity import identity_parts
 
@@ -119,18 +119,6 @@ def _mined(workspace: Storage, sets: Sequence[TokenSet], prefix: str | None) -> 
     return found
 
 
-def spec_of(info: TokenSetInfo) -> InputSpec:
-    """What prepared data fixes about a model."""
-    return InputSpec(
-        vocab_size=info.vocab_size,
-        pad_id=info.pad_id,
-        labels=info.labels,
-        label_gains=info.label_gains,
-        numeric=info.numeric,
-        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
-    )
-
-
 def _longest(info: TokenSetInfo) -> int:
     """Tokens of the longest text of the buckets."""
     return max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
@@ -154,20 +142,6 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
     check_architecture(state.model, model, where=parent.prefix)
-
-
-def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
-    """Raises ConfigError naming the first field in which two models differ in shape."""
-    ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
-    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump()}
-    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump()}
-    for name, value in wanted.items():
-        if theirs[name] != value:
-            raise ConfigError(
-                f"{where} has model.{name} {theirs[name]}",
-                expected=f"{value}, from the settings",
-                next_command="use the checkpoint's model settings, or --train.start scratch",
-            )
 
 
 # What in the data of a run costs quality without failing: said with counts, before training starts.

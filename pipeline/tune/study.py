@@ -20,8 +20,7 @@ from pipeline.io import atomic
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
-from pipeline.stages.parent import find_parent
-from pipeline.stages.prepared import load_prepared, mined_negatives
+from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
 from pipeline.train.config import TrainConfig
 from pipeline.tune.journal import Journal, OpenTrial
 from pipeline.tune.space import open_space

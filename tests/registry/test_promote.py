@@ -14,7 +14,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import append, history_key, in_use, list_models, pointer_key, read_history, read_pointer
 from pipeline.registry.promote import promote, record_refusal, roll_back, withdrawn
 from pipeline.registry.records import Decision, Entry, Pointer
-from pipeline.stages.incumbent import incumbent_prefix
+from pipeline.registry.refs import incumbent_prefix
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put
 from tests.registry.conftest import ON_BOTH, Make
 

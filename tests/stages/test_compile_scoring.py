@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.compile import neuron_nodes
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron_command import SCORING
 from pipeline.compile.neuron_compile import Alone, NeuronCompileResult
@@ -17,7 +18,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages import compile as stage
-from pipeline.stages import compile_neuron
 from pipeline.stages.shapes import expected_shapes
 
 RANKS, SCORING_RANKS = 64, 32
@@ -73,8 +73,8 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
             True: shapes.scoring_plan(settings, SCORING_RANKS, "xla:NEURON"),
         }
     )
-    monkeypatch.setattr(compile_neuron, "compile_graphs", tool)
-    monkeypatch.setattr(compile_neuron._Node, "_done", lambda node: tool.done)
+    monkeypatch.setattr(neuron_nodes, "compile_graphs", tool)
+    monkeypatch.setattr(neuron_nodes._Node, "_done", lambda node: tool.done)
     return tool
 
 
@@ -100,12 +100,12 @@ def test_without_them_the_node_is_cold(ctx: StageContext, tool: Tool) -> None:
 def test_only_the_main_node_compiles_them_as_a_machine_alone(
     ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_neuron, "nodes_of", lambda *rest: Together())
+    monkeypatch.setattr(neuron_nodes, "nodes_of", lambda *rest: Together())
     monkeypatch.setenv("AWS_BATCH_JOB_NUM_NODES", "2")
     plans = {SCORING_RANKS: tool.plans[True]}
     for node_rank in range(2):
         on_node = replace(ctx, world=World(rank=node_rank, world_size=2, node_rank=node_rank))
-        manifests, _ = compile_neuron.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
+        manifests, _ = neuron_nodes.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
         assert len(manifests) == (0 if node_rank else 2)
     assert [("AWS_BATCH_JOB_NUM_NODES" in env, alone) for _, env, alone in tool.calls] == [
         (True, False),

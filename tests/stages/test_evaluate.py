@@ -15,12 +15,13 @@ import pytest
 
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
+from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout_rows import Leak
+from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
-from pipeline.stages import evaluate, evaluate_work
-from pipeline.stages.evaluate_work import Evaluation
+from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 
 pytestmark = pytest.mark.stage

@@ -22,9 +22,9 @@ from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import RetrievalTask, hybrid_reports, lexical_search
 from pipeline.evaluate.scores import load_arrays, save_arrays
+from pipeline.evaluate.search import ModelSearch
 from pipeline.io.commit import read_manifest
 from pipeline.settings import Settings
-from pipeline.stages.evaluate_search import ModelSearch
 
 VERSION = 1
 """Of what the baselines do; a higher one scores them again."""

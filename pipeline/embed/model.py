@@ -10,8 +10,8 @@ from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import open_device
+from pipeline.registry.refs import incumbent_prefix
 from pipeline.settings import Settings
-from pipeline.stages.incumbent import incumbent_prefix
 
 
 def model_place(settings: Settings, ctx: StageContext) -> str:

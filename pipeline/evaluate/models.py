@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext, load_result
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
-from pipeline.data.tokens import TokenSet
+from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import read_pointer
 from pipeline.registry.records import Pointer
 from pipeline.settings import Settings
-from pipeline.train.inputs import spec_of
 
 PRODUCTION, NONE = "production", "none"
 

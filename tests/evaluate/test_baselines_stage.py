@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
+from pipeline.evaluate import baselines as evaluate_baselines
 from pipeline.evaluate import boosting, scores
 from pipeline.evaluate.report import BaselineReport
 from pipeline.evaluate.scores import ARRAYS_FILE
 from pipeline.io.commit import commit_dir
-from pipeline.stages import evaluate_baselines
 from tests.stages.evaluate_case import FLAGS, Case, noisy
 
 pytestmark = pytest.mark.stage
