@@ -20,11 +20,11 @@ ARGS      ?=
 FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
-# What Terraform told trnjobs: files of settings and, over them, build/infra.json.
+# What Terraform outputs for trnjobs: files of settings and, over them, build/infra.json.
 TF         = terraform -chdir=infra
 AWS_FLAGS  = $$(cat build/infra.flags) $(if $(filter command line environment,$(origin CYCLE)),--cycle $(CYCLE)) $(ARGS)
 FLAGS_OF   = import json, sys; print(*(f"--config {file}" for file in [*json.load(sys.stdin), "build/infra.json"]))
-define WRITE_TOLD
+define WRITE_OUTPUTS
 $(TF) output -json settings > build/infra.json
 $(TF) output -json settings_files > build/infra.files
 $(BIN)/python -c '$(FLAGS_OF)' < build/infra.files > build/infra.flags
@@ -48,7 +48,7 @@ REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit told destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -157,15 +157,15 @@ deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle 
 	$(BIN)/trnjobs fit build/infra.plan.json
 	@$(ASK)
 	$(APPLY)
-	$(WRITE_TOLD)
+	$(WRITE_OUTPUTS)
 
-submit: $(STAMP) told  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
+submit: $(STAMP) outputs  ## AWS: show the jobs of a cycle (CYCLE=2026-11-20, else today), ask, then submit them
 	$(BIN)/trnjobs plan --target batch $(AWS_FLAGS)
 	@$(ASK)
 	$(BIN)/trnjobs submit --target batch $(AWS_FLAGS)
 
-told: $(STAMP) terraform  ## AWS: fetch what Terraform made, as build/infra.json for trnjobs --config
-	$(WRITE_TOLD)
+outputs: $(STAMP) terraform  ## AWS: fetch what Terraform made, as build/infra.json for trnjobs --config
+	$(WRITE_OUTPUTS)
 
 destroy: terraform  ## AWS: show what would be taken down, ask, then do it; a bucket that holds anything stays
 	$(TF) plan -destroy -input=false -out=../build/infra.plan

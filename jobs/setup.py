@@ -178,5 +178,5 @@ def _with_limits(machine: Slots, jobs: JobsConfig) -> Slots:
 
 
 def _workspace_uri(workspace: str) -> str:
-    """For jobs, wherever they start: a local path is made whole."""
+    """Workspace URI for jobs: local paths are made absolute."""
     return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"

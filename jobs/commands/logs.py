@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one log. Raises ConfigError for a job, a try or a node that there is not."""
+    """Print one log. Raises ConfigError for a job, a try or an unknown node."""
     store = open_cycle(arguments.settings, StopSignal())
     plan = submitted_plan(store)
     target = open_target_of(arguments.settings, store, say, StopSignal())

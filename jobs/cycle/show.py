@@ -27,7 +27,7 @@ def plan_lines(plan: CyclePlan, seconds: Mapping[str, float], prices: Prices, sl
         *aligned(rows, left=(0, 1, 2)),
     ]
     if not seconds:
-        return [*lines, "no earlier cycle: nobody knows yet how long this takes"]
+        return [*lines, "no earlier cycle to estimate the duration from"]
     cost = usd(sum(known)) if len(known) == len(plan.jobs) else "unknown (jobs.prices, jobs.vcpu_usd_per_hour)"
     lines.append(f"expected {format_duration(total)} from start to end without waiting for machines, {cost}")
     if sla_s is not None and total is not None:

@@ -135,7 +135,7 @@ def _check_shape(name: str, wanted: StageJob) -> None:
 def _check_instance(name: str, wanted: StageJob) -> None:
     if wanted.instance and wanted.instance not in INSTANCES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
-            f"jobs.{name}.instance is {wanted.instance}, of which nobody here knows the size",
+            f"jobs.{name}.instance is {wanted.instance}, an unknown instance type",
             expected=f"one of {', '.join(INSTANCES)}; or vcpus and memory_mib beside it",
             next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
         )

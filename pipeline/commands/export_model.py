@@ -64,7 +64,7 @@ def _asked(call: ToolCall) -> tuple[str, Format]:
     idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ not in PROGRAMS]
     if idle:
         raise ConfigError(
-            f"{idle[0]} says nothing to format {format_}",
+            f"{idle[0]} does not apply to format {format_}",
             expected=f"it with {' or '.join(PROGRAMS)}",
             next_command=f"leave {idle[0]} out",
         )

@@ -47,7 +47,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     given = call.switches | call.options.keys()
     if wrong := sorted(given - FLAGS[call.action]):
         raise ConfigError(
-            f"{wrong[0]} says nothing to trnpipe registry {call.action}",
+            f"{wrong[0]} does not apply to trnpipe registry {call.action}",
             expected=f"{', '.join(FLAGS[call.action])} and settings",
             next_command="trnpipe registry --help",
         )

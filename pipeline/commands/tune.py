@@ -13,7 +13,7 @@ from pipeline.settings import Settings
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Carry out the search, or what is left of it. Raises every error of the family."""
+    """Carry out the search, or what is left of it. Raises TrnpipeError."""
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError(
             "optuna is not installed",

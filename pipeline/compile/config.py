@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.compile.flags import CompilerFlags
 
 ALL_THERE_S = 1800.0
-"""From the first node of a job to the last one: an image to load, a cache to pull; a node that died comes never."""
+"""From the first node of a job to the last one: an image to load, a cache to pull; a dead node never arrives."""
 
 
 class CompileConfig(BaseModel):

@@ -117,7 +117,7 @@ class Watch(Protocol):
 
 
 def embed_shards(flow: Flow, shards: Sequence[WorkShard], embedder: TextEmbedder, watch: Watch) -> None:
-    """Embed and commit some shards. Raises every error of the family; whatever is complete then is committed."""
+    """Embed and commit some shards. Raises TrnpipeError; whatever is complete then is committed."""
     clock = _PartClock()
 
     def write(part: OpenPart) -> None:

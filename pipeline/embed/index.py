@@ -88,7 +88,7 @@ def place_of(part: int, rows: Int64s) -> Int64s:
 
 
 def part_and_row(place: Int64s) -> tuple[Int64s, Int64s]:
-    """The two numbers again."""
+    """The inverse of `place_of`: (part, row)."""
     return place >> _PART_BITS, place & ((1 << _PART_BITS) - 1)
 
 

@@ -102,7 +102,7 @@ def _place(settings: Settings, ctx: StageContext, named: str) -> tuple[Storage, 
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:
-    """The data must be what the model reads: tokenizer, classes, features, lengths. Raises ConfigError naming what not.
+    """The data must be what the model reads: tokenizer, classes, features, lengths. Raises ConfigError with the field.
 
     The gains of the classes may differ: both models are ranked by those of the data.
     """

@@ -27,7 +27,7 @@ BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05
 LEAVE_S = 5.0  # for a check that is told to stop, of the 15 s that runtime_signals gives the process
 KILLED_LEAVE_S = 1.0
-DEAR_S = 10.0
+EXPENSIVE_S = 10.0
 _TEXT_LENGTH = 1000
 
 
@@ -53,7 +53,7 @@ class Check:
     time_limit_s: float | None = None
     """None: as in the settings."""
     cost_s: float = 1.0
-    """Seconds it usually takes; the order. From `DEAR_S` on it is spared a node that has failed already."""
+    """Seconds it usually takes; the order. From `EXPENSIVE_S` on it is skipped on a node that has failed already."""
 
 
 @dataclass
@@ -103,14 +103,14 @@ def run_checks(
 ) -> NodeReport:
     """Run the checks of profile and groups; `seen` gets each result as it comes. Only Preempted is raised.
 
-    A check that fails or hangs is a verdict like any other; the rest is run all the same, but for dear ones.
+    A check that fails or hangs is a verdict like any other; later checks still run, except expensive ones.
     """
     results: list[CheckResult] = []
     chosen = [check for check in checks if config.profile in check.profiles and config.wants(check.group)]
     for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
         unfit = any(result.verdict >= Verdict.RETRY for result in results)
-        found = _spared(check) if unfit and check.cost_s >= DEAR_S else _run(check, config, stop, clock)
+        found = _skipped(check) if unfit and check.cost_s >= EXPENSIVE_S else _run(check, config, stop, clock)
         for result in found:
             seen(result)
         results += found
@@ -186,7 +186,7 @@ def _hung(name: str, limit_s: float, doing: str, *, ended: bool) -> CheckResult:
     )
 
 
-def _spared(check: Check) -> Sequence[CheckResult]:
+def _skipped(check: Check) -> Sequence[CheckResult]:
     return [CheckResult(check.name, Verdict.WARN, "not run: this node has failed already")]
 
 

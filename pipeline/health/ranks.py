@@ -111,7 +111,7 @@ def _merged(reports: Mapping[int, NodeReport]) -> tuple[CheckResult, ...]:
 
 
 def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
-    """The same reports, with a word where a rank burned slower than its peers on all nodes."""
+    """The same reports, annotated where a rank ran slower than its peers on all nodes."""
     reports = tuple(reports)
     rounds: dict[int, float] = {}
     for report in reports:

@@ -85,7 +85,7 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
 
 
 def check_same(a: RecordedSide, b: RecordedSide) -> None:
-    """Both must have computed the same but for backend and precision. Raises ConfigError, DataError naming what not."""
+    """Both must have computed the same but for backend and precision. Raises ConfigError, DataError with the field."""
     names = f"{a.uri} and {b.uri}"
     if a.record.digest != b.record.digest:
         raise ConfigError(

@@ -35,7 +35,7 @@ EVENTS, MARK = "events.jsonl", "run"
 
 
 def record(task: SideTask, stop: StopSignal, console: Console) -> SideRecord:
-    """Record a side, or find it recorded. Raises every error of the family; Preempted when told to stop."""
+    """Record a side, or find it recorded. Raises TrnpipeError; Preempted when told to stop."""
     atomic.make_dirs(task.scratch)
     share_tokens(task.shared_scratch, task.scratch)
     with atomic.exclusive(task.scratch, stop):
@@ -172,7 +172,7 @@ class _Recording:
 
 
 def _mark(run: str, side: Side) -> str:
-    """What a place is for."""
+    """Label of one side of a run."""
     return f"{side.name} of run {run}"
 
 

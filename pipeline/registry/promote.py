@@ -1,6 +1,6 @@
 """Changing what is in production: promote, roll back, and the record of a refusal.
 
-One order of writes for every change: the checkpoint is verified, the entry of the pointer that is to go is in the log,
+One order of writes for every change: the checkpoint is verified, the outgoing pointer is logged first,
 the pointer is replaced if it is still that one, its own entry follows into the log. Killed anywhere, the pointer is
 the old one or the new one, and the history (see history.py) tells every change that the pointer went through.
 """

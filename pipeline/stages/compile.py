@@ -25,7 +25,7 @@ NAME = "compile"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Compile what this cycle will need, or say that it is done already. Raises every error of the family."""
+    """Compile what this cycle will need, or say that it is done already. Raises TrnpipeError."""
     started = datetime.now(UTC)
     shapes = shapes_of(settings, ctx, ctx.console.warn)
     if drives_tool(settings.compile, settings.backend, os.environ):

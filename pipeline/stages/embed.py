@@ -41,7 +41,7 @@ NEURON = "xla:NEURON"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Do this worker's share, and finish the cycle when it was the last. Raises every error of the family."""
+    """Do this worker's share, and finish the cycle when it was the last. Raises TrnpipeError."""
     # Every rank joins, also one without work: the others' devices may wait for it.
     with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
         return _run(settings, ctx)

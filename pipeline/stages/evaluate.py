@@ -21,7 +21,7 @@ _REASONS_TOLD = 3
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Judge this cycle's candidate and act on it, or say that it is done already. Raises every error of the family.
+    """Judge this cycle's candidate and act on it, or say that it is done already. Raises TrnpipeError.
 
     A refusal is remembered: the same question is refused again without new work. Production then stays as it is.
     """

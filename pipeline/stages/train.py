@@ -19,7 +19,7 @@ _WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Train this cycle's model, or say that it is done already. Raises every error of the family."""
+    """Train this cycle's model, or say that it is done already. Raises TrnpipeError."""
     started = datetime.now(UTC)
     prepared = load_prepared(ctx)
     parent = find_parent(settings, ctx)

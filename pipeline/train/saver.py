@@ -63,7 +63,7 @@ class Saver:
         return from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)
 
     def save(self, step: int) -> None:
-        """Copy to the host and hand over. A failed earlier save is told once."""
+        """Copy to the host and hand over. Warns of a failed earlier save, once."""
         if self.writer.failure and self.writer.failure != self._told:
             self._told = self.writer.failure
             self.warn(f"a checkpoint could not be saved, training goes on: {self._told}")

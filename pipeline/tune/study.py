@@ -33,7 +33,7 @@ STUDY, JOURNAL, TABLE, BEST = "study.json", "journal.log", "table.json", "best.t
 def run_study(settings: Settings, ctx: StageContext) -> StudyTable:
     """Carry out what is left of the search. Its table; other processes may still be at work on trials of it.
 
-    Raises every error of the family; ConfigError when no trial has come to a figure.
+    Raises TrnpipeError; ConfigError when no trial has come to a figure.
     """
     _check_alone(settings, ctx)
     folder = study_folder(settings, ctx)

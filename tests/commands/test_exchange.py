@@ -133,8 +133,8 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
         (("import", "s3://bucket"), "names no folder or file"),
         (("export", "checkpoints/none/step-1"), "no folder to export to"),
         (("export", "--to=x", "--format=onnx"), "format 'onnx'"),
-        (("export", "--to=x", "--shapes=16"), "--shapes says nothing to format sentence-transformers"),
-        (("export", "--to=x", "--format=torch", "--batch-size=2"), "--batch-size says nothing to format torch"),
+        (("export", "--to=x", "--shapes=16"), "--shapes does not apply to format sentence-transformers"),
+        (("export", "--to=x", "--format=torch", "--batch-size=2"), "--batch-size does not apply to format torch"),
     ],
 )
 def test_wrong_calls(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, seen: str) -> None:

@@ -214,7 +214,7 @@ def test_rollback(asked: Any, workspace: Storage, family: tuple[str, str, str]) 
 )
 def test_a_flag_of_another_action_is_refused(asked: Any, words: tuple[str, ...]) -> None:
     code, _, err = asked(*words)
-    assert code == 78 and "says nothing to trnpipe registry" in err
+    assert code == 78 and "does not apply to trnpipe registry" in err
 
 
 def test_other_models_have_their_own(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:

@@ -100,7 +100,7 @@ def account_of(fleets: Sequence[Fleet]) -> Account:
 
 
 def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is null: not known before it is made."""
+    """Drop nulls: values that Terraform knows only after apply."""
     known = {key: _known(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     return {key: value for key, value in known.items() if value is not None}
 

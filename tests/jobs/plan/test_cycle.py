@@ -176,7 +176,7 @@ def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
         ("report", {"workers": 2}, "jobs.report.workers is 2"),
         ("train", {"workers": 3}, "jobs.train.workers is 3"),
         ("mine", {"nodes": 2}, "jobs.mine.nodes is 2"),
-        ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, of which nobody here knows"),
+        ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, an unknown instance type"),
         ("train", {"instance": "m7i.large", "vcpus": 2}, "jobs.train.instance is m7i.large"),
     ],
 )
