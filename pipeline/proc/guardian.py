@@ -9,24 +9,32 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
 PAUSE_S = 0.02
 LOOK_S = 1.0  # what the owner was just starting when it was killed shows its mark a little later
+SETTLE_S = 0.5  # for what is being started: /proc shows an empty environment until it has one
 LIMIT_S = 5.0  # for those that SIGKILL does not end, as one stuck in a driver
 
 
-def marked(mark: str) -> Iterator[int]:
-    """Process ids of the living that were started with `mark` in their environment. None without /proc (macOS)."""
+def marked(mark: str) -> tuple[list[int], bool]:
+    """Processes that were started with `mark` in their environment, and whether all show theirs already.
+
+    None without /proc (macOS).
+    """
+    found, is_settled = [], True
     for folder in PROC.glob("[0-9]*"):
         try:
-            words = (folder / "environ").read_bytes().split(b"\0")
+            environ = (folder / "environ").read_bytes()
+            if not environ:
+                (folder / "exe").readlink()  # threads of the kernel and zombies have none
+                is_settled = False
         except OSError:  # gone meanwhile, or another user's
             continue
-        if os.fsencode(mark) in words:
-            yield int(folder.name)
+        if os.fsencode(mark) in environ.split(b"\0"):
+            found.append(int(folder.name))
+    return found, is_settled
 
 
 def end_marked(mark: str, look_s: float) -> None:
@@ -34,14 +42,15 @@ def end_marked(mark: str, look_s: float) -> None:
     limit = time.monotonic() + LIMIT_S
     quiet_since = time.monotonic()
     while time.monotonic() < limit:
-        if found := list(marked(mark)):
-            for pid in found:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        found, is_settled = marked(mark)
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if found:
             quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since >= look_s:
+        elif time.monotonic() - quiet_since >= (look_s if is_settled else max(look_s, SETTLE_S)):
             return
         time.sleep(PAUSE_S)
 
