@@ -8,7 +8,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 
 from jobs.cron import Schedule, parse_schedule
 from pipeline.core.errors import ConfigError
-from pipeline.core.prices import PRICES_USD_PER_HOUR
+from pipeline.core.machines import PRICES_USD_PER_HOUR
 
 # `[jobs.schedule]`: when cycles are due, and what becomes of those that were missed.
 

@@ -12,11 +12,12 @@ from jobs.config import JobsConfig, StageJob
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cost import Prices
 from jobs.plan.cycle import plan_cycle
-from jobs.plan.spec import INSTANCES, CyclePlan
+from jobs.plan.spec import CyclePlan
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.local.slots import Slots
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.limits import stage_limit_s as health_limit_s
@@ -116,7 +117,7 @@ def _check_compiled_ranks(settings: CycleSettings) -> None:
 
 
 def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
-    return settings.backend in ("auto", "xla") and job.instance in INSTANCES
+    return settings.backend in ("auto", "xla") and job.instance in NODES
 
 
 def submitted_plan(store: CycleStore) -> CyclePlan:

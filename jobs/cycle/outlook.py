@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
-from jobs.plan.spec import INSTANCES, CyclePlan, JobSpec
+from jobs.plan.spec import CyclePlan, JobSpec
 from pipeline.core.format import format_count
-from pipeline.core.prices import usd_per_million
+from pipeline.core.machines import NODES, usd_per_million
 from pipeline.core.table import aligned, usd
 
 
@@ -139,7 +139,7 @@ def _machine(job: JobSpec) -> str:
 
 def _share(job: JobSpec) -> float:
     """Of the machine that one node has; in vCPUs where machines count so. As in cost.py."""
-    known = INSTANCES.get(job.resources.instance_type)
+    known = NODES.get(job.resources.instance_type)
     if job.resources.instance_type:
-        return min(1.0, job.resources.vcpus / known[0]) if known else 1.0
+        return min(1.0, job.resources.vcpus / known.vcpus) if known else 1.0
     return float(job.resources.vcpus)

@@ -7,7 +7,8 @@ asked for whole. Machines without a price in the table cost by the vCPU, when th
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jobs.plan.spec import INSTANCES, JobSpec
+from jobs.plan.spec import JobSpec
+from pipeline.core.machines import NODES
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     price = prices.by_instance.get(needs.instance_type)
     if price is None:
         return None if prices.vcpu is None else prices.vcpu * needs.vcpus
-    known = INSTANCES.get(needs.instance_type)
-    return price * min(1.0, needs.vcpus / known[0]) if known else price
+    known = NODES.get(needs.instance_type)
+    return price * min(1.0, needs.vcpus / known.vcpus) if known else price
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:

@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 from jobs.config import JobsConfig, StageJob
 from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import INSTANCES, CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import NODES, Node
 
 AFTER: dict[str, tuple[str, ...]] = {
     "prepare": (),
@@ -133,27 +134,26 @@ def _check_shape(name: str, wanted: StageJob) -> None:
 
 
 def _check_instance(name: str, wanted: StageJob) -> None:
-    if wanted.instance and wanted.instance not in INSTANCES and None in (wanted.vcpus, wanted.memory_mib):
+    if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
             f"jobs.{name}.instance is {wanted.instance}, an unknown instance type",
-            expected=f"one of {', '.join(INSTANCES)}; or vcpus and memory_mib beside it",
+            expected=f"one of {', '.join(NODES)}; or vcpus and memory_mib beside it",
             next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
         )
 
 
 def _resources(wanted: StageJob) -> Resources:
-    known = INSTANCES.get(wanted.instance)
-    vcpus, memory_mib, neurons, efas = known or (1, 2048, 0, 0)
-    memory_mib = wanted.memory_mib or memory_mib
-    devices = [f"/dev/neuron{index}" for index in range(neurons)]
+    known = NODES.get(wanted.instance, Node(vcpus=1, memory_mib=2048, num_devices=0, num_efa=0))
+    memory_mib = wanted.memory_mib or known.memory_mib
+    devices = [f"/dev/neuron{index}" for index in range(known.num_devices)]
     if wanted.nodes > 1:
-        devices += [f"/dev/infiniband/uverbs{index}" for index in range(efas)]
+        devices += [f"/dev/infiniband/uverbs{index}" for index in range(known.num_efa)]
     return Resources(
-        vcpus=wanted.vcpus or vcpus,
+        vcpus=wanted.vcpus or known.vcpus,
         memory_mib=memory_mib,
         shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
         devices=tuple(devices),
-        ulimits=(OPEN_FILES, LOCKED_MEMORY) if neurons else (OPEN_FILES,),
+        ulimits=(OPEN_FILES, LOCKED_MEMORY) if known.num_devices else (OPEN_FILES,),
         instance_type=wanted.instance,
         processes_per_node=wanted.processes,
     )

@@ -116,14 +116,3 @@ class CyclePlan(_Record):
     def job(self, name: str) -> JobSpec:
         """One job by name. Raises KeyError."""
         return next(job for job in self.jobs if job.name == name)
-
-
-# vCPU, MiB a job can ask for, accelerator devices and EFA interfaces. Sources: AWS Neuron documentation, Trn1 and Trn2
-# architecture pages; EFA of trn2 as in pipeline/health/instances.py. A machine registers what its kernel has left, less
-# what the ECS agent keeps; a job that asks for more waits for ever, and memory is a limit only: nothing needs the rest.
-INSTANCES: Mapping[str, tuple[int, int, int, int]] = {
-    "trn1.2xlarge": (8, 28_000, 1, 0),
-    "trn1.32xlarge": (128, 490_000, 16, 8),
-    "trn1n.32xlarge": (128, 490_000, 16, 16),
-    "trn2.48xlarge": (192, 1_960_000, 16, 16),
-}

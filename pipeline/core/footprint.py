@@ -1,7 +1,6 @@
 """Will it fit, and how long will a step take: an estimate for one core, from sizes alone.
 
-Figures of the machines: AWS Neuron documentation, Trn1 and Trn2 architecture pages; the 25.8 GB that memory
-errors on trn2 name (reported by users) are the 24 GiB below. Activations: Korthikanti et al., "Reducing Activation
+Figures of the machines: core/machines. Activations: Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.1, here without sharding and with dropout only when it is
 on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see train/step.py. What the compiler needs for
 itself (scratch, code, collectives) is not known before it has run and is not in here: leave a reserve.
@@ -11,37 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import MACHINES, Machine
 
-GIB = 2**30
 Precision = Literal["fp32", "autocast", "bf16"]
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A Trainium instance; a core is one logical NeuronCore (trn2: LNC=2)."""
-
-    name: str
-    num_cores: int
-    core_memory_bytes: int
-    core_tflops_bf16: float
-    core_tflops_fp32: float
-
-    def core_tflops(self, precision: Precision) -> float:
-        """Dense peak of one core for the matrix products of a precision mode."""
-        return self.core_tflops_fp32 if precision == "fp32" else self.core_tflops_bf16
-
-
-INSTANCES: dict[str, Instance] = {
-    instance.name: instance
-    for instance in (
-        # 32 GiB, 190 and 47.5 TFLOPS a chip of two cores; 96 GiB, 667 and 181 TFLOPS a chip of four.
-        Instance("trn1.2xlarge", 2, 16 * GIB, 95.0, 23.75),
-        Instance("trn1.32xlarge", 32, 16 * GIB, 95.0, 23.75),
-        Instance("trn1n.32xlarge", 32, 16 * GIB, 95.0, 23.75),
-        Instance("trn2.3xlarge", 4, 24 * GIB, 166.75, 45.25),
-        Instance("trn2.48xlarge", 64, 24 * GIB, 166.75, 45.25),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -171,7 +142,7 @@ class Footprint:
 class Estimate:
     """What `trnpipe doctor` prints for one length of rows on one kind of instance."""
 
-    instance: Instance
+    instance: Machine
     footprint: Footprint
     flops: float
     """Of one optimizer step on one core."""
@@ -238,11 +209,12 @@ def estimate(
     sample_parameters: int = 0,
 ) -> Estimate:
     """Memory and time on one core of `instance`. Raises ConfigError for an instance that is not known."""
-    if instance not in INSTANCES:
-        raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(INSTANCES)}")
-    machine = INSTANCES[instance]
+    if instance not in MACHINES:
+        raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
+    machine = MACHINES[instance]
     flops = step_flops(encoder, workload, sample_parameters)
-    seconds = step_seconds(flops, machine.core_tflops(workload.precision), mfu)
+    peak_tflops = machine.core_tflops_fp32 if workload.precision == "fp32" else machine.core_tflops_bf16
+    seconds = step_seconds(flops, peak_tflops, mfu)
     return Estimate(machine, footprint(parameters, encoder, workload), flops, mfu, seconds)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from pipeline.context import Figure, StageContext
 from pipeline.core.events import EventName
 from pipeline.core.format import UNKNOWN, format_count, format_duration, format_share
-from pipeline.core.prices import usd_per_million
+from pipeline.core.machines import usd_per_million
 from pipeline.embed.feed import Texts
 from pipeline.embed.finish import too_many_bad
 from pipeline.embed.parts import PartRecord, records_prefix

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from pipeline.core.footprint import INSTANCES
+from pipeline.core.machines import MACHINES
 
 Profile = Literal["quick", "full"]
 Group = Literal["host", "tools", "cores", "collectives"]
@@ -99,6 +99,6 @@ class HealthConfig(BaseModel):
     @field_validator("expected_instance")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name and name not in INSTANCES:
-            raise ValueError(f"expected one of {', '.join(INSTANCES)}, or nothing")
+        if name and name not in MACHINES:
+            raise ValueError(f"expected one of {', '.join(MACHINES)}, or nothing")
         return name

@@ -20,8 +20,8 @@ from typing import Literal
 import psutil
 
 from pipeline.core.errors import ConfigError, TrnpipeError
-from pipeline.core.footprint import GIB
 from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.machines import GIB, MACHINES
 from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
 from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
@@ -198,15 +198,6 @@ def read_identity(
 
 
 ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
-# vCPUs and GiB of memory by instance type: AWS Neuron documentation, Trn1 and Trn2 architecture pages. The vCPUs of
-# trn2.3xlarge are not confirmed, so not here.
-MACHINES: Mapping[str, tuple[int, int]] = {
-    "trn1.2xlarge": (8, 32),
-    "trn1.32xlarge": (128, 512),
-    "trn1n.32xlarge": (128, 512),
-    "trn2.3xlarge": (0, 128),
-    "trn2.48xlarge": (192, 2048),
-}
 MEMORY_SHARE = 0.9  # of the nominal memory: firmware and kernel keep some; 124 of 128 GiB were seen on trn2.3xlarge
 MIN_AVAILABLE_SHARE = 0.2  # on a machine that has just been given to us somebody else's process holds the rest
 SLOW_WORKSPACE_S = 5.0
@@ -285,7 +276,8 @@ class HostChecks:
                 "send the job to the queue of that type, or set --health.expected-instance",
                 figures,
             )
-        min_cpus, gib = MACHINES.get(found, (0, 0))
+        machine = MACHINES.get(found)
+        min_cpus, gib = (machine.vcpus or 0, machine.memory_gib) if machine else (0, 0)
         if cpus < min_cpus or memory.total_bytes < MEMORY_SHARE * gib * GIB:
             return CheckResult(
                 name,

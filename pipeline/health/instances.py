@@ -1,10 +1,8 @@
-"""What a Neuron machine should have, by instance type. Figures: AWS Neuron documentation, Trn1 and Trn2 architecture
-pages (EFA interfaces of trn2.48xlarge: an EKS sample), and core/footprint.
-"""
+"""What a Neuron machine should have, by instance type: of core/machines what AWS's tools are held against."""
 
 from dataclasses import dataclass
 
-from pipeline.core import footprint
+from pipeline.core.machines import MACHINES
 from pipeline.health.verdict import CheckResult, Verdict
 from pipeline.proc.tool import ToolRun
 
@@ -27,9 +25,19 @@ class NeuronInstance:
 
 def neuron_instance(instance_type: str) -> NeuronInstance | None:
     """None for a machine without Neuron devices; for a Neuron type that is not in the table nothing is known."""
-    if instance_type in _TABLE:
-        return _TABLE[instance_type]
-    return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
+    machine = MACHINES.get(instance_type)
+    if machine is None:
+        return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
+    return NeuronInstance(
+        machine.name,
+        machine.num_devices,
+        machine.device_cores,
+        machine.device_memory_bytes,
+        machine.core_configs,
+        machine.num_efa,
+        machine.rank_counts,
+        machine.bus_gib_s,
+    )
 
 
 def judge_rank_count(instance: NeuronInstance, processes: int, *, num_nodes: int) -> CheckResult:
@@ -70,38 +78,3 @@ def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> 
         next_command="this job elsewhere; on this machine: sudo modprobe -r neuron; sudo modprobe neuron",
         seconds=run.seconds,
     )
-
-
-def _instance(
-    name: str,
-    num_devices: int,
-    lnc: int,
-    num_efa: int | None,
-    rank_counts: tuple[int, ...] = (),
-    bus_gib_s: float | None = None,
-) -> NeuronInstance:
-    machine = footprint.INSTANCES[name]
-    return NeuronInstance(
-        name,
-        num_devices,
-        machine.num_cores // num_devices * lnc,
-        machine.num_cores // num_devices * machine.core_memory_bytes,
-        (1,) if lnc == 1 else (1, lnc),
-        num_efa,
-        rank_counts,
-        bus_gib_s,
-    )
-
-
-# Ranks: docs/neuron.md for trn1; no page found for trn2.48xlarge, nothing known of trn2.3xlarge. Bandwidth: examples of
-# the nccom-test user guide; for the large machines that of two instances, which one alone exceeds.
-_TABLE = {
-    instance.name: instance
-    for instance in (
-        _instance("trn1.2xlarge", 1, 1, 0, (1, 2), 52.0),
-        _instance("trn1.32xlarge", 16, 1, 8, (1, 2, 8, 32), 39.0),
-        _instance("trn1n.32xlarge", 16, 1, 16, (1, 2, 8, 32), 39.0),
-        _instance("trn2.3xlarge", 1, 2, None),
-        _instance("trn2.48xlarge", 16, 2, 16, (1, 4, 16, 64)),
-    )
-}

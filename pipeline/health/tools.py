@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.core.footprint import GIB
+from pipeline.core.machines import GIB
 from pipeline.health.check import BOTH, Check, CheckContext
 from pipeline.health.config import HealthConfig, Profile
 from pipeline.health.instances import NeuronInstance, judge_rank_count

@@ -8,9 +8,8 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
-from pipeline.core.footprint import INSTANCES
 from pipeline.core.format import format_bytes, format_duration
-from pipeline.core.prices import price_usd_per_hour
+from pipeline.core.machines import MACHINES, price_usd_per_hour
 from pipeline.embed.carry import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.feed import worker_processes
@@ -151,7 +150,7 @@ def _embed(
 def _price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:
     """Dollars an hour for what this process has of the machine; None where the price of another one would be told."""
     given = settings.estimate.price_usd_per_hour
-    instance = INSTANCES.get(settings.estimate.instance)
+    instance = MACHINES.get(settings.estimate.instance)
     price = price_usd_per_hour(settings.estimate.instance, given)
     if price is None:
         return None

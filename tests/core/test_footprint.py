@@ -11,8 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.footprint import (
-    GIB,
-    INSTANCES,
     ContrastiveBatch,
     EncoderPass,
     EncoderSizes,
@@ -23,6 +21,7 @@ from pipeline.core.footprint import (
     step_flops,
     step_seconds,
 )
+from pipeline.core.machines import GIB, MACHINES
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.relevance import GroupInputs, RelevanceModel
@@ -155,10 +154,10 @@ def test_the_instances_are_those_of_the_table() -> None:
         ("trn2.3xlarge", 1, 96, 667, 181),
         ("trn2.48xlarge", 16, 1536, 16 * 667, 16 * 181),
     ):
-        instance = INSTANCES[name]
+        instance = MACHINES[name]
         assert instance.num_cores * instance.core_memory_bytes == memory_gib * GIB
-        assert instance.num_cores * instance.core_tflops("bf16") == pytest.approx(bf16)
-        assert instance.num_cores * instance.core_tflops("fp32") == pytest.approx(fp32)
+        assert instance.num_cores * instance.core_tflops_bf16 == pytest.approx(bf16)
+        assert instance.num_cores * instance.core_tflops_fp32 == pytest.approx(fp32)
         assert instance.num_cores % chips == 0
 
 

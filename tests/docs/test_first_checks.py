@@ -14,7 +14,7 @@ from moto import mock_aws
 import jobs.cli
 import pipeline.cli
 from jobs.plan.cycle import ENTRY
-from pipeline.core.prices import PRICES_USD_PER_HOUR
+from pipeline.core.machines import PRICES_USD_PER_HOUR
 from tests.docs.markdown import ROOT
 from tests.docs.programs import problem_of
 from tests.docs.shell import NEEDS_AWS, runs, simple_commands

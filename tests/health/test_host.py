@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
-from pipeline.core.footprint import GIB, INSTANCES
+from pipeline.core.machines import GIB
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.host import (
-    MACHINES,
     Disk,
     Host,
     HostChecks,
@@ -208,10 +207,6 @@ def test_a_disk_that_cannot_be_asked(tmp_path: Path) -> None:
 def test_another_instance_than_expected(tmp_path: Path, kind: str, verdict: Verdict) -> None:
     fault = the_fault(replace(checks(tmp_path), identity=Identity("i-0abc", kind)))
     assert (fault.name, fault.verdict, fault.expected) == ("instance", verdict, "trn1.32xlarge")
-
-
-def test_every_known_instance_can_be_compared() -> None:
-    assert MACHINES.keys() == INSTANCES.keys()
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])

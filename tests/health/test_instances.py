@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.core.footprint import INSTANCES
+from pipeline.core.machines import MACHINES
 from pipeline.health.instances import NeuronInstance, judge_rank_count, neuron_instance, without_answer
 from pipeline.health.verdict import Verdict
 from pipeline.proc.tool import ToolRun
@@ -28,8 +28,8 @@ def test_figures(name: str, devices: int, cores: int, memory_gib: int, efa: int 
     assert instance.device_memory_bytes == memory_gib * GIB
 
 
-def test_every_instance_of_the_footprint_table_is_known() -> None:
-    assert all(instance and instance.num_devices for instance in map(neuron_instance, INSTANCES))
+def test_every_instance_of_the_table_is_known() -> None:
+    assert all(instance and instance.num_devices for instance in map(neuron_instance, MACHINES))
 
 
 def test_machines_that_are_not_in_the_table() -> None:

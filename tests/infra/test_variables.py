@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jobs.cron import parse_schedule
-from jobs.plan.spec import INSTANCES
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import NODES
 from pipeline.parallel.network import MASTER_PORT
 from tests.infra.terraform import INFRA, Terraform
 
@@ -192,5 +192,5 @@ def test_ports_that_hosts_keep_free_hold_that_of_torchrun() -> None:
 
 def test_sizes_of_instances_are_those_that_plans_are_checked_with() -> None:
     known = json.loads((INFRA / "trainium.json").read_text())
-    sizes = {name: (vcpus, efas) for name, (vcpus, _, _, efas) in INSTANCES.items()}
+    sizes = {name: (node.vcpus, node.num_efa) for name, node in NODES.items()}
     assert known == {name: dict(zip(("vcpus", "efa_interfaces"), sizes[name], strict=True)) for name in known}

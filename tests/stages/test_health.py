@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.core.footprint import GIB
+from pipeline.core.machines import GIB
 from pipeline.health import tools
 from pipeline.health.neuron_ls import check_neuron_ls
 from pipeline.health.report import to_json

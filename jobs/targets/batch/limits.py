@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jobs.plan.retry import MAX_RULES
-from jobs.plan.spec import INSTANCES, CyclePlan, DependencyType, JobSpec, RetryRule
+from jobs.plan.spec import CyclePlan, DependencyType, JobSpec, RetryRule
 from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import NODES
 
 MAX_ATTEMPTS, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 60, 20, 1000
 ARRAY_SIZES = range(2, 10_001)
@@ -123,15 +124,15 @@ def _resources(job: JobSpec) -> Iterator[str]:
     needs = job.resources
     if needs.vcpus < 1 or needs.memory_mib < 4:
         yield f"{needs.vcpus} vCPU and {needs.memory_mib} MiB; expected at least 1 and 4"
-    if needs.instance_type not in INSTANCES:
+    if needs.instance_type not in NODES:
         return
-    vcpus, memory_mib, neurons, efas = INSTANCES[needs.instance_type]
-    kinds = {"neuron": neurons, "infiniband": efas}
+    node = NODES[needs.instance_type]
+    kinds = {"neuron": node.num_devices, "infiniband": node.num_efa}
     asked = {kind: sum(kind in device for device in needs.devices) for kind in kinds}
-    if needs.vcpus > vcpus or needs.memory_mib > memory_mib:
+    if needs.vcpus > node.vcpus or needs.memory_mib > node.memory_mib:
         yield (
-            f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {vcpus} and "
-            f"{memory_mib:,}: it would wait for ever"
+            f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {node.vcpus} and "
+            f"{node.memory_mib:,}: it would wait for ever"
         )
     for kind, number in kinds.items():
         if asked[kind] > number:

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import INSTANCES, CyclePlan, Dependency, JobSpec
+from jobs.plan.spec import CyclePlan, Dependency, JobSpec
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import ConfigError
+from pipeline.core.machines import NODES
 from tests.jobs.cycle.cases import job, plan
 
 TRAINIUM: dict[str, Any] = {
@@ -147,7 +148,7 @@ def test_equal_settings_are_equal_plans_with_equal_ids() -> None:
     workers=st.integers(1, 10_000),
     attempts=st.integers(1, 10),
     timeout_s=st.integers(60, 10**6),
-    instance=st.sampled_from(["", *INSTANCES]),
+    instance=st.sampled_from(["", *NODES]),
 )
 def test_whatever_the_settings_allow_aws_batch_takes(
     nodes: int, processes: int, workers: int, attempts: int, timeout_s: int, instance: str

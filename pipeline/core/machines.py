@@ -1,0 +1,170 @@
+"""Every Neuron machine we know, in one table: sizes, speed, network, ranks and price. Pure.
+
+Sources: AWS Neuron documentation, Trn1 and Trn2 architecture pages, where a row or a field names no other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of a job can ask for on a machine."""
+
+    vcpus: int
+    memory_mib: int
+    num_devices: int
+    num_efa: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A Trainium instance type. A core is one logical NeuronCore (trn2: LNC=2); None is not known."""
+
+    name: str
+    vcpus: int | None
+    memory_gib: int
+    job_memory_mib: int | None
+    """A machine registers with AWS Batch what its kernel has left, less what the ECS agent keeps; a job that asks for
+    more waits for ever, and memory is a limit only: nothing needs the rest."""
+    num_devices: int
+    num_cores: int
+    core_memory_bytes: int
+    """The 25.8 GB that memory errors on trn2 name (reported by users) are the 24 GiB below."""
+    core_tflops_bf16: float
+    """Dense peak of one core."""
+    core_tflops_fp32: float
+    core_configs: tuple[int, ...]
+    """How many physical cores may make a logical one (LNC); the last is the usual one."""
+    num_efa: int | None
+    """EFA interfaces."""
+    rank_counts: tuple[int, ...]
+    """How many ranks may run on it; over many nodes only as many as there are cores, the last. Empty: not known."""
+    bus_gib_s: float | None
+    """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
+    usd_per_hour: float
+
+    @property
+    def device_cores(self) -> int:
+        """Physical cores of a device."""
+        return self.num_cores // self.num_devices * self.core_configs[-1]
+
+    @property
+    def device_memory_bytes(self) -> int:
+        return self.num_cores // self.num_devices * self.core_memory_bytes
+
+    @property
+    def node(self) -> Node | None:
+        """None where too little is known to plan a job for it."""
+        if self.vcpus is None or self.job_memory_mib is None or self.num_efa is None:
+            return None
+        return Node(self.vcpus, self.job_memory_mib, self.num_devices, self.num_efa)
+
+
+# TFLOPS of a chip, bf16 and fp32: 190 and 47.5 for the two cores of trn1, 667 and 181 for the four of trn2.
+# vCPUs of trn2.3xlarge are not confirmed. EFA of trn2.48xlarge: an EKS sample.
+# Ranks: docs/neuron.md for trn1; no page found for trn2.48xlarge, nothing known of trn2.3xlarge.
+# Bandwidth: examples of the nccom-test user guide; for large machines that of two instances, which one alone exceeds.
+# Prices: on-demand list prices of us-east-1 in USD an hour, from third-party tables as of November 2026; other regions,
+# spot and reserved machines differ by a factor of two to three, so `estimate.price_usd_per_hour` goes before them.
+# trn2.3xlarge: a capacity block; trn2.48xlarge: 16 times the chip of trn2.3xlarge.
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "trn1.2xlarge",
+            vcpus=8,
+            memory_gib=32,
+            job_memory_mib=28_000,
+            num_devices=1,
+            num_cores=2,
+            core_memory_bytes=16 * GIB,
+            core_tflops_bf16=95.0,
+            core_tflops_fp32=23.75,
+            core_configs=(1,),
+            num_efa=0,
+            rank_counts=(1, 2),
+            bus_gib_s=52.0,
+            usd_per_hour=1.34375,
+        ),
+        Machine(
+            "trn1.32xlarge",
+            vcpus=128,
+            memory_gib=512,
+            job_memory_mib=490_000,
+            num_devices=16,
+            num_cores=32,
+            core_memory_bytes=16 * GIB,
+            core_tflops_bf16=95.0,
+            core_tflops_fp32=23.75,
+            core_configs=(1,),
+            num_efa=8,
+            rank_counts=(1, 2, 8, 32),
+            bus_gib_s=39.0,
+            usd_per_hour=21.50,
+        ),
+        Machine(
+            "trn1n.32xlarge",
+            vcpus=128,
+            memory_gib=512,
+            job_memory_mib=490_000,
+            num_devices=16,
+            num_cores=32,
+            core_memory_bytes=16 * GIB,
+            core_tflops_bf16=95.0,
+            core_tflops_fp32=23.75,
+            core_configs=(1,),
+            num_efa=16,
+            rank_counts=(1, 2, 8, 32),
+            bus_gib_s=39.0,
+            usd_per_hour=24.78,
+        ),
+        Machine(
+            "trn2.3xlarge",
+            vcpus=None,
+            memory_gib=128,
+            job_memory_mib=None,
+            num_devices=1,
+            num_cores=4,
+            core_memory_bytes=24 * GIB,
+            core_tflops_bf16=166.75,
+            core_tflops_fp32=45.25,
+            core_configs=(1, 2),
+            num_efa=None,
+            rank_counts=(),
+            bus_gib_s=None,
+            usd_per_hour=2.235,
+        ),
+        Machine(
+            "trn2.48xlarge",
+            vcpus=192,
+            memory_gib=2048,
+            job_memory_mib=1_960_000,
+            num_devices=16,
+            num_cores=64,
+            core_memory_bytes=24 * GIB,
+            core_tflops_bf16=166.75,
+            core_tflops_fp32=45.25,
+            core_configs=(1, 2),
+            num_efa=16,
+            rank_counts=(1, 4, 16, 64),
+            bus_gib_s=None,
+            usd_per_hour=35.76,
+        ),
+    )
+}
+NODES: Mapping[str, Node] = {name: node for name, machine in MACHINES.items() if (node := machine.node) is not None}
+"""The machines that jobs can be planned for."""
+PRICES_USD_PER_HOUR: dict[str, float] = {name: machine.usd_per_hour for name, machine in MACHINES.items()}
+
+
+def price_usd_per_hour(instance: str, given: float | None) -> float | None:
+    """The price in the settings, else that of the table; None for an instance that nobody has priced."""
+    return PRICES_USD_PER_HOUR.get(instance) if given is None else given
+
+
+def usd_per_million(price_usd_per_hour: float, items: int, seconds: float) -> float | None:
+    """Dollars for a million items, at the pace of `items` in `seconds` on one such machine; None before any is done."""
+    return price_usd_per_hour * seconds / 3600 / items * 1e6 if items else None

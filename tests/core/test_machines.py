@@ -1,0 +1,28 @@
+import pytest
+
+from pipeline.core.machines import MACHINES, NODES, Node, price_usd_per_hour, usd_per_million
+
+
+def test_jobs_are_planned_for_machines_whose_sizes_are_known() -> None:
+    assert MACHINES.keys() - NODES.keys() == {"trn2.3xlarge"}
+    assert NODES["trn1n.32xlarge"] == Node(vcpus=128, memory_mib=490_000, num_devices=16, num_efa=16)
+
+
+def test_a_job_leaves_memory_to_the_machine_and_ranks_fill_it() -> None:
+    for name, node in NODES.items():
+        machine = MACHINES[name]
+        assert 0.8 * machine.memory_gib * 1024 < node.memory_mib < machine.memory_gib * 1024
+        assert machine.rank_counts[-1] == machine.num_cores
+
+
+def test_what_the_settings_say_goes_first() -> None:
+    assert price_usd_per_hour("trn1.2xlarge", None) == 1.34375
+    assert price_usd_per_hour("trn1.2xlarge", 0.0) == 0.0
+    assert price_usd_per_hour("abacus.large", None) is None
+    assert price_usd_per_hour("abacus.large", 3.0) == 3.0
+
+
+def test_dollars_per_million() -> None:
+    # The page behind peers: 3,421.6 texts/s at 0.512 dollars an hour are 0.042 dollars per million.
+    assert usd_per_million(0.512, 34_216, 10.0) == pytest.approx(0.0416, abs=1e-4)
+    assert usd_per_million(0.512, 0, 10.0) is None
