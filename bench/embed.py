@@ -22,6 +22,7 @@ from sentence_transformers import SentenceTransformer
 
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.backends import Backend, open_backend
+from pipeline.backends.xla import XlaBackend
 from pipeline.compile.watch import NoWatch
 from pipeline.core.arrays import Float32s
 from pipeline.core.footprint import EncoderSizes
@@ -129,7 +130,7 @@ def matrix_flops(model: ModelConfig, tokens: Tokens) -> float:
 def window_figures(weights: Weights, titles: Sequence[str]) -> list[Figure]:
     """What static shapes cost on the whole file, and what computing equal titles once saves."""
     config = EmbedConfig()
-    shapes = row_shapes(config.buckets, config.batch_tokens("xla"))
+    shapes = row_shapes(config.buckets, config.batch_tokens(XlaBackend.default_tokens))
     slots = tokens = distinct = 0
     for window in weights.windows(titles):
         texts = distinct_texts(window, weights.limit, weights.tokenizer.sep_id).tokens

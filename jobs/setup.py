@@ -16,6 +16,7 @@ from jobs.plan.spec import CyclePlan
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.local.slots import Slots
+from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
@@ -117,7 +118,7 @@ def _check_compiled_ranks(settings: CycleSettings) -> None:
 
 
 def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
-    return settings.backend in ("auto", "xla") and job.instance in NODES
+    return may_use_neuron(settings.backend) and job.instance in NODES
 
 
 def submitted_plan(store: CycleStore) -> CyclePlan:

@@ -1,10 +1,9 @@
 """The one tree of settings. Values come together in `pipeline.config_sources`."""
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.main import IncEx
 
+from pipeline.backends import Name
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.fingerprint import fingerprint
@@ -50,7 +49,7 @@ class Settings(BaseModel):
     model_name: str = Field(
         "relevance", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the model in the registry"
     )
-    backend: Literal["auto", "xla", "cpu", "cuda"] = Field("auto", description="Device; auto: cuda, else xla, else cpu")
+    backend: Name = Field("auto", description="Device; auto: cuda, else xla, else cpu")
     scratch: str | None = Field(
         None, description="Local folder for temporary files (default: in a local workspace, else the system's)"
     )

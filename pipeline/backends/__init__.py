@@ -1,14 +1,63 @@
-"""The only seam to a device: one file each, chosen by name."""
+"""The only seam to a device: one file each, chosen by name. Importing this imports no torch."""
 
 import importlib.util
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pipeline.backends.base import Backend, Batch, HostGather, HostMean
+from pipeline.backends.pjrt import pjrt_device
 from pipeline.core.errors import ConfigError
 
-__all__ = ["NAMES", "Backend", "Batch", "HostGather", "HostMean", "open_backend", "process_group"]
-NAMES = ("auto", "xla", "cpu", "cuda")
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "NAMES",
+    "TRACED",
+    "Backend",
+    "Batch",
+    "HostGather",
+    "HostMean",
+    "Name",
+    "device_guard",
+    "is_lazy_host",
+    "lazy_device_name",
+    "may_use_neuron",
+    "on_neuron",
+    "open_backend",
+    "open_host",
+    "open_tracer",
+    "process_group",
+]
+Name = Literal["auto", "xla", "cpu", "cuda"]
+NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"
 """The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
+
+
+# What is asked before a device is open, or without one. After that Backend answers.
+
+
+def may_use_neuron(name: str) -> bool:
+    """True for a backend that runs on Neuron devices where the machine has them."""
+    return name in ("auto", "xla")
+
+
+def on_neuron(name: str, env: Mapping[str, str]) -> bool:
+    """True where that backend will open a Neuron device."""
+    return may_use_neuron(name) and pjrt_device(env) == "NEURON"
+
+
+def lazy_device_name(env: Mapping[str, str]) -> str:
+    """What Backend.device_name will be of the device that graphs are compiled for."""
+    return f"xla:{pjrt_device(env)}"
+
+
+def is_lazy_host(device_name: str) -> bool:
+    """True for a host that compiles graphs: that takes seconds, and its processes know nothing of each other."""
+    return device_name == "xla:CPU"
 
 
 def process_group(name: str) -> str | None:
@@ -39,6 +88,27 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
 
         return CpuBackend()
     raise ConfigError(f"backend {name!r}", expected=f"one of {', '.join(NAMES)}")
+
+
+def open_host() -> Backend:
+    """The CPU of this host, whatever the settings say."""
+    return open_backend("cpu")
+
+
+def open_tracer() -> Backend:
+    """The backend that traces as on one Neuron core, with the names of operators and lines of code in its graphs.
+
+    Before torch_xla is imported.
+    """
+    os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
+    return open_backend(TRACED)
+
+
+def device_guard(device: "torch.device") -> AbstractContextManager[object]:
+    """Make a CUDA device the current one of this thread: each thread has its own, and starts at the first device."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _resolved(name: str) -> str:

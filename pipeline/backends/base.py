@@ -1,24 +1,24 @@
-"""What a backend answers. The only things the rest of the code may ask of a device."""
+"""What a backend answers. The only things the rest of the code may ask of a device. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-HostMean = Callable[[list[Tensor]], list[Tensor]]
-HostGather = Callable[[list[Tensor]], list[Tensor]]
+HostMean = Callable[[list["Tensor"]], list["Tensor"]]
+HostGather = Callable[[list["Tensor"]], list["Tensor"]]
 """CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
-Batch = dict[str, Tensor]
+Batch = dict[str, "Tensor"]
 
 
 class Backend(Protocol):
     """One device of one rank."""
 
     name: str
-    device: torch.device
+    device: "torch.device"
     is_lazy: bool
     """True when operations are traced and run at step boundaries."""
     reduces_in_graph: bool
@@ -27,6 +27,14 @@ class Backend(Protocol):
     """True when `gather` can stand within a graph or between operations; False when it ends the graph."""
     sums_by_matmul: bool
     """True where sums over rows are better written as matrix products (XLA:CPU)."""
+    is_neuron: bool
+    """True on a NeuronCore."""
+    shares_host_memory: bool
+    """True where the device is but a share of this host's cores and memory."""
+    can_compile: bool
+    """True where torch.compile fuses the operations of a module."""
+    default_tokens: int
+    """Tokens of a batch of texts to embed, where the settings leave it to the device."""
 
     def runtime_world_size(self) -> int:
         """How many devices the runtime believes take part."""
@@ -34,25 +42,25 @@ class Backend(Protocol):
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         """Batches on the device, moved there behind the step."""
 
-    def step_boundary(self, computed: Sequence[Tensor]) -> None:
+    def step_boundary(self, computed: Sequence["Tensor"]) -> None:
         """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
 
-    def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
+    def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
         """Mean over ranks, in place; one collective for all where it is in the graph. `host_mean`: for CPU tensors."""
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: "Tensor") -> "Tensor":
         """The tensors [N, ...] of all ranks one after the other in rank order, [world size * N, ...], on the device."""
 
-    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+    def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
         """Rows of all ranks, in rank order. `host_gather` does it for CPU tensors. No gradient flows."""
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """Copies in host memory, with one synchronisation for all."""
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
         """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
 
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+    def autocast(self, dtype: "torch.dtype") -> AbstractContextManager[object]:
         """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
 
     def seed(self, seed: int) -> None:
@@ -70,7 +78,7 @@ class Backend(Protocol):
     def device_name(self) -> str:
         """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
 
-    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
+    def hlo_text(self, tensors: Sequence["Tensor"]) -> str:
         """The graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
 
     def execute_seconds(self) -> float:
@@ -81,54 +89,3 @@ class Backend(Protocol):
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
-
-
-# What devices have in common that run each operation as it comes: nothing is traced, compiled or cut.
-
-
-class Eager:
-    """The part of Backend that is about graphs."""
-
-    name: str
-    is_lazy = False
-    reduces_in_graph = False
-    gathers_in_graph = True
-    sums_by_matmul = False
-
-    def runtime_world_size(self) -> int:
-        return 1
-
-    def step_boundary(self, computed: Sequence[Tensor]) -> None:
-        return None
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return gathered(tensor)
-
-    def compile_count(self) -> int:
-        return 0
-
-    def compile_seconds(self) -> float:
-        return 0.0
-
-    def execute_seconds(self) -> float:
-        return 0.0
-
-    def host_operators(self) -> dict[str, int]:
-        return {}
-
-    def device_name(self) -> str:
-        return self.name
-
-    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
-        return ""
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """That of all ranks by the process group of its device: gloo or nccl; its own where there is none."""
-    if not dist.is_initialized():
-        return tensor
-    found = torch.empty(
-        (dist.get_world_size() * len(tensor), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device
-    )
-    dist.all_gather_into_tensor(found, tensor)
-    return found

@@ -7,7 +7,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Eager, HostGather, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean
+from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 
 
@@ -15,6 +16,9 @@ class CpuBackend(Eager):
     """Backend of the host itself."""
 
     name = "cpu"
+    shares_host_memory = True
+    can_compile = False
+    default_tokens = 1024  # for each core: activations stay in its share of the cache
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

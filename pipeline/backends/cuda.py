@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Eager, HostGather, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean
+from pipeline.backends.eager import Eager
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
@@ -17,6 +18,9 @@ class CudaBackend(Eager):
     """One GPU of this node, chosen by local rank."""
 
     name = "cuda"
+    shares_host_memory = False
+    can_compile = True
+    default_tokens = 32_768
 
     def __init__(self, local_rank: int) -> None:
         if not torch.cuda.is_available():

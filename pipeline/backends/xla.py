@@ -12,10 +12,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean, gathered
+from pipeline.backends.base import Batch, HostGather, HostMean
+from pipeline.backends.eager import gathered
 from pipeline.backends.neuron_memory import core_memory_bytes
+from pipeline.backends.pjrt import pjrt_device
 from pipeline.core.errors import ConfigError
-from pipeline.core.pjrt import pjrt_device
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
@@ -25,6 +26,8 @@ class XlaBackend:
 
     name = "xla"
     is_lazy = True
+    can_compile = False
+    default_tokens = 4096
     executes = True
     """False in a subclass that only traces."""
     separate_processes = frozenset({"CPU"})
@@ -48,7 +51,9 @@ class XlaBackend:
         self.device_type = str(self._runtime.device_type())
         self.reduces_in_graph = self.device_type not in self.separate_processes
         self.gathers_in_graph = self.reduces_in_graph
-        self.sums_by_matmul = self.device_type == "CPU"
+        self.shares_host_memory = self.device_type == "CPU"
+        self.sums_by_matmul = self.shares_host_memory
+        self.is_neuron = self.device_type == "NEURON"
         if self.reduces_in_graph and world_size > 1:
             # Fills the replication devices. Before anything asks for the world size: without them the runtime answers 1
             # for good, and all_reduce does nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).

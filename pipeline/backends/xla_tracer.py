@@ -23,7 +23,7 @@ class XlaTracer(XlaBackend):
 
     def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
         super().__init__(local_rank, local_world_size, world_size)
-        self.sums_by_matmul = False
+        self.sums_by_matmul = self.shares_host_memory = False
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return prefetched(({name: t.to(self.device) for name, t in batch.items()} for batch in batches), depth=1)

@@ -1,9 +1,8 @@
 """`trnpipe doctor`: what these settings need of a Trainium core; `--hlo`: what neuronx-cc would say to their graphs."""
 
-import os
 from collections import Counter
 
-from pipeline.backends import TRACED, open_backend
+from pipeline.backends import open_tracer
 from pipeline.command_table import ToolCall
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.watch import Recorder
@@ -39,8 +38,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int:
     """Trace a whole trial run as on one Neuron core, without running any of it. Returns the number of errors."""
-    os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}  # before torch_xla is imported
-    backend = open_backend(TRACED)
+    backend = open_tracer()
     recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
     gang = Gang(World(), timeout_s=settings.train.collective_timeout_s)
     shapes.trial(settings, backend, gang, recorder, stop, Console(quiet=True)).run()

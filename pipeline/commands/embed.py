@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from pipeline.backends import open_backend
+from pipeline.backends import open_host
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, DataError
@@ -115,7 +115,7 @@ def _sample(settings: Settings, ctx: StageContext, vectors: VectorSet, picked: l
         vectors,
         picked,
         TextTokenizer(checkpoint.tokenizer()),
-        open_embedder(checkpoint, open_backend("cpu"), fp32, stop=ctx.stop),
+        open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop),
         max_tokens=int(str(limit)),
         min_cosine=settings.embed.verify.min_cosine,
     )

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from pipeline.backends import on_neuron
 from pipeline.compile.config import CompileConfig
-from pipeline.core.pjrt import pjrt_device
 from pipeline.parallel.world import TRACE_FILE
 
 PROGRAM = "neuron_parallel_compile"
@@ -18,7 +18,7 @@ def drives_tool(config: CompileConfig, backend: str, env: Mapping[str, str]) -> 
     """True where neuron_parallel_compile is to be run over a trial run, and this is not that trial run itself."""
     if TRACE_FILE in env or config.tool == "none":
         return False
-    return config.tool == "neuron" or (backend in ("auto", "xla") and pjrt_device(env) == "NEURON")
+    return config.tool == "neuron" or on_neuron(backend, env)
 
 
 def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: MutableMapping[str, str]) -> str:
@@ -27,7 +27,7 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
     To be called before torch_xla is imported. A trial run keeps what its tool has set. The result tells of other flags
     that were set by hand, and now are not; '' when there were none.
     """
-    if TRACE_FILE in env or backend not in ("auto", "xla") or pjrt_device(env) != "NEURON":
+    if TRACE_FILE in env or not on_neuron(backend, env):
         return ""
     before, now = env.get("NEURON_CC_FLAGS", ""), config.flags.text()
     env["NEURON_CC_FLAGS"] = now

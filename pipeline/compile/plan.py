@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
 from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
@@ -17,7 +18,6 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 
-QUICK_COMPILER = "xla:CPU"
 _COMPILERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 # In the program but not in its graphs: values travel with the batches, or stay on the host.
 _NOT_IN_GRAPHS = {
@@ -105,7 +105,7 @@ def num_replicas(device: str, world_size: int) -> int:
     PyTorch/XLA 2.9 tells the compiler the number of the runtime's devices (PjRtComputationClient::Compile). So a graph
     may have another cache key for another number. XLA:CPU processes are alone.
     """
-    return 1 if device == QUICK_COMPILER else world_size
+    return 1 if is_lazy_host(device) else world_size
 
 
 def _versions() -> Mapping[str, str]:
@@ -146,7 +146,7 @@ def open_part_guard(
     for manifest in manifests:
         if plan.items() <= manifest.plan.items():
             return _guard(manifest, counters, config, console)
-    if plan["device"] == QUICK_COMPILER:
+    if is_lazy_host(str(plan["device"])):
         names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
         manifests = [one for one in manifests if all(one.plan.get(name) == plan[name] for name in names)]
     parts = [GraphManifest(plan={name: manifest.plan.get(name) for name in plan}, graphs=()) for manifest in manifests]

@@ -91,7 +91,7 @@ def _no_state_dict(source: str, seen: str) -> CheckpointError:
 def _checked(name: str, tensor: Tensor, source: str) -> Tensor:
     """The tensor in fp32, memory of its own. Raises CheckpointError for what cannot be a weight."""
     seen = ""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
         seen = f"{tensor.layout} on {tensor.device.type}{', quantised' if tensor.is_quantized else ''}"
     elif not tensor.is_floating_point():
         seen = str(tensor.dtype)

@@ -74,8 +74,6 @@ class VerifyConfig(BaseModel):
 
 GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
 """Fields of EmbedConfig that decide graphs."""
-DEFAULT_TOKENS = {"cpu": 1024, "xla": 4096, "cuda": 32_768}
-"""Tokens of a batch by backend. cpu, for each core: activations stay in its share of the cache."""
 
 
 class EmbedConfig(BaseModel):
@@ -117,9 +115,9 @@ class EmbedConfig(BaseModel):
             raise ValueError(f"tokens_per_batch {self.tokens_per_batch}: expected room for a row of {self.buckets[-1]}")
         return self
 
-    def batch_tokens(self, backend: str) -> int:
-        """Tokens of a batch on that kind of backend."""
-        return self.tokens_per_batch or max(DEFAULT_TOKENS[backend], self.buckets[-1])
+    def batch_tokens(self, default: int) -> int:
+        """Tokens of a batch; `default`: those of its device, Backend.default_tokens."""
+        return self.tokens_per_batch or max(default, self.buckets[-1])
 
     def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
         """Tokens of a text that are read: as many as the model has learnt to (when that is known) and a row holds."""

@@ -78,8 +78,8 @@ class CpuEngine:
     As many as PyTorch would use (OMP_NUM_THREADS); vectors do not depend on it.
     """
 
-    def __init__(self, encoder: TextEncoder, config: EmbedConfig) -> None:
-        self._tokens = config.batch_tokens("cpu")
+    def __init__(self, encoder: TextEncoder, backend: Backend, config: EmbedConfig) -> None:
+        self._tokens = config.batch_tokens(backend.default_tokens)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=packs_weights(dtype))
         self._pad_id, self.dim = encoder.pad_id, encoder.word_embeddings.embedding_dim
@@ -110,9 +110,9 @@ class CpuEngine:
 
 def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> Engine:
     """The engine of a device. Takes the encoder over. Raises ConfigError when what compiles for it is not there."""
-    if backend.name == "cpu":
-        return CpuEngine(encoder, config)
-    if backend.name == "cuda" and config.compiled and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if backend.shares_host_memory and not backend.is_lazy:
+        return CpuEngine(encoder, backend, config)
+    if backend.can_compile and config.compiled and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         raise ConfigError(
             "no C compiler, which torch.compile needs for its launchers",
             expected="cc, gcc or clang on the path",

@@ -62,11 +62,11 @@ class EmbedProgram:
         choose_forms(encoder, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         module = RowEncoder(encoder).eval().requires_grad_(False).to(dtype).to(backend.device)
-        compiled = config.compiled and backend.name == "cuda"
+        compiled = config.compiled and backend.can_compile
         forward = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
         self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
         self.backend = backend
-        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.name))
+        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens))
         self._by_length = {shape.length: shape for shape in self.shapes}
         self._watch: GraphWatch = watch or NoWatch()
         backend.step_boundary(list(module.parameters()))

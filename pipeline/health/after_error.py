@@ -1,11 +1,11 @@
 """An error of the device in the middle of training: is it the machine, the settings, or a bug of ours?"""
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, device_guard
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.device import check_operations, on_device
+from pipeline.health.device import check_operations
 from pipeline.health.neuron_errors import device_error
 from pipeline.health.verdict import CheckResult, Verdict
 
@@ -27,10 +27,10 @@ def informed(
 
     def operations(ctx: CheckContext) -> CheckResult:
         ctx.doing = "checking tensor operations after an error of the device"
-        with on_device(backend.device):
+        with device_guard(backend.device):
             return check_operations(backend, seed=1, repeats=1, stop=ctx.stop, tolerances=config.tolerances)
 
-    limit_s = config.check_limit_s * config.patience(on_neuron=backend.device_name() == "xla:NEURON")
+    limit_s = config.check_limit_s * config.patience(on_neuron=backend.is_neuron)
     check = Check("operations", operations, time_limit_s=limit_s)
     report = run_checks([check], config, node_rank=0, host="this rank", stop=stop)
     if report.verdict < Verdict.RETRY:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, device_guard
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import one_line
-from pipeline.health.device import on_device
 from pipeline.health.verdict import CheckResult, Verdict
 
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
@@ -253,7 +252,7 @@ def check_collectives(
                 place, turn = f"{name}/{size}/{again}", turn + 1
                 limit_s = ranks.limit_s if again else ranks.first_limit_s or ranks.limit_s
                 ranks.stop.raise_if_set(f"checking {name}")
-                with on_device(ranks.device):
+                with device_guard(ranks.device):
                     run, expected = collective(ranks, count, turn)
                 if missing := ranks.arrive(place, limit_s):
                     return _absent(missing, place, ranks, limit_s, figures)
@@ -303,7 +302,7 @@ def _within(limit_s: float, run: Callable[[], Tensor], device: torch.device) -> 
 
     def work() -> None:
         try:
-            with on_device(device):
+            with device_guard(device):
                 results.append(run().cpu())
         except BaseException as error:
             errors.append(error)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
@@ -133,11 +133,6 @@ CHUNK_BYTES = 64 * 2**20
 PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, zeros
 
 _ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one of this thread: each thread has its own, and starts at the first device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_operations(

@@ -12,10 +12,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from pipeline.backends import Backend, process_group
+from pipeline.backends import Backend, device_guard, on_neuron, process_group
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
-from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, run_checks
 from pipeline.health.collectives import (
@@ -29,7 +28,7 @@ from pipeline.health.collectives import (
     join,
 )
 from pipeline.health.config import HealthConfig
-from pipeline.health.device import check_burn, check_memory, check_operations, on_device
+from pipeline.health.device import check_burn, check_memory, check_operations
 from pipeline.health.report import from_json, to_json
 from pipeline.health.tolerance import OPERATIONS
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict, slow_ranks
@@ -266,8 +265,7 @@ class RankChecks:
 
     @property
     def _patience(self) -> int:
-        on_neuron = self.backend_name in ("auto", "xla") and pjrt_device(self.env) == "NEURON"
-        return self.config.patience(on_neuron=on_neuron)
+        return self.config.patience(on_neuron=on_neuron(self.backend_name, self.env))
 
     @property
     def _limit_s(self) -> float:
@@ -286,7 +284,8 @@ class RankChecks:
         ctx.doing = "opening the device"
         backend = open_device(self.backend_name, self.world)
         self._open.append(backend)
-        yield CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures={SHARED: int(is_host(backend))})
+        figures = {SHARED: int(backend.shares_host_memory)}
+        yield CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures=figures)
 
     def _join(self, stop: StopSignal) -> CheckResult | None:
         """Bring up the process group, before the device is touched; what is wrong when that fails."""
@@ -304,14 +303,14 @@ class RankChecks:
             ctx.doing = f"checking {name} on the device"
             if not self._open:
                 return ()
-            with on_device(self._open[0].device):
+            with device_guard(self._open[0].device):
                 return (check(self._open[0], stop=ctx.stop),)
 
         return Check(name, run, "cores", time_limit_s=self._limit_s, cost_s=cost_s)
 
     def _memory(self, backend: Backend, *, stop: StopSignal) -> CheckResult:
         sweep_bytes = (self.config.sweep_mib if self._is_quick else self.config.full_sweep_mib) * 2**20
-        if is_host(backend):  # it holds what is written twice, and belongs to others, too
+        if backend.shares_host_memory:  # it holds what is written twice, and belongs to others, too
             free_bytes = psutil.virtual_memory().available
             sweep_bytes = min(sweep_bytes, free_bytes // (_MEMORY_SHARE * self.world.local_world_size))
         return check_memory(backend, sweep_bytes=sweep_bytes, stop=stop)
@@ -361,11 +360,6 @@ class RankChecks:
         found = judge_clock(stamps, self.world.rank // size, self.config.max_clock_skew_s)
         if found is not None and self.world.local_rank == 0:
             yield found
-
-
-def is_host(backend: Backend) -> bool:
-    """True where a core is but a share of this host."""
-    return backend.device.type == "cpu" or backend.device_name() == "xla:CPU"
 
 
 def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeReport:

@@ -8,20 +8,18 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.backends import NAMES
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.commit import require_manifest
 from pipeline.io.errors import KeyNotFound
 from pipeline.io.storage import Storage
-from pipeline.settings import Settings
 
 # A side of a comparison: a backend with a precision, computed here.
 
 Precision = Literal["fp32", "autocast", "bf16"]
-BACKENDS: tuple[str, ...] = tuple(
-    name for name in get_args(Settings.model_fields["backend"].annotation) if name != "auto"
-)
+BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 

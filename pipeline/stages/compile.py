@@ -4,7 +4,7 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, lazy_device_name
 from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
@@ -14,7 +14,6 @@ from pipeline.compile.watch import Recorder
 from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
 from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
-from pipeline.core.pjrt import pjrt_device
 from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
@@ -36,7 +35,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
     """Let Neuron's tool run the trial. The device is left to it: this process never opens one."""
     ranks = World(world_size=settings.launch.processes * ctx.world.world_size)
-    device = f"xla:{pjrt_device(os.environ)}"
+    device = lazy_device_name(os.environ)
     plan = shapes.plan(settings, ranks, device)
     scoring = {ranks: shapes.scoring_plan(settings, ranks, device) for ranks in settings.compile.scoring_ranks}
     other = {ranks: part for ranks, part in scoring.items() if not part.items() <= plan.items()}

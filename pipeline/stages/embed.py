@@ -36,7 +36,6 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
 NAME = "embed"
-NEURON = "xla:NEURON"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
@@ -154,7 +153,7 @@ def _price(settings: Settings, ctx: StageContext, backend: Backend) -> float | N
     price = price_usd_per_hour(settings.estimate.instance, given)
     if price is None:
         return None
-    if backend.device_name() == NEURON and instance is not None:
+    if backend.is_neuron and instance is not None:
         return price / instance.num_cores
     return None if given is None else price / ctx.world.local_world_size
 

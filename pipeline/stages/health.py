@@ -15,9 +15,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
-from pipeline.core.pjrt import pjrt_device
 from pipeline.core.stop import StopSignal
 from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.across_nodes import across_check, address_check
@@ -75,7 +75,7 @@ class _Node:
     def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes, temporary: Path) -> None:
         self._settings, self._ctx, self._nodes, self._temporary = settings, ctx, nodes, temporary
         self._config = settings.health
-        self._on_neuron = settings.backend in ("auto", "xla") and pjrt_device(os.environ) == "NEURON"
+        self._on_neuron = on_neuron(settings.backend, os.environ)
         self._identity = read_identity(os.environ)
         self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 

@@ -1,5 +1,6 @@
 """XLA:CPU: the device loader of torch_xla, and the same training as on the eager CPU. Run by test_xla.py."""
 
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.backends import Backend, Batch, open_backend
+from pipeline.backends import Backend, Batch, is_lazy_host, lazy_device_name, open_backend
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
@@ -42,6 +43,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 
 def batch(number: int) -> Batch:
     return {"x": torch.tensor([number], dtype=torch.int32), "control": torch.tensor([float(number)])}
+
+
+def test_a_host_that_compiles(xla: Backend) -> None:
+    assert xla.is_lazy and xla.shares_host_memory and is_lazy_host(xla.device_name())
+    assert xla.device_name() == lazy_device_name(os.environ)
+    assert not (xla.is_neuron or xla.can_compile or xla.reduces_in_graph)
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 19])

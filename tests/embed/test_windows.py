@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.backends.xla import XlaBackend
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.config import EmbedConfig
@@ -70,7 +71,7 @@ def test_flat_batches_are_whole_texts_and_a_little_padding() -> None:
 
 def padding_share(lengths: Iterable[np.ndarray[tuple[int], np.dtype[np.int64]]], config: EmbedConfig) -> float:
     """Of windows of texts with these lengths on a device with static shapes; asserts that there are only these."""
-    shapes = row_shapes(config.buckets, config.batch_tokens("xla"))
+    shapes = row_shapes(config.buckets, config.batch_tokens(XlaBackend.default_tokens))
     assert len(shapes) <= 6
     slots = used = 0
     for window in lengths:

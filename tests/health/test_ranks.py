@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
 from pipeline.health.config import HealthConfig
-from pipeline.health.ranks import RankChecks, is_host, report_rank, results_of
+from pipeline.health.ranks import RankChecks, report_rank, results_of
 from pipeline.health.verdict import Verdict
 from pipeline.parallel.world import World
 
@@ -67,16 +66,3 @@ def test_groups_and_limits() -> None:
     assert chosen(profile="full", check_limit_s=1)["burn"] == 10.0
     neuron = RankChecks("xla", World(), QUICK, {"PJRT_DEVICE": "NEURON"}, seed=1).checks()
     assert {check.time_limit_s for check in neuron} == {600.0}, "its graphs are compiled first"
-
-
-@pytest.mark.parametrize(
-    ("device", "name", "shared"), [("cpu", "cpu", True), ("meta", "xla:CPU", True), ("meta", "xla:NEURON", False)]
-)
-def test_what_is_but_a_share_of_the_host(device: str, name: str, shared: bool) -> None:
-    class Backend(CpuBackend):
-        def device_name(self) -> str:
-            return name
-
-    backend = Backend()
-    backend.device = torch.device(device)
-    assert is_host(backend) is shared

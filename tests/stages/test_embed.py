@@ -196,20 +196,20 @@ def test_the_price_of_the_machine(workspace: Storage, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("device", "estimate", "ranks", "expected"),
+    ("is_neuron", "estimate", "ranks", "expected"),
     [
-        ("xla:NEURON", {"instance": "trn1.32xlarge"}, 32, PRICES_USD_PER_HOUR["trn1.32xlarge"] / 32),
-        ("xla:NEURON", {"instance": "trn1.2xlarge", "price_usd_per_hour": 1.0}, 1, 0.5),
-        ("xla:NEURON", {"instance": "trn9.unheard"}, 1, None),
-        ("cpu", {"instance": "trn1.32xlarge"}, 1, None),
-        ("cuda:H200", {"price_usd_per_hour": 20.0}, 8, 2.5),
+        (True, {"instance": "trn1.32xlarge"}, 32, PRICES_USD_PER_HOUR["trn1.32xlarge"] / 32),
+        (True, {"instance": "trn1.2xlarge", "price_usd_per_hour": 1.0}, 1, 0.5),
+        (True, {"instance": "trn9.unheard"}, 1, None),
+        (False, {"instance": "trn1.32xlarge"}, 1, None),
+        (False, {"price_usd_per_hour": 20.0}, 8, 2.5),
     ],
 )
 def test_the_price_is_that_of_the_part_of_the_machine(
-    device: str, estimate: dict[str, Any], ranks: int, expected: float | None
+    is_neuron: bool, estimate: dict[str, Any], ranks: int, expected: float | None
 ) -> None:
     """A rank of a Neuron machine has a core of it, any other an equal share of a machine whose price was told."""
     settings = Settings(estimate=EstimateConfig.model_validate(estimate))
     ctx = cast(StageContext, SimpleNamespace(world=World(world_size=ranks, local_world_size=ranks)))
-    backend = cast(Backend, SimpleNamespace(device_name=lambda: device))
+    backend = cast(Backend, SimpleNamespace(is_neuron=is_neuron))
     assert _price(settings, ctx, backend) == expected

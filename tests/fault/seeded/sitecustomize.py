@@ -64,7 +64,7 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
         return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
 
     if os.environ.get("SEEDED_DEVICES"):
-        vars(ranks)["is_host"] = lambda backend: False
+        CpuBackend.shares_host_memory = False
     seeds: dict[str, Callable[[], None]] = {
         "matmul": lambda: spoil_first_result(100.0),
         "nan": lambda: spoil_first_result(float("nan")),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.core import pjrt
-from pipeline.core.pjrt import pjrt_device
+from pipeline.backends import pjrt
+from pipeline.backends.pjrt import pjrt_device
 
 
 @pytest.mark.parametrize(

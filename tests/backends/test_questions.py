@@ -1,0 +1,44 @@
+"""What is known of a device before it is open, and what kinds of device answer."""
+
+import pytest
+
+from pipeline.backends import Backend, is_lazy_host, lazy_device_name, may_use_neuron, on_neuron, open_host
+from pipeline.backends.cpu import CpuBackend
+from pipeline.backends.cuda import CudaBackend
+from pipeline.backends.xla import XlaBackend
+from pipeline.embed.config import EmbedConfig
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "may", "does"),
+    [
+        ("auto", "NEURON", True, True),
+        ("xla", "NEURON", True, True),
+        ("xla", "CPU", True, False),
+        ("auto", "CUDA", True, False),
+        ("cpu", "NEURON", False, False),
+        ("cuda", "NEURON", False, False),
+    ],
+)
+def test_who_runs_on_neuron(name: str, device: str, may: bool, does: bool) -> None:
+    assert may_use_neuron(name) is may
+    assert on_neuron(name, {"PJRT_DEVICE": device}) is does
+
+
+def test_the_name_of_a_device_that_is_not_open() -> None:
+    assert lazy_device_name({"PJRT_DEVICE": "NEURON"}) == "xla:NEURON"
+    assert [name for name in ("cpu", "xla:CPU", "xla:NEURON", "xla:traced") if is_lazy_host(name)] == ["xla:CPU"]
+
+
+def test_the_host() -> None:
+    host: Backend = open_host()
+    assert isinstance(host, CpuBackend)
+    assert host.shares_host_memory and not (host.is_lazy or host.is_neuron or host.can_compile)
+
+
+def test_the_tokens_of_a_batch_are_those_the_settings_tell() -> None:
+    told = EmbedConfig.model_fields["tokens_per_batch"].description or ""
+    kinds = (CpuBackend, XlaBackend, CudaBackend)
+    assert told.endswith("0: " + ", ".join(f"{kind.default_tokens} on {kind.name}" for kind in kinds))
