@@ -36,7 +36,7 @@ TARGET = Target(figure="stall_share", comparison="<", value=0.01)
 
 
 def make_saver(program: TrainProgram, model: ModelConfig, spec: InputSpec, folder: Path) -> Saver:
-    """A Saver as TrainRun assembles it, with a state that names no real run."""
+    """A Saver as train/build makes it, with a state that names no real run."""
     store = CheckpointStore(
         open_storage(str(folder / "workspace")), "bench", cache_dir=folder / "cache", emit=lambda *args, **fields: None
     )
@@ -83,7 +83,7 @@ def run(*, quick: bool) -> Result:
                 quiet.append(stepper.seconds(steps) / steps)
                 backend.synchronise()
                 started = time.monotonic()
-                saver.save(stepper.position)
+                saver.save(stepper.position, best=None)
                 stalls.append(time.monotonic() - started)
                 while_saving = stepper.seconds(steps) / steps
                 losses.append((while_saving - quiet[-1]) * steps)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.context import share_tokens
+from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import ConfigError
 from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
@@ -26,9 +26,10 @@ from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, read_events
+from pipeline.train.build import open_run
 from pipeline.train.identity import identity_parts
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import RunConfig, Surroundings, TrainRun
+from pipeline.train.run import train
 
 CYCLE = "parity"
 EVENTS, MARK = "events.jsonl", "run"
@@ -111,11 +112,21 @@ class _Recording:
 
     def _train(self, workspace: Storage, inputs: RunInputs) -> None:
         """The real training run, with its checkpoints and events below the record."""
-        task, settings = self.task, self.task.settings
-        uri = f"{task.place.rstrip('/')}/{WORK}"
-        after_stop = open_storage(uri, retry=settings.storage, stop=StopSignal())
+        task = self.task
+        settings = task.settings.model_copy(
+            update={
+                "train": task.train,
+                "model": task.model,
+                "checkpoint": task.checkpoints,
+                "compile": task.settings.compile.model_copy(update={"on_unknown_graph": "warn"}),
+                "log": task.settings.log.model_copy(update={"tensorboard": False}),
+                "backend": task.side.backend,
+            }
+        )
+        after_stop = open_storage(f"{task.place.rstrip('/')}/{WORK}", retry=settings.storage, stop=StopSignal())
         events = EventLog(after_stop, EVENTS, scratch=task.scratch)
-        around = Surroundings(
+        ctx = StageContext(
+            settings=settings,
             workspace=workspace,
             workspace_after_stop=after_stop,
             cycle=CYCLE,
@@ -127,19 +138,10 @@ class _Recording:
             settings_hash=task.settings_hash,
             code_version=task.code_version,
         )
-        config = RunConfig(
-            train=task.train,
-            model=task.model,
-            checkpoint=task.checkpoints,
-            compile=settings.compile.model_copy(update={"on_unknown_graph": "warn"}),
-            embed=settings.embed,
-            health=settings.health,
-            backend=task.side.backend,
-            log_every=settings.log.every_steps,
-        )
         tokenizer = workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")
         try:
-            TrainRun(config, around, inputs, tokenizer).run()
+            with open_run(settings, ctx, inputs, tokenizer) as opened:
+                train(opened)
         finally:
             events.close()
 

@@ -1,6 +1,6 @@
 """The train stage: from prepared partitions and a parent to a verified checkpoint."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
@@ -9,9 +9,10 @@ from pipeline.core.format import format_duration
 from pipeline.io.storage import Storage
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
+from pipeline.train.build import open_run
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import Outcome, RunConfig, Surroundings, TrainRun
+from pipeline.train.run import Outcome, train
 
 NAME = "train"
 _WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
@@ -34,7 +35,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if parent is not None and not inputs.selection.new and (key := _key_in(ctx.workspace, parent)):
         return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-    outcome = TrainRun(run_config(settings), _surroundings(ctx), inputs, tokenizer).run()
+    with open_run(settings, ctx, inputs, tokenizer) as opened:
+        outcome = train(opened)
     with_scores = settings.train.loss.trains_head
     result = _commit(ctx, inputs, outcome.prefix, _figures(outcome, with_scores), started)
     _tell(ctx, outcome, (result.finished - started).total_seconds(), with_scores)
@@ -72,26 +74,6 @@ def _commit(
         finished=datetime.now(UTC),
     )
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
-
-
-def run_config(settings: Settings) -> RunConfig:
-    """The settings that a run reads."""
-    return RunConfig(
-        train=settings.train,
-        model=settings.model,
-        checkpoint=settings.checkpoint,
-        compile=settings.compile,
-        embed=settings.embed,
-        health=settings.health,
-        backend=settings.backend,
-        log_every=settings.log.every_steps,
-        tensorboard=settings.log.tensorboard,
-    )
-
-
-def _surroundings(ctx: StageContext) -> Surroundings:
-    names = (field.name for field in fields(Surroundings))
-    return Surroundings(**{name: getattr(ctx, name) for name in names})
 
 
 def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:

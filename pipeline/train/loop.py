@@ -45,9 +45,6 @@ class Pace:
         self._samples = samples_per_step
         self._world_size = world_size
         self.seconds_per_step = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
@@ -72,12 +69,13 @@ class Pace:
         if self._steps:
             newest = seconds / self._steps
             self.seconds_per_step = newest if not self.seconds_per_step else 0.7 * self.seconds_per_step + 0.3 * newest
-        self._reset()
+        self.resume()
         return interval
 
     def resume(self) -> None:
         """Start the next interval now."""
-        self._reset()
+        self._started = time.monotonic()
+        self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
 
 # Will the run be done in time? Arithmetic only; the clock is read at the rim.
@@ -162,7 +160,7 @@ class TrainLoop:
     skipped: int = 0
     """Steps the guard skipped before `start_step`."""
 
-    step: int = field(init=False, default=0)
+    step: int = field(init=False)
     _digests: list[int] = field(init=False, default_factory=list)
     _pace: Pace = field(init=False)
     _warned: bool = field(init=False, default=False)
@@ -170,13 +168,15 @@ class TrainLoop:
     _compile_s: float = field(init=False, default=0.0)
     _started: float = field(init=False, default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.step = self.start_step
+        self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
+
     def run(self) -> Ended:
         """Train until `max_steps`, the stop signal (a checkpoint is then handed over), the deadline, or convergence.
 
         Evaluating and saving the last step is left to the caller.
         """
-        self.step = self.start_step
-        self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
         # The attempt before may have been stopped before or within this evaluation.
         if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
             return "converged"

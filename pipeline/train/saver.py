@@ -31,7 +31,6 @@ class Saver:
     warn: Callable[[str], None]
     start_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Of what is learnt in this run, and which a parent may lack."""
-    best: Best | None = field(default=None)
     _told: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -46,9 +45,9 @@ class Saver:
         return checkpoint if self.gang.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of this run: weights, moments, guard, best."""
-        self.program.restore(self._weights(checkpoint), checkpoint.optimizer())
-        self.best = checkpoint.state.best
+        """Continue from a checkpoint of this run: weights, moments, guard."""
+        weights = from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)
+        self.program.restore(weights, checkpoint.optimizer())
 
     def start_from(self, parent: Checkpoint) -> None:
         """Take over a parent's weights, with the temperature it learnt where this run learns one; else that of the
@@ -59,18 +58,15 @@ class Saver:
             self.warn(f"{parent.prefix} learnt a temperature, which is left out: train.loss.learn_temperature is off")
         self.program.restore(from_hf({**self.start_values, **weights}, self.template, source=parent.prefix), None)
 
-    def _weights(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        return from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)
-
-    def save(self, step: int) -> None:
-        """Copy to the host and hand over. Warns of a failed earlier save, once."""
+    def save(self, step: int, best: Best | None) -> None:
+        """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
         if self.writer.failure and self.writer.failure != self._told:
             self._told = self.writer.failure
             self.warn(f"a checkpoint could not be saved, training goes on: {self._told}")
         weights, optimizer = self.program.snapshot()
         if not self.gang.world.is_main:
             return
-        state = self.base.model_copy(update={"step": step, "best": self.best})
+        state = self.base.model_copy(update={"step": step, "best": best})
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 

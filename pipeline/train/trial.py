@@ -105,12 +105,15 @@ class Trial:
     figure_rows: int
 
     def run(self) -> None:
-        """Train over every bucket, evaluate and copy out a checkpoint on the way and at the end. Raises Preempted."""
+        """Train over every bucket, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""
+        self._train()  # its model leaves the device on return: one at a time
+        self.embed_blank()
+
+    def _train(self) -> None:
         groups = self._groups()
-        seed = self.train.seed
-        plan = BatchPlan(groups.sizes, groups_of_batch(self.train), seed)
+        plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
-        self.program = TrainProgram(
+        program = TrainProgram(
             build_model(self.model, self.spec, self.train.seed),
             self.backend,
             self.train,
@@ -122,9 +125,17 @@ class Trial:
             buckets=self.buckets,
             watch=self.watch,
         )
-        self.program.restore(*self.program.snapshot())  # as after a stop
+        program.restore(*program.snapshot())  # as after a stop
+
+        def evaluate(step: int) -> Standing:
+            self._score(program.outputs)
+            return Standing(is_best=False)
+
+        def save(step: int) -> None:
+            program.snapshot()
+
         loop = TrainLoop(
-            program=self.program,
+            program=program,
             backend=self.backend,
             stream=BatchStream(groups, plan, share, self.train, 0, steps),
             gang=self.gang,
@@ -132,7 +143,7 @@ class Trial:
             console=self.console,
             config=self.train,
             cadence=Cadence(min(self.figure_rows, 2), max(1, steps // 2), max(1, steps // 2)),
-            hooks=Hooks(self._evaluate, self._save, _nothing, _nothing),
+            hooks=Hooks(evaluate, save, _nothing, _nothing),
             start_step=0,
             max_steps=steps,
             accumulation=share.accumulation,
@@ -141,10 +152,8 @@ class Trial:
         if loop.run() == "stopped":
             self.stop.set("another rank")
             self.stop.raise_if_set("the trial run; nothing of it is kept")
-        self._score(self.program.outputs)
-        self._save(steps)
-        del loop, self.program  # one model at a time on the device
-        self.embed_blank()
+        evaluate(steps)
+        save(steps)
 
     def _groups(self) -> GroupedRows:
         """As many groups in rows of every length: a bucket for each, of texts that fill it."""
@@ -187,10 +196,6 @@ class Trial:
         del program
         self.embed_blank()
 
-    def _evaluate(self, step: int) -> Standing:
-        self._score(self.program.outputs)
-        return Standing(is_best=False)
-
     def _score(self, score: Score) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
@@ -214,6 +219,3 @@ class Trial:
             for batch in ready:
                 self.stop.raise_if_set("the trial run; nothing of it is kept")
                 self.backend.fetch([program.vectors(batch)])()
-
-    def _save(self, step: int) -> None:
-        self.program.snapshot()

@@ -14,10 +14,10 @@ from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
-from pipeline.stages.train import run_config
 from pipeline.telemetry.events import EventLog
+from pipeline.train.build import open_run
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import Surroundings, TrainRun
+from pipeline.train.run import train
 from pipeline.train.share import batch_share
 from pipeline.tune.config import Hyperband
 from pipeline.tune.journal import OpenTrial
@@ -60,6 +60,7 @@ class Basis:
                 # Each is traced anew where values are constants of the graphs; none is compiled ahead of time.
                 "compile": settings.compile.model_copy(update={"on_unknown_graph": "warn"}),
                 "checkpoint": CheckpointConfig(every_steps=settings.checkpoint.every_steps, keep_last=1),
+                "log": settings.log.model_copy(update={"tensorboard": False}),
             }
         )
 
@@ -165,20 +166,18 @@ def _train(
     share_tokens(ctx.scratch, place.scratch)
     after_stop = open_storage(str(place.folder), stop=StopSignal())
     events = EventLog(after_stop, "events.jsonl", scratch=place.scratch)
-    around = Surroundings(
-        workspace=ctx.workspace,
+    own = replace(
+        ctx,
+        settings=settings,
         workspace_after_stop=after_stop,
         cycle=CYCLE,
         scratch=place.scratch,
         events=events,
-        console=ctx.console,
-        stop=ctx.stop,
         world=World(),
         settings_hash=settings_hash(settings),
-        code_version=ctx.code_version,
     )
-    config = replace(run_config(settings), tensorboard=False)
     try:
-        TrainRun(config, around, inputs, basis.tokenizer, rungs).run()
+        with open_run(settings, own, inputs, basis.tokenizer) as opened:
+            train(opened, rungs)
     finally:
         events.close()

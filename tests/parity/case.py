@@ -12,14 +12,14 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.parallel.world import World
 from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
 from pipeline.parity.recording import record
 from pipeline.parity.task import SideTask, make_task
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
+from pipeline.train.build import open_run
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import RunConfig, Surroundings, TrainRun
+from pipeline.train.run import train
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CYCLE = "c1"
@@ -28,14 +28,6 @@ Rows = Mapping[str, tuple[int, int]]
 """Of each bucket, by split."""
 ROWS: Rows = {"train": (60, 60), "valid": (40, 40), "test": (6, 6)}
 PARITY = ParityConfig(steps=6, evaluate_every=2, vector_rows=30, first_steps=3)
-
-
-class _NoEvents:
-    def emit(self, event: object, /, **fields: object) -> None:
-        return
-
-    def flush(self, durable: bool = False) -> None:
-        return
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,10 @@ def make_case(folder: Path, rows: Rows = ROWS) -> Case:
     storage.write_bytes("tokens/d/tokenizers/tok/tokenizer.json", b"{}")
     outputs = {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"}
     store_result(storage, _result("prepare", outputs))
-    around = Surroundings(
-        storage, storage, CYCLE, folder / "scratch", _NoEvents(), Console(quiet=True), StopSignal(), World(), "h", "v"
-    )
-    config = RunConfig(TRAIN, MODEL, settings.checkpoint, "cpu", log_every=2)
+    on_cpu = settings.model_copy(update={"backend": "cpu"})
     inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
-    outcome = TrainRun(config, around, inputs, b"{}").run()
+    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(on_cpu, ctx, inputs, b"{}") as opened:
+        outcome = train(opened)
     store_result(storage, _result("train", {"checkpoint": outcome.prefix}))
     return Case(folder, settings)
 

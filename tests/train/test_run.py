@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.progress import shown_on
@@ -32,10 +33,12 @@ from pipeline.model.temperature import LOG_SCALE
 from pipeline.parallel.world import World
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
+from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
+from pipeline.train.build import open_run
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import Outcome, RunConfig, Rungs, Surroundings, TrainRun
+from pipeline.train.run import Outcome, Rungs, train
 from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
@@ -68,6 +71,9 @@ class Cycle:
     def flush(self, durable: bool = False) -> None:
         return
 
+    def close(self) -> None:
+        return
+
     def partition(self, day: int, splits: dict[str, Sequence[int]]) -> None:
         staging = self.folder / f"staging-{day}"
         staging.mkdir()
@@ -80,7 +86,15 @@ class Cycle:
 
     def run(self, parent: Checkpoint | None = None, rungs: Rungs | None = None) -> Outcome:
         self.stop = StopSignal()
-        around = Surroundings(
+        settings = Settings(
+            backend="cpu",
+            model=MODEL,
+            train=self.train,
+            checkpoint=CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last),
+            log=LogConfig(every_steps=2),
+        )
+        ctx = StageContext(
+            settings=settings,
             workspace=self.storage,
             workspace_after_stop=self.storage,
             cycle=self.name,
@@ -92,10 +106,9 @@ class Cycle:
             settings_hash="h",
             code_version="v",
         )
-        checkpoint = CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last)
-        config = RunConfig(self.train, MODEL, checkpoint, "cpu", log_every=2)
         inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL, self.negatives)
-        return TrainRun(config, around, inputs, b"tokenizer", rungs).run()
+        with open_run(settings, ctx, inputs, b"tokenizer") as opened:
+            return train(opened, rungs)
 
     def mine(self, shift: int = 0) -> None:
         """Negatives of every query: rows of others, `shift` more apart."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import pipeline.train.run as train_run
+import pipeline.train.build as train_build
 import pipeline.tune.trial as tune_trial
 from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, Preempted, TransientError
@@ -137,7 +137,7 @@ def test_the_test_split_is_not_looked_at(workspace: Path, tmp_path: Path, monkey
         opened.append(split)
         return original(storage, sets, split, cache)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train_run, "open_rows", noted)
+    monkeypatch.setattr(train_build, "open_rows", noted)
     settings = settings_of(workspace, tmp_path, trials=3)
     search(settings)
     assert set(opened) == {"train", "valid"}

@@ -1,0 +1,241 @@
+"""Everything a training run is made of, in the order it is made: ranks and device, rows, model, program, checkpoints.
+
+Read on in `run`, which trains it, then `loop`, `step` and `optimizer`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.backends import Backend
+from pipeline.checkpoint.save import CheckpointWriter
+from pipeline.checkpoint.state import Best, TrainState
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.compile.plan import graph_plan, graph_settings, open_guard
+from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.context import StageContext
+from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.buckets import Bucket
+from pipeline.core.errors import DataError
+from pipeline.core.events import EventName
+from pipeline.core.fingerprint import fingerprint
+from pipeline.data.sampler import MinedProducts, TrainingPools
+from pipeline.data.shards import TokenRows
+from pipeline.data.tokens import Split, open_rows
+from pipeline.health.after_error import informed
+from pipeline.mine.negatives import open_negatives
+from pipeline.model.hf import initial_model
+from pipeline.model.temperature import start_values
+from pipeline.parallel.gang import Gang, open_ranks
+from pipeline.registry.history import in_use
+from pipeline.settings import Settings
+from pipeline.train.config import TrainConfig
+from pipeline.train.guard import SKIPPED
+from pipeline.train.identity import check_identity
+from pipeline.train.inputs import RunInputs
+from pipeline.train.saver import Saver
+from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.step import TrainProgram
+
+_FITTED_ROWS = 200_000
+"""Training rows whose features are read to scale them."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run continues from; the default: its beginning."""
+
+    step: int = 0
+    skipped: int = 0
+    """Steps that the guard skipped until then."""
+    best: Best | None = None
+    """The best evaluation until then."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one rank, ready to train: the weights of `start` are on the device."""
+
+    settings: Settings
+    ctx: StageContext
+    inputs: RunInputs
+    share: RankShare
+    gang: Gang
+    backend: Backend
+    pools: TrainingPools
+    plan: BatchPlan
+    max_steps: int
+    valid: TokenRows
+    program: TrainProgram
+    saver: Saver
+    start: Position
+
+
+@contextmanager
+def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer: bytes) -> Iterator[Run]:
+    """Make a run, or continue the one of this cycle at its newest checkpoint; on leaving, the ranks part.
+
+    `tokenizer`: content of its tokenizer.json, saved beside the weights. Raises TrnpipeError.
+    """
+    train, world = settings.train, ctx.world
+    share = batch_share(train, world)
+    with (
+        open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s) as (gang, backend),
+        _device_errors(settings, ctx, backend),
+    ):
+        pools = _training_pools(train, ctx, inputs)
+        plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed)
+        max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
+        valid = holdout_rows(ctx, inputs, "valid")
+        if not sum(valid.sizes):
+            raise DataError(
+                "no prepared partition has a row in the valid split",
+                expected="a holdout that names the best checkpoint",
+                next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
+            )
+
+        model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch)
+        if inputs.parent is None:
+            model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
+        program = TrainProgram(
+            model,
+            backend,
+            train,
+            accumulation=share.accumulation,
+            world_size=share.world_size,
+            host_mean=gang.mean,
+            host_gather=gang.gather_rows,
+            figure_rows=settings.log.every_steps,
+            buckets=valid.buckets,
+            watch=_graph_watch(settings, ctx, inputs, valid.buckets, share, backend),
+        )
+        template = model.state_dict()  # without content: the program has taken the model over
+
+        store = CheckpointStore(
+            ctx.workspace_after_stop, ctx.cycle, cache_dir=ctx.scratch / "checkpoints", emit=ctx.events.emit
+        )
+        writer = CheckpointWriter(
+            store,
+            settings.checkpoint,
+            ctx.scratch / "saving",
+            before_commit=lambda: ctx.events.flush(durable=True),  # on another machine there is no journal
+            in_use=lambda: in_use(ctx.workspace_after_stop),
+        )
+        saver = Saver(
+            program,
+            store,
+            writer,
+            gang,
+            _state_at_start(settings, ctx, inputs, max_steps),
+            template,
+            tokenizer,
+            ctx.console.warn,
+            start_values(train.loss),
+        )
+        start = _load_start(saver, ctx, inputs)
+        yield Run(
+            settings, ctx, inputs, share, gang, backend, pools, plan, max_steps, valid, program, saver, start=start
+        )
+
+
+@contextmanager
+def _device_errors(settings: Settings, ctx: StageContext, backend: Backend) -> Iterator[None]:
+    """An error of the device is raised as what the health checks make of it, while the device is still open."""
+    try:
+        yield
+    except RuntimeError as error:
+        num_nodes = ctx.world.world_size // ctx.world.local_world_size
+        better = informed(error, backend, settings.health, num_nodes=num_nodes, stop=ctx.stop)
+        if better is error:
+            raise
+        raise better from error
+
+
+def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TrainingPools:
+    """Training rows: new partitions, and a replay share of old ones. Raises DataError when nothing is new."""
+    if not inputs.new_sets:
+        raise DataError(
+            f"{inputs.parent.prefix if inputs.parent else 'no parent'} was trained on all prepared data",
+            expected=f"a partition after {inputs.watermark or 'those it knows'}",
+            next_command="prepare newer data (data.path), or --train.start scratch",
+        )
+    cache, workspace = ctx.scratch / "tokens", ctx.workspace
+    new = open_rows(workspace, inputs.new_sets, "train", cache)
+    old = open_rows(workspace, inputs.old_sets, "train", cache) if inputs.old_sets else None
+    buckets = [Bucket.parse(name) for name in inputs.sets[0].info.buckets]
+    mined = None
+    if inputs.negatives is not None:
+        rows = open_rows(workspace, inputs.sets, "train", cache)
+        found = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
+        mined = MinedProducts(rows, rows.pad_id, found.query_id, found.product, train.mined_per_query, train.seed)
+    return TrainingPools.build(
+        new,
+        old,
+        train.replay_share,
+        train.seed,
+        slots=train.candidates_per_query,
+        lengths=rows_of_batch(train, buckets),
+        positive_gain=train.loss.positive_gain,
+        mined=mined,
+    )
+
+
+def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
+    """A holdout split: of the new partitions, or of all of them when the new ones are too small to hold any."""
+    cache = ctx.scratch / "tokens"
+    new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
+    return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
+
+
+def _graph_watch(
+    settings: Settings,
+    ctx: StageContext,
+    inputs: RunInputs,
+    buckets: tuple[Bucket, ...],
+    share: RankShare,
+    backend: Backend,
+) -> GraphWatch:
+    """What holds graphs against the manifest of this way of running."""
+    if not backend.is_lazy:
+        return NoWatch()
+    plan = graph_plan(graph_settings(settings), inputs.spec, buckets, share, backend.device_name())
+    return open_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
+
+
+def _state_at_start(settings: Settings, ctx: StageContext, inputs: RunInputs, max_steps: int) -> TrainState:
+    """What every checkpoint of the run says of it, at step 0."""
+    return TrainState(
+        cycle=ctx.cycle,
+        step=0,
+        max_steps=max_steps,
+        identity=fingerprint(dict(inputs.identity)),
+        identity_parts=dict(inputs.identity),
+        model=settings.model,
+        inputs=inputs.spec,
+        tokenizer_fingerprint=inputs.sets[0].info.tokenizer_fingerprint,
+        watermark=inputs.watermark,
+        partitions=inputs.partitions,
+        parent=inputs.parent_record,
+        best=None,
+        max_tokens=inputs.max_tokens,
+        trained_head=settings.train.loss.trains_head,
+        settings_hash=ctx.settings_hash,
+        code_version=ctx.code_version,
+    )
+
+
+def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
+    """Put the starting weights on the device: of this cycle's newest checkpoint, else the parent's, else as made."""
+    newest = saver.newest()
+    if newest is not None:
+        check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
+        saver.restore(newest)
+        ctx.console.info(f"train: continuing from {newest.uri}")
+        ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
+        skipped = int(saver.program.guard.state.cpu()[SKIPPED])
+        return Position(newest.state.step, skipped, newest.state.best)
+    if inputs.parent is not None:
+        saver.start_from(inputs.parent)
+    return Position()
