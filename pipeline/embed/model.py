@@ -4,7 +4,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.compile.plan import embed_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
-from pipeline.context import StageContext, load_result
+from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
@@ -21,7 +21,7 @@ def model_place(settings: Settings, ctx: StageContext) -> str:
     promoted = incumbent_prefix(ctx.workspace, settings.model_name)
     if promoted is not None:
         return promoted
-    trained = load_result(ctx.workspace, ctx.cycle, "train")
+    trained = ctx.earlier("train")
     candidate = trained.outputs.get("checkpoint") if trained else None
     raise CheckpointError(
         f"no checkpoint of model {settings.model_name} is promoted in {ctx.workspace.root}",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.context import StageContext, load_result
+from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.io.storage import Storage, open_storage
@@ -62,7 +62,7 @@ def _candidate_place(settings: Settings, ctx: StageContext) -> tuple[Storage, st
     named = settings.evaluate.candidate
     if named:
         return _place(settings, ctx, named)
-    result = load_result(ctx.workspace, ctx.cycle, "train")
+    result = ctx.earlier("train")
     if result is None:
         raise DataError(
             f"cycle {ctx.cycle} has no trained model",

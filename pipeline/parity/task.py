@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.checkpoint.config import CheckpointConfig
-from pipeline.context import StageContext, load_result
+from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
@@ -120,7 +120,7 @@ def _checkpoint(settings: Settings, ctx: StageContext) -> tuple[Storage, str]:
     if named:
         place = parent_place(settings.model_copy(update={"train": TrainConfig(start=named)}), ctx.workspace)
     else:
-        result = load_result(ctx.workspace, ctx.cycle, "train")
+        result = ctx.earlier("train")
         place = None if result is None else (ctx.workspace, result.outputs["checkpoint"])
     if place is None:
         reasons = {"": "this cycle is not trained", "incumbent": "nothing is promoted"}

@@ -11,7 +11,7 @@ from pipeline.compile.manifest import GraphManifest, load_manifest, store_manife
 from pipeline.compile.neuron_command import SCORING, drives_tool
 from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.watch import Recorder
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.io import atomic
@@ -94,7 +94,7 @@ def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder
 def _already(ctx: StageContext, known: GraphManifest, started: datetime) -> StageResult:
     ctx.console.info(f"compile: done already, {len(known.graphs)} graphs, manifest {known.plan_id}")
     result = _result(ctx, known, started)
-    if ctx.world.is_main and load_result(ctx.workspace, ctx.cycle, NAME) is None:  # an earlier cycle's graphs
+    if ctx.world.is_main and ctx.earlier(NAME) is None:  # an earlier cycle's graphs
         store_result(ctx.workspace, result)
     return result.model_copy(update={"status": "already_done"})
 
@@ -119,15 +119,10 @@ def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> S
 
 def _result(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
     figures: dict[str, Figure] = {"graphs": len(manifest.graphs), "compile_s": manifest.compile_s}
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
+    return ctx.finish(
+        NAME,
+        started,
         inputs={"plan": manifest.plan_id},
         outputs={"manifest": manifest.place},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.events import EventName
 from pipeline.core.format import format_bytes, format_duration
@@ -205,7 +205,7 @@ def _totals(vectors: VectorSet) -> dict[str, Figure]:
 
 def _already(ctx: StageContext, plan: EmbedPlan, vectors: VectorSet, started: datetime) -> StageResult:
     ctx.console.info(f"embed: done already, {vectors.info.rows:,} vectors in {ctx.workspace.uri(vectors.prefix)}")
-    result = load_result(ctx.workspace, ctx.cycle, NAME)
+    result = ctx.earlier(NAME)
     if result is None:  # killed between the two
         result = store_result(ctx.workspace, _result(ctx, plan, started, _totals(vectors), vectors))
     return result.model_copy(update={"status": "already_done"})
@@ -219,15 +219,10 @@ def _result(
     vectors: VectorSet | None = None,
 ) -> StageResult:
     """`vectors`: those of the whole cycle, once all parts are there."""
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
+    return ctx.finish(
+        NAME,
+        started,
         inputs={"plan": plan.fingerprint, "catalogue": plan.catalogue.digest, "checkpoint": plan.model.digest},
         outputs={"embeddings": vectors.prefix} if vectors is not None else {},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
@@ -29,7 +29,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
     models = find_models(settings, ctx, sets)
     inputs = _inputs(settings, ctx, models, sets)
-    earlier = load_result(ctx.workspace, ctx.cycle, NAME)
+    earlier = ctx.earlier(NAME)
     if earlier is not None and _still_holds(earlier, inputs) and not _left_to_do(settings, models, earlier):
         ctx.console.info(f"evaluate: done already; {_standing(earlier)}, figures in {_report_uri(ctx)}")
         return earlier.model_copy(update={"status": "already_done"})
@@ -42,7 +42,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if report is None:
         report = Evaluation(settings, ctx, models, sets, inputs).run()
     if report is None or not ctx.world.is_main:
-        return _result(ctx, inputs, {}, {}, started)
+        return ctx.finish(NAME, started, inputs=inputs, outputs={}, figures={})
     if known is not report:
         store_report(ctx.workspace, report)
     for line in table_lines(report):
@@ -94,7 +94,7 @@ def _nothing_new(
     """The candidate is in production: there is nothing to judge."""
     ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
     figures: dict[str, Figure] = {"promoted": False, "nothing_new": True}
-    result = _result(ctx, inputs, {"checkpoint": models.candidate.prefix}, figures, started)
+    result = ctx.finish(NAME, started, inputs=inputs, outputs={"checkpoint": models.candidate.prefix}, figures=figures)
     if earlier is None and ctx.world.is_main:
         store_result(ctx.workspace, result)
     return result
@@ -158,7 +158,7 @@ def _finish(
         "queries": report.holdout.queries,
         **report.figures(),
     }
-    result = _result(ctx, report.inputs, _outputs(models, report), figures, started)
+    result = ctx.finish(NAME, started, inputs=report.inputs, outputs=_outputs(models, report), figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
@@ -213,20 +213,3 @@ def _outputs(models: Models, report: EvaluationReport) -> dict[str, str]:
         scores["incumbent_scores"] = report.incumbent.scores
     place = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
     return place | {"report": report_key(report.cycle)} | scores
-
-
-def _result(
-    ctx: StageContext, inputs: dict[str, str], outputs: dict[str, str], figures: dict[str, Figure], started: datetime
-) -> StageResult:
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
-        inputs=inputs,
-        outputs=outputs,
-        figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
-    )

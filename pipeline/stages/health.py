@@ -230,15 +230,10 @@ def _result(ctx: StageContext, reports: Iterable[NodeReport], started: datetime)
         "checks": sum(len(report.results) for report in reports),
         "warnings": warnings,
     }
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
+    return ctx.finish(
+        NAME,
+        started,
         inputs={},
         outputs={f"node_{report.node_rank}": report_key(ctx.cycle, report) for report in reports},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )

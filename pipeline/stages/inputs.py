@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.context import StageContext, load_result
+from pipeline.context import StageContext
 from pipeline.core.errors import DataError
 from pipeline.registry.refs import incumbent_prefix, parent_place
 from pipeline.settings import Settings
@@ -46,7 +46,7 @@ class Prepared:
 
 def find_prepared(ctx: StageContext) -> Prepared | None:
     """The prepared data of this cycle, None when there is none yet."""
-    result = load_result(ctx.workspace, ctx.cycle, "prepare")
+    result = ctx.earlier("prepare")
     if result is None:
         return None
     names = sorted(name for name in result.outputs if name.startswith("token_set_"))
@@ -67,5 +67,5 @@ def load_prepared(ctx: StageContext) -> Prepared:
 
 def mined_negatives(ctx: StageContext) -> str | None:
     """Where the negatives lie that were mined in this cycle; None when it has not mined."""
-    result = load_result(ctx.workspace, ctx.cycle, "mine")
+    result = ctx.earlier("mine")
     return None if result is None else result.outputs.get("negatives")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
@@ -219,7 +219,7 @@ def _already(ctx: StageContext, mining: _Mining, found: NegativeSet, started: da
     ctx.console.info(
         f"mine: done already, {found.info.figures['negatives']:,} negatives in {ctx.workspace.uri(found.prefix)}"
     )
-    result = load_result(ctx.workspace, ctx.cycle, NAME)
+    result = ctx.earlier(NAME)
     if result is None or result.outputs.get("negatives") != found.prefix:  # of an earlier cycle, or killed between
         result = store_result(ctx.workspace, _result(ctx, mining, started, dict(found.info.figures), found))
     return result.model_copy(update={"status": "already_done"})
@@ -233,15 +233,10 @@ def _result(
     made: NegativeSet | None = None,
 ) -> StageResult:
     """`made`: the negatives, once all parts are there."""
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
+    return ctx.finish(
+        NAME,
+        started,
         inputs={"data": fingerprint(mining.decides["token_sets"]), "source": mining.source},
         outputs={"negatives": made.prefix} if made is not None else {},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.data.judgements import judgements_of
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.quality import prepared_warnings
@@ -36,7 +36,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.warn(f"prepare: {message}")
     figures = _figures(data, loss.positive_gain, warnings)
     result = _result(data, figures, ctx, started)
-    earlier = load_result(ctx.workspace, ctx.cycle, NAME)
+    earlier = ctx.earlier(NAME)
     if earlier is not None and _says_the_same(earlier, result):
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
@@ -95,16 +95,11 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
 
 def _result(data: PreparedData, figures: dict[str, Figure], ctx: StageContext, started: datetime) -> StageResult:
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
-    return StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
+    return ctx.finish(
+        NAME,
+        started,
         # The name of a token set is the fingerprint of all that went into it: files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.context import Figure, StageContext, StageResult, load_result, store_result
+from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration
 from pipeline.io.storage import Storage
 from pipeline.settings import Settings
@@ -27,7 +27,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     inputs = gather_inputs(
         ctx.workspace, prepared.token_sets, parent, settings.train, settings.model, mined_negatives(ctx)
     )
-    earlier = load_result(ctx.workspace, ctx.cycle, NAME)
+    earlier = ctx.earlier(NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
         ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
@@ -61,17 +61,12 @@ def _commit(
     ctx: StageContext, inputs: RunInputs, checkpoint: str, figures: dict[str, Figure], started: datetime
 ) -> StageResult:
     """The result of this run, stored by rank 0."""
-    result = StageResult(
-        stage=NAME,
-        cycle=ctx.cycle,
-        status="done",
-        inputs=dict(inputs.identity),
+    result = ctx.finish(
+        NAME,
+        started,
+        inputs=inputs.identity,
         outputs={"checkpoint": checkpoint},
         figures=figures,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-        started=started,
-        finished=datetime.now(UTC),
     )
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
