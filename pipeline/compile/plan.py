@@ -1,7 +1,6 @@
 """What decides the graphs of a run, and the guard that holds a run against the manifest of this way of running."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 
 from pipeline.backends import is_lazy_host
@@ -16,7 +15,6 @@ from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig
 
 _COMPILERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 # In the program but not in its graphs: values travel with the batches, or stay on the host.
@@ -38,19 +36,8 @@ _ENCODER = {"max_positions", "layer_norm_eps", "pooling"}
 _SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
 
-@dataclass(frozen=True)
-class GraphSettings:
-    """The settings that decide graphs."""
-
-    train: TrainConfig
-    model: ModelConfig
-    embed: EmbedConfig
-    compile: CompileConfig
-    log_every: int
-
-
 def graph_plan(
-    settings: GraphSettings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
+    settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
 ) -> dict[str, PlanValue]:
     """Everything two runs must share to share their graphs, by name."""
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
@@ -58,7 +45,7 @@ def graph_plan(
 
 
 def evaluation_plan(
-    settings: GraphSettings, spec: InputSpec, buckets: Sequence[Bucket], world_size: int, device: str
+    settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], world_size: int, device: str
 ) -> dict[str, PlanValue]:
     """What of it decides the graphs of evaluation: not how ranks share a step."""
     train, model = settings.train, settings.model
@@ -78,7 +65,7 @@ def evaluation_plan(
         "data.classes": spec.num_classes,
         "data.numeric": len(spec.numeric),
         "data.categorical": list(spec.categorical_ids),
-        "log.every_steps": settings.log_every,
+        "log.every_steps": settings.log.every_steps,
     }
 
 
@@ -173,7 +160,3 @@ def _unguarded(
         )
     console.warn(f"{seen}; they are compiled as they come")
     return NoWatch()
-
-
-def graph_settings(settings: Settings) -> GraphSettings:
-    return GraphSettings(settings.train, settings.model, settings.embed, settings.compile, settings.log.every_steps)

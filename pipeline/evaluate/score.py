@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.compile.plan import evaluation_plan, graph_settings, open_part_guard
+from pipeline.compile.plan import evaluation_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.context import StageContext
 from pipeline.core.buckets import Bucket
@@ -359,10 +359,10 @@ class ModelScorer:
         if name not in self._watches:
             dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
-            graphs = graph_settings(self.settings.model_copy(update={"model": model}))
+            trained = self.settings.model_copy(update={"model": model})
             spec, world_size = spec_of(holdout.sets[0].info), self.ctx.world.world_size
             device = self.backend.device_name()
-            plan = evaluation_plan(graphs, spec, holdout.rows.buckets, world_size, device)
+            plan = evaluation_plan(trained, spec, holdout.rows.buckets, world_size, device)
             self._watches[name] = open_part_guard(
                 self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
             )

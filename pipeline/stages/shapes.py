@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline.backends import Backend
 from pipeline.compile.manifest import Plan
-from pipeline.compile.plan import evaluation_plan, graph_plan, graph_settings
+from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batching import RankShare
@@ -42,11 +42,11 @@ class Shapes:
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
-        return graph_plan(graph_settings(settings), self.spec, self.buckets, batch_share(settings.train, world), device)
+        return graph_plan(settings, self.spec, self.buckets, batch_share(settings.train, world), device)
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
         """The same for evaluation and embedding alone."""
-        return evaluation_plan(graph_settings(settings), self.spec, self.buckets, world_size, device)
+        return evaluation_plan(settings, self.spec, self.buckets, world_size, device)
 
     def trial(
         self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console

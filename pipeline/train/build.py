@@ -13,7 +13,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.state import Best, TrainState
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.compile.plan import graph_plan, graph_settings, open_guard
+from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.context import StageContext
 from pipeline.core.batching import BatchPlan, RankShare
@@ -200,7 +200,7 @@ def _graph_watch(
     """What holds graphs against the manifest of this way of running."""
     if not backend.is_lazy:
         return NoWatch()
-    plan = graph_plan(graph_settings(settings), inputs.spec, buckets, share, backend.device_name())
+    plan = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
     return open_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
 
 

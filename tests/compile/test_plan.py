@@ -6,13 +6,14 @@ import pytest
 
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, store_manifest
-from pipeline.compile.plan import GraphSettings, embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
+from pipeline.compile.plan import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.compile.watch import GraphWatch, Guard, NoWatch
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
 from pipeline.io.storage import Storage, open_storage
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from tests.train.rows import MODEL, SPEC, TRAIN
 
@@ -28,13 +29,12 @@ class NoCounters:
 
 
 def training(world_size: int, embed: EmbedConfig, *, device: str = DEVICE) -> Plan:
-    graphs = GraphSettings(TRAIN, MODEL, embed, CompileConfig(), 10)
-    return graph_plan(graphs, SPEC, (Bucket(4, 6),), RankShare(0, world_size), device)
+    settings = Settings(train=TRAIN, model=MODEL, embed=embed)
+    return graph_plan(settings, SPEC, (Bucket(4, 6),), RankShare(0, world_size), device)
 
 
 def evaluating(world_size: int, *, device: str = DEVICE, bucket: str = "4x6") -> Plan:
-    graphs = GraphSettings(TRAIN, MODEL, EmbedConfig(), CompileConfig(), 10)
-    return evaluation_plan(graphs, SPEC, (Bucket.parse(bucket),), world_size, device)
+    return evaluation_plan(Settings(train=TRAIN, model=MODEL), SPEC, (Bucket.parse(bucket),), world_size, device)
 
 
 def embedding(embed: EmbedConfig, precision: str = "fp32", *, world_size: int = 8, device: str = DEVICE) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, store_manifest
-from pipeline.compile.plan import GraphSettings, embed_plan, graph_plan, open_part_guard
+from pipeline.compile.plan import embed_plan, graph_plan, open_part_guard
 from pipeline.compile.watch import Guard, Recorder
 from pipeline.core.batching import RankShare
 from pipeline.core.buckets import Bucket
@@ -20,6 +20,7 @@ from pipeline.embed.engine import Embedder, open_engine
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
 from pipeline.train.trial import Trial
@@ -43,8 +44,8 @@ def xla() -> Backend:
 def manifest(xla: Backend) -> GraphManifest:
     """What `trnpipe compile` meets of embedding, on two ranks."""
     train = TrainConfig(global_batch_size=8, micro_batch_size=4)
-    graphs = GraphSettings(train, MODEL, CONFIG, CompileConfig(), 10)
-    recorder = Recorder(xla, graph_plan(graphs, SPEC, (Bucket(8, 8),), RankShare(0, 2), xla.device_name()))
+    settings = Settings(train=train, model=MODEL, embed=CONFIG)
+    recorder = Recorder(xla, graph_plan(settings, SPEC, (Bucket(8, 8),), RankShare(0, 2), xla.device_name()))
     Trial(
         train=train,
         model=MODEL,
