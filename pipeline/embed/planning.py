@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from pipeline import __version__
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.context import StageContext
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -34,8 +35,8 @@ from pipeline.embed.output import VectorLayout, check_dimensions
 from pipeline.embed.parts import quarantined
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.commit import hash_bytes, read_manifest
-from pipeline.io.retry import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, join_key
+from pipeline.settings import Settings
 
 # Catalogues that cannot be read by row groups, brought into the workspace as Parquet once.
 #
@@ -241,16 +242,6 @@ def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Mani
 _DATA_FIELDS = {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Where plans are made."""
-
-    workspace: Storage
-    scratch: Path
-    retry: RetryPolicy
-    stop: StopSignal
-
-
 def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
     """The settings that decide the work, by name; the data input counts where there is no catalogue."""
     asked: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
@@ -263,18 +254,13 @@ def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
 
 
 def make_plan(
-    cycle: str,
-    config: EmbedConfig,
-    data: DataConfig,
-    checkpoint: Checkpoint,
-    model: ModelRef,
-    max_tokens: int,
-    around: Surroundings,
+    settings: Settings, ctx: StageContext, checkpoint: Checkpoint, model: ModelRef, max_tokens: int
 ) -> EmbedPlan:
     """What this cycle embeds, and with what. Raises DataError, ConfigError, TransientError, Preempted."""
+    config = settings.embed
     width = checkpoint.state.model.encoder.hidden_size
     check_dimensions("embed.output.dimensions", config.output.dimensions, width)
-    catalogue = find_catalogue(config.catalogue, data, around)
+    catalogue = find_catalogue(config.catalogue, settings.data, ctx)
     layout = VectorLayout(
         format=config.output.format,
         dtype=config.output.dtype,
@@ -289,11 +275,11 @@ def make_plan(
         "max_tokens": max_tokens,
         "normalised": True,
     }
-    earlier = find_earlier(around.workspace, cycle, config.output.carry_over, made_by, layout)
+    earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
     return EmbedPlan(
-        cycle=cycle,
+        cycle=ctx.cycle,
         generation=earlier.generation + 1,
-        asked=asked_for(config, data),
+        asked=asked_for(config, settings.data),
         catalogue=catalogue,
         model=model,
         made_by=made_by,
@@ -307,14 +293,13 @@ def make_plan(
     )
 
 
-def find_catalogue(config: CatalogueConfig, data: DataConfig, around: Surroundings) -> Catalogue:
+def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
-        return _look_at_gathered(
-            gather_products(data, around.workspace, scratch=around.scratch, stop=around.stop), around.workspace
-        )
+        gathered = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
+        return _look_at_gathered(gathered, ctx.workspace)
     columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
-    storage, stats = find_files(config.path, around.stop, "--embed.catalogue.path", around.retry)
+    storage, stats = find_files(config.path, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
     files = [(stat, name) for stat in stats if (name := format_of(stat.key, config.format))]
     if not files:
         seen = ", ".join(stat.key for stat in stats[:5]) or "nothing"
@@ -325,7 +310,7 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, around: Surroundin
         )
     if all(name == "parquet" for _, name in files):
         return look_at(storage, [stat for stat, _ in files], columns)
-    return _look_at_gathered(gather_rows(columns, storage, files, around.workspace, around.stop), around.workspace)
+    return _look_at_gathered(gather_rows(columns, storage, files, ctx.workspace, ctx.stop), ctx.workspace)
 
 
 def _look_at_gathered(gathered: Gathered, workspace: Storage) -> Catalogue:

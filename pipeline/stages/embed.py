@@ -26,7 +26,7 @@ from pipeline.embed.model import (
 from pipeline.embed.pace import EmbedWatch, Pace
 from pipeline.embed.parts import finished_parts
 from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
-from pipeline.embed.planning import Surroundings, asked_for, make_plan
+from pipeline.embed.planning import asked_for, make_plan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vector_set import VectorSet, open_vectors
 from pipeline.io.commit import read_manifest
@@ -78,17 +78,8 @@ def _plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint 
         return plan, None
     place = model_place(settings, ctx)
     checkpoint = open_model(place, settings, ctx)
-    around = Surroundings(ctx.workspace, ctx.scratch, settings.storage, ctx.stop)
     model = ModelRef(name=settings.model_name, place=place, digest=checkpoint.digest)
-    made = make_plan(
-        ctx.cycle,
-        settings.embed,
-        settings.data,
-        checkpoint,
-        model,
-        longest_text(settings, checkpoint),
-        around,
-    )
+    made = make_plan(settings, ctx, checkpoint, model, longest_text(settings, checkpoint))
     plan = pin_plan(ctx.workspace, made)
     check_asked(plan, made.asked, ctx.workspace)
     return plan, checkpoint if plan.model == made.model else None
