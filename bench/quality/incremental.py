@@ -28,11 +28,16 @@ WORK = ROOT / "build" / "quality"
 """Workspaces of chains that have not ended; a chain that is started again goes on in its own."""
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 _FIRST_DAY = date(2026, 1, 1)
-_CHEAP = ("--evaluate.split", "valid", "--evaluate.retrieval.enabled", "false", "--evaluate.baselines.bm25", "false")
-_CHEAP += ("--evaluate.baselines.boosting", "false", "--evaluate.baselines.hybrid", "false")
+_CHEAP = [
+    *("--evaluate.split", "valid", "--evaluate.retrieval.enabled", "false"),
+    *("--evaluate.baselines.bm25", "false", "--evaluate.baselines.boosting", "false"),
+    *("--evaluate.baselines.hybrid", "false"),
+]
 """Of the days before the last: they are promoted, and nothing is told of them."""
-_PROMOTE = ("--evaluate.promote", "true", "--evaluate.incumbent", "none")
-_PROMOTE += ("--evaluate.force-reason", "bench: each day goes on from the one before")
+_PROMOTE = [
+    *("--evaluate.promote", "true", "--evaluate.incumbent", "none"),
+    *("--evaluate.force-reason", "bench: each day goes on from the one before"),
+]
 METHOD = """
 Rows are dealt to five days by a hash of their query. Five cycles (`trnpipe prepare`, `train` from the promoted model,
 `evaluate` with promotion), each with the newest day beside the older ones, against one training on all days; the same
@@ -158,7 +163,7 @@ class Chain:
         if cycle > 1 and self.arm.later_rate != 1.0:
             peak = resolve([config_of(self.task)], {}, []).settings.train.optimizer.learning_rate
             flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]
-        return flags + list(_CHEAP if cycle < self.arm.cycles else ())
+        return flags + (_CHEAP if cycle < self.arm.cycles else [])
 
     def _synthetic(self, workspace: Path, day: int, steps: int) -> list[str]:
         """The quickstart; its rows have no split, so a choice on valid is made without a test split."""
