@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.core.errors import ConfigError, DataError, TrnpipeError
+from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
-from pipeline.io.errors import KeyNotFound
+from pipeline.io.records import read_record
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.nodes import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, RANK_REPORTS, TRACE_FILE, World, world_from_env
@@ -79,16 +79,14 @@ def result_key(cycle: str, stage: str) -> str:
 def load_result(workspace: Storage, cycle: str, stage: str) -> StageResult | None:
     """The stored result, None when the stage has not finished. Raises DataError when it cannot be read."""
     key = result_key(cycle, stage)
-    try:
-        return StageResult.model_validate_json(workspace.read_bytes(key))
-    except KeyNotFound:
-        return None
-    except ValidationError as error:
-        raise DataError(
-            f"{workspace.uri(key)} is no stage result: {error.errors(include_url=False)[0]['msg']}",
-            expected="a result.json written by trnpipe",
-            next_command=f"delete it and run trnpipe {stage} again",
-        ) from error
+    return read_record(
+        workspace,
+        key,
+        StageResult,
+        what="a stage result",
+        writer=f"trnpipe {stage}",
+        next_command=f"delete it and run trnpipe {stage} again",
+    )
 
 
 def store_result(workspace: Storage, result: StageResult) -> StageResult:

@@ -52,7 +52,7 @@ def test_already_done_is_never_stored(workspace: Storage) -> None:
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"schema_version": 2}'])
 def test_a_broken_result_is_a_data_error(workspace: Storage, content: bytes) -> None:
     workspace.write_bytes(result_key("c1", "prepare"), content)
-    with pytest.raises(DataError, match="is no stage result"):
+    with pytest.raises(DataError, match="is not a stage result"):
         load_result(workspace, "c1", "prepare")
 
 

@@ -8,13 +8,14 @@ it.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, spent_in, with_kept_until
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Outcome
 from jobs.plan.cost import Prices, node_usd_per_hour
 from jobs.plan.spec import CyclePlan, JobSpec
 from pipeline.core.errors import EXIT_OK, GateRefused
+from pipeline.core.record import Record
 
 SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
 MS_PER_HOUR = 3_600_000
@@ -22,11 +23,7 @@ MS_PER_HOUR = 3_600_000
 Deadline = Literal["met", "missed", "open", "none"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Entry(_Record):
+class Entry(Record):
     """One try of one job, or of one child of an array."""
 
     job: str
@@ -44,7 +41,7 @@ class Entry(_Record):
         return sum(self.spent_ms.values())
 
 
-class Total(_Record):
+class Total(Record):
     """Of a stage, a cycle, or several."""
 
     name: str
@@ -64,7 +61,7 @@ class Total(_Record):
         return self.machine_ms[Category.PRODUCTIVE] / self.all_ms if self.all_ms else None
 
 
-class CycleLedger(_Record):
+class CycleLedger(Record):
     """Everything about the time and money of one cycle."""
 
     cycle: str
@@ -88,7 +85,7 @@ class CycleLedger(_Record):
         return total(self.cycle, self.entries)
 
 
-class Success(_Record):
+class Success(Record):
     """Over several cycles."""
 
     cycles: int = Field(description="Of those that have ended")

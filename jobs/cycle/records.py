@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from pipeline.core.record import Record
 
 
 class JobState(StrEnum):
@@ -27,7 +25,7 @@ class JobState(StrEnum):
         return self in (JobState.SUCCEEDED, JobState.FAILED)
 
 
-class AttemptRecord(_Record):
+class AttemptRecord(Record):
     """One try of one job. Times are seconds since 1970; None where it has not come to that."""
 
     started_at: float | None = None
@@ -38,7 +36,7 @@ class AttemptRecord(_Record):
     log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
 
 
-class JobRecord(_Record):
+class JobRecord(Record):
     """One job, or one child of an array."""
 
     name: str = Field(description="As in the plan; of a child: name:index")
@@ -61,7 +59,7 @@ Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
 """Of a cycle. refused: the gate did its work, production stays as it is."""
 
 
-class Submission(_Record):
+class Submission(Record):
     """A job that was handed over. Written before the next one is submitted."""
 
     job: str
@@ -70,7 +68,7 @@ class Submission(_Record):
     submitted_at: float
 
 
-class Closed(_Record):
+class Closed(Record):
     """The end of a cycle: from then on the next one may start."""
 
     outcome: Outcome

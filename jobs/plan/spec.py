@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.fingerprint import fingerprint
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from pipeline.core.record import Record
 
 
 class Action(StrEnum):
@@ -19,7 +16,7 @@ class Action(StrEnum):
     EXIT = "EXIT"
 
 
-class RetryRule(_Record):
+class RetryRule(Record):
     """One entry of evaluateOnExit: all conditions given must hold. A trailing * matches any rest."""
 
     action: Action
@@ -28,7 +25,7 @@ class RetryRule(_Record):
     on_exit_code: str = ""
 
 
-class RetryStrategy(_Record):
+class RetryStrategy(Record):
     """How often, and after what, a job is tried again."""
 
     attempts: int = Field(1, description="Tries in all, the first included")
@@ -46,14 +43,14 @@ class DependencyType(StrEnum):
     """Child i of an array waits for its own child i - 1."""
 
 
-class Dependency(_Record):
+class Dependency(Record):
     """A job that must succeed before. SEQUENTIAL names no job."""
 
     job: str = ""
     type: DependencyType = DependencyType.ALL
 
 
-class Ulimit(_Record):
+class Ulimit(Record):
     """A limit of a container; -1 is none."""
 
     name: str
@@ -61,7 +58,7 @@ class Ulimit(_Record):
     hard: int
 
 
-class Resources(_Record):
+class Resources(Record):
     """What one node of a job gets."""
 
     vcpus: int
@@ -73,7 +70,7 @@ class Resources(_Record):
     processes_per_node: int = Field(1, description="Ranks to start on a node")
 
 
-class JobSpec(_Record):
+class JobSpec(Record):
     """One job of a cycle."""
 
     name: str = Field(description="Unique within the cycle")
@@ -99,7 +96,7 @@ class JobSpec(_Record):
         return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
 
 
-class CyclePlan(_Record):
+class CyclePlan(Record):
     """All jobs of one cycle, each after those it depends on."""
 
     pipeline: str

@@ -1,7 +1,8 @@
 """state.json: everything about a checkpoint that is not a tensor."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from pipeline.core.record import Record
 from pipeline.model.config import InputSpec, ModelConfig
 
 SCHEMA_VERSION = 1
@@ -15,11 +16,7 @@ WEIGHTS, OPTIMIZER, STATE, HF_CONFIG, TOKENIZER = (
 )
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Parent(_Record):
+class Parent(Record):
     """The checkpoint a run started from."""
 
     uri: str
@@ -28,7 +25,7 @@ class Parent(_Record):
     step: int
 
 
-class Best(_Record):
+class Best(Record):
     """The best holdout evaluation so far."""
 
     step: int
@@ -36,7 +33,7 @@ class Best(_Record):
     value: float
 
 
-class Origin(_Record):
+class Origin(Record):
     """Where imported weights come from: the root of a lineage that did not begin here."""
 
     uri: str
@@ -44,7 +41,7 @@ class Origin(_Record):
     fingerprint: str = Field(description="xxh3_128 over the files that were read")
 
 
-class TrainState(_Record):
+class TrainState(Record):
     """Where a run stands. The position in the data is `step`: the loader needs nothing else."""
 
     schema_version: int = SCHEMA_VERSION

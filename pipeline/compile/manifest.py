@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.compile.hlo import distance
-from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.io.errors import KeyNotFound
+from pipeline.io.records import read_record
 from pipeline.io.storage import Storage
 
 _TOLD = ("device", "flags", "replicas", "versions", "world_size")
@@ -114,13 +113,11 @@ def _place(plan: Plan) -> str:
 
 
 def _read(workspace: Storage, key: str) -> GraphManifest | None:
-    try:
-        return GraphManifest.model_validate_json(workspace.read_bytes(key))
-    except KeyNotFound:
-        return None
-    except ValidationError as error:
-        raise DataError(
-            f"{workspace.uri(key)} is no graph manifest: {error.errors(include_url=False)[0]['msg']}",
-            expected="a manifest written by trnpipe compile",
-            next_command="delete it and run trnpipe compile again",
-        ) from error
+    return read_record(
+        workspace,
+        key,
+        GraphManifest,
+        what="a graph manifest",
+        writer="trnpipe compile",
+        next_command="delete it and run trnpipe compile again",
+    )

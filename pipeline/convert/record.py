@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.checkpoint.state import Parent
+from pipeline.core.record import Record
 from pipeline.model.config import InputSpec, ModelConfig
 
 KIND = "export"
@@ -13,11 +14,7 @@ SCHEMA_VERSION = 1
 Format = Literal["sentence-transformers", "transformers", "safetensors", "torch", "torchscript", "torch-export"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TensorSpec(_Record):
+class TensorSpec(Record):
     """An input or output of a program. Shapes are static."""
 
     name: str
@@ -25,7 +22,7 @@ class TensorSpec(_Record):
     shape: tuple[int, ...]
 
 
-class ProgramFile(_Record):
+class ProgramFile(Record):
     """One compiled program."""
 
     file: str
@@ -34,7 +31,7 @@ class ProgramFile(_Record):
     output: TensorSpec
 
 
-class ExportRecord(_Record):
+class ExportRecord(Record):
     """The checkpoint behind an exported folder, and the files that hold it."""
 
     schema_version: int = SCHEMA_VERSION

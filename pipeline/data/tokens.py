@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.core.buckets import Bucket
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.record import Record
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
@@ -21,32 +22,28 @@ Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ShardInfo(_Record):
+class ShardInfo(Record):
     """One shard file and its rows in each bucket (a bucket without rows has no tensors)."""
 
     file: str
     rows: tuple[int, ...]
 
 
-class CategoricalInfo(_Record):
+class CategoricalInfo(Record):
     """A hashed categorical column; id 0 means missing."""
 
     column: str
     num_ids: int
 
 
-class SliceInfo(_Record):
+class SliceInfo(Record):
     """A column for evaluation and its values; rows hold the hashes of them (data/slices.py)."""
 
     column: str
     names: tuple[str, ...]
 
 
-class FileRows(_Record):
+class FileRows(Record):
     """What became of every row of an input file. Blank lines are no rows."""
 
     file: str
@@ -57,7 +54,7 @@ class FileRows(_Record):
     blank: int
 
 
-class JudgedSplit(_Record):
+class JudgedSplit(Record):
     """Counts of the judgements of one split. Gains are in hundredths, rounded down; what has no rows is left out."""
 
     gains: tuple[dict[int, int], ...] = Field(description="Rows by gain, for each bucket")
@@ -67,7 +64,7 @@ class JudgedSplit(_Record):
     query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
 
 
-class TokenSetInfo(_Record):
+class TokenSetInfo(Record):
     """One prepared partition.
 
     `label_gains` are the mean gain of each label when it was prepared, or evenly spaced from 0 to 1 when labels were

@@ -6,10 +6,11 @@ from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import Record
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.readers import open_parquet
 from pipeline.data.rows import FILTER, ColumnPlan
@@ -87,17 +88,13 @@ NUM_FOOTER_THREADS = 8
 _DEFAULT_TEXT = "text"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CatalogueColumns(_Record):
+class CatalogueColumns(Record):
     """What the columns are called. One named `text` may be missing; any other name was a wish."""
 
     id: str
     title: str
     text: str = _DEFAULT_TEXT
-    filter: dict[str, str] = {}
+    filter: dict[str, str] = Field(default_factory=dict)
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
         """The columns to read of one file. Raises DataError listing those there are."""
@@ -116,7 +113,7 @@ class CatalogueColumns(_Record):
         return ColumnPlan(tuple(pairs))
 
 
-class CatalogueFile(_Record):
+class CatalogueFile(Record):
     """One Parquet file as it was when the work was planned; `groups` are the rows of its row groups."""
 
     key: str
@@ -125,7 +122,7 @@ class CatalogueFile(_Record):
     groups: tuple[int, ...]
 
 
-class Catalogue(_Record):
+class Catalogue(Record):
     """All files, in order of their keys below `root`; an empty root is the workspace."""
 
     root: str

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import FileRecord
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.rows import BadRow
@@ -30,11 +31,7 @@ _RECORDS_AT_A_TIME = 64
 """Each may hold as many bad rows as are kept of all."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PartCounts(_Record):
+class PartCounts(Record):
     """What became of the rows of one part, or of all."""
 
     read: int = Field(0, description="Rows that passed the filter")
@@ -50,7 +47,7 @@ class PartCounts(_Record):
         return PartCounts(**{name: ours[name] + theirs[name] for name in ours})
 
 
-class PartRecord(_Record):
+class PartRecord(Record):
     """One finished part."""
 
     index: int

@@ -6,21 +6,18 @@ or delivered meanwhile. The work shards follow from it alone.
 
 from functools import cached_property
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import Record
 from pipeline.embed.catalogue import Catalogue, WorkShard
 from pipeline.embed.output import VectorLayout
-from pipeline.io.errors import KeyNotFound
+from pipeline.io.records import read_record
 from pipeline.io.storage import Storage
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelRef(_Record):
+class ModelRef(Record):
     """The checkpoint that embeds."""
 
     name: str = Field(description="Of the model in the registry")
@@ -28,14 +25,14 @@ class ModelRef(_Record):
     digest: str = Field(description="Digest of its manifest: names its content")
 
 
-class EarlierCycle(_Record):
+class EarlierCycle(Record):
     """Vectors that were finished when this cycle was planned."""
 
     cycle: str
     digest: str = Field(description="Digest of their manifest")
 
 
-class EmbedPlan(_Record):
+class EmbedPlan(Record):
     """Everything the parts depend on."""
 
     schema_version: int = 1
@@ -85,16 +82,14 @@ def vectors_prefix(cycle: str) -> str:
 def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
     """The plan of a cycle, None before there is one. Raises DataError when it cannot be read."""
     key = plan_key(cycle)
-    try:
-        return EmbedPlan.model_validate_json(workspace.read_bytes(key))
-    except KeyNotFound:
-        return None
-    except ValidationError as error:
-        raise DataError(
-            f"{workspace.uri(key)} is no plan: {error.errors(include_url=False)[0]['msg']}",
-            expected="the plan written by this version of trnpipe",
-            next_command=_start_over(workspace, cycle),
-        ) from error
+    return read_record(
+        workspace,
+        key,
+        EmbedPlan,
+        what="an embedding plan",
+        writer="this version of trnpipe embed",
+        next_command=_start_over(workspace, cycle),
+    )
 
 
 def pin_plan(workspace: Storage, plan: EmbedPlan) -> EmbedPlan:

@@ -9,11 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.lib import format as npy
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from pipeline.core.arrays import Float32s, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
+from pipeline.core.record import Record
 from pipeline.data.readers import open_parquet
 from pipeline.embed.output import ROWS_PER_GROUP, Stored, VectorLayout, from_stored
 from pipeline.embed.parts import PartCounts
@@ -25,11 +26,7 @@ KIND = "embeddings"
 QUARANTINE = "quarantine.jsonl"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PartInfo(_Record):
+class PartInfo(Record):
     """One part: its files (the last holds the ids), rows and range of ids."""
 
     files: tuple[str, ...]
@@ -38,7 +35,7 @@ class PartInfo(_Record):
     id_max: str
 
 
-class VectorSetInfo(_Record):
+class VectorSetInfo(Record):
     """The fields of the manifest."""
 
     cycle: str

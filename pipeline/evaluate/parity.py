@@ -9,10 +9,11 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 from pipeline.evaluate.config import ParityBars
 from pipeline.evaluate.scored import ScoredRows
 
@@ -21,8 +22,8 @@ TIE = 1e-6
 """Scores this close rank as equal: which of them is among the first ten is a matter of rounding."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+class _Record(Record):
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
 class Evaluation(_Record):

@@ -4,21 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.metrics.names import MetricName
-from pipeline.io.errors import KeyNotFound
+from pipeline.io.records import read_record
 from pipeline.io.storage import Storage
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class HybridReport(_Record):
+class HybridReport(Record):
     """Search of a model fused with that of BM25."""
 
     name: Literal["rrf", "weighted"] = Field(description="By reciprocal ranks, or by a weighted mean of scores")
@@ -28,7 +24,7 @@ class HybridReport(_Record):
     missing: str = Field("", description="Why there is none")
 
 
-class BaselineReport(_Record):
+class BaselineReport(Record):
     """A simple tool on the holdout."""
 
     name: Literal["bm25", "boosting"]
@@ -44,7 +40,7 @@ class BaselineReport(_Record):
         return {name: value for part in (self.metrics, self.retrieval) if part for name, value in part.values.items()}
 
 
-class ModelReport(_Record):
+class ModelReport(Record):
     """One model on the holdout."""
 
     checkpoint: str = Field(description="URI")
@@ -67,7 +63,7 @@ class ModelReport(_Record):
         return self.metrics.values | (self.retrieval.values if self.retrieval else {})
 
 
-class HoldoutReport(_Record):
+class HoldoutReport(Record):
     """What was scored."""
 
     split: str
@@ -84,7 +80,7 @@ class HoldoutReport(_Record):
     retrieval_items: int = 0
 
 
-class EvaluationReport(_Record):
+class EvaluationReport(Record):
     """All figures of one evaluation."""
 
     schema_version: Literal[1] = 1
@@ -127,16 +123,14 @@ def store_report(workspace: Storage, report: EvaluationReport) -> str:
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
     """The report of a cycle; None when there is none. Raises DataError when it cannot be read."""
     key = report_key(cycle)
-    try:
-        return EvaluationReport.model_validate_json(workspace.read_bytes(key))
-    except KeyNotFound:
-        return None
-    except ValidationError as error:
-        raise DataError(
-            f"{workspace.uri(key)} is no report: {error.errors(include_url=False)[0]['msg']}",
-            expected="a report.json written by trnpipe evaluate",
-            next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
-        ) from error
+    return read_record(
+        workspace,
+        key,
+        EvaluationReport,
+        what="an evaluation report",
+        writer="trnpipe evaluate",
+        next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
+    )
 
 
 # What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure.

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from pipeline.core.errors import DataError
-from pipeline.io.errors import KeyNotFound
+from pipeline.io.records import read_record
 from pipeline.io.storage import Storage
 from pipeline.registry.records import Decision, Figures, ModelName, Place, Reasons, Record
 from pipeline.registry.verified import Known
@@ -54,16 +54,14 @@ def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
 def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
     """The stored verdict; None when the cycle has none. Raises DataError when it cannot be read."""
     key = verdict_key(cycle)
-    try:
-        return StoredVerdict.model_validate_json(workspace.read_bytes(key))
-    except KeyNotFound:
-        return None
-    except ValidationError as error:
-        raise DataError(
-            f"{workspace.uri(key)} is no verdict: {error.errors(include_url=False)[0]['msg']}",
-            expected="a verdict.json written by trnpipe evaluate",
-            next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
-        ) from error
+    return read_record(
+        workspace,
+        key,
+        StoredVerdict,
+        what="a verdict",
+        writer="trnpipe evaluate",
+        next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
+    )
 
 
 def stored_decision(

@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from pipeline.core.format import UNKNOWN, format_duration
+from pipeline.core.record import Record
 from pipeline.tune.journal import State, TrialRecord
 from pipeline.tune.space import Space, best_toml
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TrialRow(_Record):
+class TrialRow(Record):
     """One trial."""
 
     trial: int
@@ -25,7 +22,7 @@ class TrialRow(_Record):
     reason: str = Field(description="Why it failed")
 
 
-class StudyTable(_Record):
+class StudyTable(Record):
     """A search, its trials best first: complete ones by metric, then those that got furthest."""
 
     name: str

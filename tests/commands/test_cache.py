@@ -158,7 +158,7 @@ def test_status_of_a_damaged_manifest_names_it(tmp_path: Path) -> None:
     folder = tmp_path / "compile-cache" / "graphs"
     folder.mkdir(parents=True)
     (folder / "a.json").write_text("{")
-    with pytest.raises(DataError, match=r"a\.json is no graph manifest"):
+    with pytest.raises(DataError, match=r"a\.json is not a graph manifest"):
         ask("status", tmp_path)
 
 

@@ -202,7 +202,7 @@ def test_a_failed_trial_run_gives_its_exit_code(machine: Callable[..., Machine])
     here = machine()
     run = here.run(FAKE_NEURON_SPOIL=str(here.place.path / PREPARED), code=65)
     assert "the trial run ended with exit code 65" in run.err
-    assert "is no stage result" in run.err and "Traceback" not in run.err
+    assert "is not a stage result" in run.err and "Traceback" not in run.err
     assert (here.num_trials(), here.tools.compiles()) == (1, [])
     here.assert_in_order()
     here.assert_nothing_published()

@@ -46,10 +46,10 @@ def test_it_comes_back(workspace: Storage, make: Make) -> None:
 def test_a_damaged_one_is_named_and_carries_nothing(workspace: Storage, make: Make, content: bytes) -> None:
     place = make("c1")
     workspace.write_bytes(verdict_key("c1"), content)
-    with pytest.raises(DataError, match=r"verdict\.json is no verdict"):
+    with pytest.raises(DataError, match=r"verdict\.json is not a verdict"):
         load_verdict(workspace, "c1")
     decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), None, ["c1"])
-    assert not decision.passed and "is no verdict" in decision.reasons[0]
+    assert not decision.passed and "is not a verdict" in decision.reasons[0]
 
 
 def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: Make) -> None:
