@@ -1,0 +1,80 @@
+"""A workspace that an earlier revision wrote is read and carried on.
+
+`workspace.tar.gz` was written on the cpu backend at revision 6b2e8a1 with `settings.toml`: cycle 2026-11-20 whole
+(`trnjobs submit --target local`), cycle 2026-11-21 as kill -9 leaves it after the checkpoint of step 6. Both train the
+same rows from the same seed, so step 12 of the first is what the second must come to.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jobs.cycle.store import CycleStore
+from pipeline.io.storage import open_storage
+
+HERE = Path(__file__).parent
+DONE, UNDER_WAY = "2026-11-20", "2026-11-21"
+MODEL = "checkpoints/{}/step-12/model.safetensors"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    with tarfile.open(HERE / "workspace.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "ws"
+
+
+def run(program: str, *words: str, workspace: Path) -> str:
+    """What `python -m <program> <words>` printed, both streams."""
+    command = [sys.executable, "-m", program, *words, "--config", str(HERE / "settings.toml")]
+    done = subprocess.run(
+        [*command, "--workspace", str(workspace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.stage
+def test_a_run_under_way_continues_at_its_checkpoint(workspace: Path) -> None:
+    shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace)
+    assert f"continuing from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
+    mine, theirs = (workspace / MODEL.format(cycle) for cycle in (UNDER_WAY, DONE))
+    if hashlib.sha256(mine.read_bytes()).digest() != hashlib.sha256(theirs.read_bytes()).digest():
+        # Another processor than the one that wrote the sample adds in another order.
+        torch.testing.assert_close(load_file(mine), load_file(theirs), rtol=0, atol=1e-6)
+
+
+@pytest.mark.stage
+def test_vectors_are_carried_over(workspace: Path) -> None:
+    shown = run("pipeline", "embed", "--cycle", UNDER_WAY, workspace=workspace)
+    assert "0 embedded, 480 carried over" in shown
+    old, new = (pq.read_table(workspace / f"embeddings/{cycle}/part-00000.parquet") for cycle in (DONE, UNDER_WAY))
+    assert new.select(["id", "vector"]).equals(old.select(["id", "vector"]))
+
+
+@pytest.mark.stage
+def test_what_is_done_is_done_and_history_shows(workspace: Path) -> None:
+    for stage in ("prepare", "train", "evaluate"):
+        assert "already" in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
+    assert f"checkpoints/{DONE}/step-12" in run("pipeline", "registry", "list", workspace=workspace)
+    assert DONE in run("jobs", "history", workspace=workspace)
+
+
+def test_a_plan_keeps_its_identity(workspace: Path) -> None:
+    store = CycleStore(open_storage(str(workspace)), DONE, time.time)
+    plan, claim = store.plan(), store.claim()
+    assert plan is not None and claim is not None
+    assert plan.plan_id == claim.plan_id
