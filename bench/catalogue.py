@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
@@ -11,6 +10,7 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, spec_of
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec
+from pipeline.telemetry.events import EventName
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model

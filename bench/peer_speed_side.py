@@ -22,7 +22,6 @@ import torch
 from bench.side_process import Line
 from bench.stepper import ENDLESS, make_program, open_stepper
 from pipeline.backends import open_backend
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
@@ -34,6 +33,7 @@ from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf import initial_model
 from pipeline.model.losses import Targets, contrastive_loss
+from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig
 from pipeline.train.step import TrainProgram
 

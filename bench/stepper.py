@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.core.batching import BatchPlan
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model

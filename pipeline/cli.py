@@ -13,12 +13,12 @@ from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, To
 from pipeline.compile.neuron_command import drives_tool, use_neuron_cache
 from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.proc.signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
+from pipeline.telemetry.events import EventName
 
 HELP = frozenset({"--help", "-h"})
 

@@ -12,19 +12,17 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.core.errors import ConfigError, TrnpipeError
-from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
-from pipeline.io.records import read_record
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.parallel.nodes import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog
+from pipeline.telemetry.events import EventLog, EventName
 
 
 class Events(Protocol):

@@ -11,7 +11,7 @@ from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
 from pipeline.health.config import HealthConfig
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig

@@ -15,8 +15,8 @@ import pipeline
 from pipeline import cli, command_table
 from pipeline.context import StageContext, StageResult
 from pipeline.core import errors
-from pipeline.core.events import EventName
 from pipeline.settings import Settings
+from pipeline.telemetry.events import EventName
 
 Run = Callable[[Settings, StageContext], StageResult]
 HEAVY = {"torch", "torch_xla", "boto3", "botocore", "pyarrow", "tokenizers", "rich"}

@@ -7,10 +7,9 @@ from jobs.cycle.records import JobState
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.setup import open_cycle
 from pipeline.core.errors import EXIT_OK
-from pipeline.core.format import format_duration
+from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.core.table import aligned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

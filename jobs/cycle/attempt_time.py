@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from pipeline.core.events import EventName
+from pipeline.telemetry.events import EventName
 
 NEVER = float("inf")
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan, JobSpec
-from pipeline.core.format import format_count
+from pipeline.core.format import aligned, format_count, usd
 from pipeline.core.machines import NODES, usd_per_million
-from pipeline.core.table import aligned, usd
 
 
 def run_seconds(record: JobRecord) -> float | None:

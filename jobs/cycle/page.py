@@ -14,8 +14,7 @@ from jobs.cycle.states import exit_code, reason_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan
-from pipeline.core.format import format_duration, format_share
-from pipeline.core.table import usd
+from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.report import table_lines
 
 COLOURS = {

@@ -15,10 +15,9 @@ from jobs.plan.spec import CyclePlan
 from jobs.schedule import cycle_name
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError
-from pipeline.core.events import EventName
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.storage import Storage
-from pipeline.telemetry.events import read_events
+from pipeline.telemetry.events import EventName, read_events
 
 # The ledger of a cycle, from what its workspace holds.
 

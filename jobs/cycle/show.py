@@ -9,8 +9,7 @@ from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import exit_code, reason_of
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.spec import CyclePlan, JobSpec
-from pipeline.core.format import format_duration, format_share
-from pipeline.core.table import aligned, usd
+from pipeline.core.format import aligned, format_duration, format_share, usd
 
 _PLAN = ("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")
 _STATUS = ("job", "state", "tries", "ran", "exit", "why")

@@ -20,8 +20,7 @@ from jobs.cycle.blocked import Sighting
 from jobs.cycle.records import Closed, JobRecord, Submission
 from jobs.plan.spec import CyclePlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage
+from pipeline.io.storage import KeyNotFound, Storage
 
 LEASE_S = 120.0
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])

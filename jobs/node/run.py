@@ -21,8 +21,7 @@ from jobs.node.post_mortem import PostMortem, as_bytes, file_name, secrets_of, s
 from jobs.node.supervisor import Alone, Outcome, Peers, Supervisor, watched_signals
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
 from pipeline.proc.cleanup import guarded
 from pipeline.telemetry.code_version import code_version

@@ -16,10 +16,10 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
-from pipeline.core.events import EventName
 from pipeline.core.manifest import Manifest
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage
+from pipeline.telemetry.events import EventName
 
 # Which checkpoints stay.
 

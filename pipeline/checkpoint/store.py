@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pipeline.checkpoint.state import KIND, OPTIMIZER, SCHEMA_VERSION, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.core.events import EventName
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
+from pipeline.telemetry.events import EventName
 
 Emit = Callable[..., None]
 _STEP = re.compile(r"^step-(\d+)$")

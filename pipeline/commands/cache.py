@@ -22,8 +22,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage, open_storage, os_errors
 from pipeline.settings import Settings
 
 # Finished entries of a compile cache against the checksums taken of them: which are damaged, and taking those away.

@@ -10,15 +10,14 @@ from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export
 from pipeline.convert.programs import default_shapes, parse_shapes
 from pipeline.convert.record import Format
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import read_token_sets
 from pipeline.io import atomic
-from pipeline.io.place import place_of
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, place_of
 from pipeline.registry.history import read_pointer
 from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
 from pipeline.registry.records import check_prefix

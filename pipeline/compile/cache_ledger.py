@@ -16,7 +16,7 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.commit import file_record
-from pipeline.io.errors import os_errors
+from pipeline.io.storage import os_errors
 
 LEDGER_DIR = ".trnpipe-sync"
 ENTRY_KIND = "compile-cache-entry"

@@ -23,8 +23,7 @@ from pipeline.io.commit import (
     require_manifest,
     verify_dir,
 )
-from pipeline.io.errors import KeyNotFound, os_errors
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import KeyNotFound, Storage, join_key, os_errors
 
 WITHDRAWN = b""
 

@@ -20,8 +20,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import Storage, join_key, os_errors
 
 ActionKind = Literal["unlock", "drop failed", "drop incomplete", "prune"]
 DROPPED: dict[EntryState, ActionKind] = {EntryState.FAILED: "drop failed", EntryState.INCOMPLETE: "drop incomplete"}

@@ -21,8 +21,7 @@ from pipeline.compile.cache_entry import (
 from pipeline.compile.cache_host import CompilerProcess, Compilers, live_compilers
 from pipeline.compile.flags import CompilerFlags, flags_hash
 from pipeline.core.format import format_bytes, format_duration
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage, is_temp, join_key
+from pipeline.io.storage import Storage, is_temp, join_key, os_errors
 
 # With no compiler alive a lock can only be right in the moments before one starts and after it ended.
 STALE_LOCK_S = 600.0

@@ -20,9 +20,8 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord
 from pipeline.io import atomic
-from pipeline.io.errors import KeyNotFound, os_errors
-from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Storage
+from pipeline.io.requests import run_parallel
+from pipeline.io.storage import KeyNotFound, Storage, os_errors
 
 # A verified entry put before the eyes of a compiler that may be reading the cache: whole, or not finished yet.
 

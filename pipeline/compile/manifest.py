@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.compile.hlo import distance
 from pipeline.core.fingerprint import fingerprint
-from pipeline.io.records import read_record
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, read_record
 
 _TOLD = ("device", "flags", "replicas", "versions", "world_size")
 FOLDER = "compile-cache/graphs"

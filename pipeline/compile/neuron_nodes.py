@@ -15,11 +15,11 @@ from pipeline.compile.neuron_command import SCORING
 from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs, repair_after_run
 from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import DataError, TrnpipeError
-from pipeline.core.events import EventName
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import NUM_NODES_VARIABLE, TRACE_FILE
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 
 
 def compile_on_neuron(

@@ -29,10 +29,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.errors import os_errors
-from pipeline.io.place import place_of
-from pipeline.io.retry import RetryPolicy
-from pipeline.io.storage import Storage, join_key, open_storage
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 from pipeline.model.hf import PREFIX, from_hf, hf_config
 from pipeline.model.relevance import build_model
 from pipeline.registry.lineage import Ancestor

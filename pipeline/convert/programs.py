@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from pipeline.convert.record import ProgramFile, TensorSpec
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import InputSpec
 from pipeline.model.encoder import TextEncoder

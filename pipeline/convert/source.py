@@ -16,10 +16,8 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import check_record, read_manifest, record_of
-from pipeline.io.errors import os_errors
-from pipeline.io.place import place_of
-from pipeline.io.retry import RetryPolicy
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, join_key, os_errors, place_of
 
 JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20

@@ -1,6 +1,7 @@
-"""Numbers as people read them. Pure; every output is short and has no surprises for NaN and infinity."""
+"""Numbers and tables as people read them. Pure; every output is short and has no surprises for NaN and infinity."""
 
 import math
+from collections.abc import Collection, Sequence
 
 UNKNOWN = "-"
 DECIMAL_PREFIXES = ("", "k", "M", "B", "T")
@@ -66,3 +67,23 @@ def format_share(share: float | None) -> str:
 
 def _places(scaled: float) -> int:
     return 2 if round(scaled, 2) < 10 else 1 if round(scaled, 1) < 100 else 0
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """One line a row, each column as wide as its widest word. `left`: columns that begin at the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            word.ljust(width) if index in left else word.rjust(width)
+            for index, (word, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def usd(amount: float | None) -> str:
+    """`$12.30`; four digits below a dollar; `-` when unknown."""
+    if amount is None:
+        return "-"
+    return f"${amount:,.2f}" if amount >= 1 or amount == 0 else f"${amount:.4f}"

@@ -4,9 +4,10 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 
 MANIFEST_NAME = "MANIFEST.json"
 SCHEMA_VERSION = 1
@@ -22,19 +23,15 @@ def _check_name(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_check_name)]
 
 
-class FileRecord(BaseModel):
+class FileRecord(Record):
     """One file: its size and the hex xxh3_128 of its bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size_bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
-class Manifest(BaseModel):
+class Manifest(Record):
     """What a committed folder holds. `fields` belongs to the artefact's kind."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     kind: str = Field(min_length=1)

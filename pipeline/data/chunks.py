@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import save
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
@@ -28,8 +28,7 @@ from pipeline.data.tokens import SPLITS, FileRows, ShardInfo, SliceInfo, Split, 
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.io.atomic import write_atomic
 from pipeline.io.commit import commit_dir
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, os_errors
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 

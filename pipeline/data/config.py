@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from pipeline.core.buckets import Bucket, check_buckets
+from pipeline.core.batching import Bucket, check_buckets
 
 
 class ColumnMapping(BaseModel):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.buckets import Bucket, assign_buckets
+from pipeline.core.batching import Bucket, assign_buckets
 from pipeline.data.tokenizer import Tokens
 
 CHARACTERS_PER_TOKEN = 16

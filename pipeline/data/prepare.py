@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.core.errors import DataError
-from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import (
@@ -40,6 +39,7 @@ from pipeline.data.validate import RowRules
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import WorkerPool
+from pipeline.telemetry.events import EventName
 
 Tell = Callable[[RawBatch | None], None]
 

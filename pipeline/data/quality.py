@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.data.judgements import Judgements, judgements_of
 from pipeline.data.tokens import TokenSetInfo
 

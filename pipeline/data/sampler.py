@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
-from pipeline.core.groups import EMPTY, Groups, deal_groups, locate, place_among_equals
+from pipeline.core.batching import EMPTY, Groups, deal_groups, locate, place_among_equals
 from pipeline.core.order import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
@@ -201,7 +201,7 @@ class GroupedRows:
         seed: int,
         mined: MinedProducts | None = None,
     ) -> "GroupedRows":
-        """Deal the rows of a source, see core/groups. Reads the judgement and the texts of every row once.
+        """Deal the rows of a source, see core/batching. Reads the judgement and the texts of every row once.
 
         `lengths`: ascending, the last holds the longest texts there can be.
         """

@@ -15,7 +15,7 @@ from pipeline.data.esci import ESCI_EXAMPLES, open_esci
 from pipeline.data.partitions import InputFile, Partition, Source, content_ids, group_by_day
 from pipeline.data.readers import parquet_rows, read_file, suffix_format
 from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 
 

@@ -22,8 +22,7 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.partitions import Partition, Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.proc.pool import WorkerPool
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -14,7 +14,7 @@ from pipeline.core.record import Record
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.readers import open_parquet
 from pipeline.data.rows import FILTER, ColumnPlan
-from pipeline.io.parallel import run_parallel
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 
 # How a catalogue is cut into work shards, and which worker does which. Pure: every worker comes to the same plan.

@@ -15,7 +15,7 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import os_errors
+from pipeline.io.storage import os_errors
 
 # Sorting more hashes than memory should hold: records go to files by their leading bits, each is sorted alone.
 

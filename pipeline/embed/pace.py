@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.context import Figure, StageContext
-from pipeline.core.events import EventName
 from pipeline.core.format import UNKNOWN, format_count, format_duration, format_share
 from pipeline.core.machines import usd_per_million
 from pipeline.embed.feed import Texts
 from pipeline.embed.finish import too_many_bad
 from pipeline.embed.parts import PartRecord, records_prefix
 from pipeline.embed.plan import EmbedPlan
+from pipeline.telemetry.events import EventName
 
 
 class DeviceFigures(Protocol):

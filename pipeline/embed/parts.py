@@ -23,7 +23,7 @@ from pipeline.data.rows import BadRow
 from pipeline.embed.output import PartRows, metadata_of, part_files
 from pipeline.embed.plan import EmbedPlan, vectors_prefix
 from pipeline.io.commit import hash_bytes
-from pipeline.io.parallel import run_parallel
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, join_key
 
 NUM_READ_THREADS = 16

@@ -13,8 +13,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.embed.catalogue import Catalogue, WorkShard
 from pipeline.embed.output import VectorLayout
-from pipeline.io.records import read_record
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, read_record
 
 
 class ModelRef(Record):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.groups import locate
+from pipeline.core.batching import locate
 from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal

@@ -10,8 +10,7 @@ from pipeline.core.record import Record
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.metrics.names import MetricName
-from pipeline.io.records import read_record
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, read_record
 
 
 class HybridReport(Record):

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import DataError, TransientError
-from pipeline.core.events import EventName
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import Baselines, Scored
 from pipeline.evaluate.gate.judge import judge
@@ -28,6 +27,7 @@ from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import open_ranks
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 
 CANDIDATE, INCUMBENT = "candidate", "incumbent"
 _UNTRAINED = (

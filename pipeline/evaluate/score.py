@@ -20,7 +20,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.plan import evaluation_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.context import StageContext
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.manifest import MANIFEST_NAME

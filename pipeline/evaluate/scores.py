@@ -17,8 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.evaluate.scored import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, os_errors
 
 # Arrays that an evaluation found, committed under a key that names what decides them, so that they are found again.
 

@@ -10,8 +10,7 @@ from pipeline.health.check import one_line
 from pipeline.health.report import from_json, to_json
 from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.health.versions import DRIVER, VERSIONS
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import join_key
+from pipeline.io.storage import KeyNotFound, join_key
 from pipeline.parallel.nodes import Nodes
 
 NOT_SEEN = "host not known"

@@ -27,8 +27,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
 from pipeline.health.nccom import NAME as NCCOM
 from pipeline.health.verdict import CheckResult, Verdict
-from pipeline.io.errors import os_errors
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.network import MASTER_PORT
 from pipeline.proc.tree import host_memory_bytes
 

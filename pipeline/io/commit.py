@@ -17,9 +17,8 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import Advance
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import KeyNotFound, key_not_found, os_errors
-from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Storage, check_key, folder_key, is_temp, join_key
+from pipeline.io.requests import run_parallel
+from pipeline.io.storage import KeyNotFound, Storage, check_key, folder_key, is_temp, join_key, key_not_found, os_errors
 
 # xxh3_128: the content checksum of every artefact (fast enough to be disk-bound; not a defence against malice).
 

@@ -8,9 +8,8 @@ from typing import BinaryIO
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic, storage
 from pipeline.io.commit import hash_bytes
-from pipeline.io.errors import key_not_found, os_errors
-from pipeline.io.parallel import run_parallel
-from pipeline.io.storage import Names, ObjectStat, RequestCounts
+from pipeline.io.requests import RequestCounts, run_parallel
+from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
 
 # Up to this size an etag is the hash of the content, as for S3; hashing data files at every listing would be slow.
 ETAG_HASH_MAX_BYTES = 8 * 2**20

@@ -12,9 +12,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import storage
-from pipeline.io.errors import key_not_found
-from pipeline.io.parallel import run_parallel
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RequestCounts, RetryPolicy, run_parallel
 from pipeline.io.s3_client import (
     S3_ERRORS,
     S3Client,
@@ -33,7 +31,7 @@ from pipeline.io.s3_transfer import (
     range_header,
     upload_file,
 )
-from pipeline.io.storage import Names, ObjectStat, RequestCounts
+from pipeline.io.storage import Names, ObjectStat, key_not_found
 
 DELETE_BATCH = 1000  # S3 limit of DeleteObjects
 WRITER_TAG = "trnpipe-writer"

@@ -14,9 +14,8 @@ from botocore.config import Config
 
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.io.errors import key_not_found
-from pipeline.io.retry import RetryPolicy, call_with_retry
-from pipeline.io.storage import Operation, RequestCounts
+from pipeline.io.requests import Operation, RequestCounts, RetryPolicy, call_with_retry
+from pipeline.io.storage import key_not_found
 
 # Which S3 errors are worth another try, and what the others mean to the user.
 #
@@ -195,7 +194,7 @@ class S3Client:
             retryable=is_retryable,
             stop=self.stop,
             doing=f"{doing} {uri}",
-            on_retry=self.requests.add_retry,
+            on_retry=lambda: self.requests.add("retries"),
         )
 
     def _connect(self) -> Any:

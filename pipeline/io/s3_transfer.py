@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, cast
 
 from pipeline.core.errors import DataError
 from pipeline.io.atomic import fsync_path, temp_file
-from pipeline.io.errors import os_errors
-from pipeline.io.parallel import run_parallel
+from pipeline.io.requests import run_parallel
 from pipeline.io.s3_client import S3_ERRORS, PartialBody, S3Client, code_of, is_missing, translate
+from pipeline.io.storage import os_errors
 
 # A seekable file over ranged GETs.
 

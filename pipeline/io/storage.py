@@ -1,65 +1,72 @@
 """The seam to storage: one protocol over `file://` and `s3://`, and how a URI becomes a Storage."""
 
-import threading
+import errno
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from pipeline.core.errors import ConfigError
+from pydantic import BaseModel, ValidationError
+
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy
-
-# Counts of storage requests: S3 is billed by request, so they are part of a cycle's figures.
-
-Operation = Literal["get", "put", "list", "delete", "head"]
+from pipeline.io.requests import RequestCounts, RetryPolicy
 
 
-class RequestCounts:
-    """Requests sent, by kind, each attempt counted; `retries` says how many of them were repeats. Thread-safe."""
+class KeyNotFound(DataError):
+    """A key that must exist does not."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"get": 0, "put": 0, "list": 0, "delete": 0, "head": 0}
-        self._retries = 0
 
-    def add(self, operation: Operation) -> None:
-        with self._lock:
-            self._counts[operation] += 1
+class DiskFull(TransientError):
+    """No space, or no quota, left on the file system. What was staged has been removed."""
 
-    def add_retry(self) -> None:
-        with self._lock:
-            self._retries += 1
 
-    def snapshot(self) -> dict[str, int]:
-        """All counts by name, `retries` included; JSON-ready."""
-        with self._lock:
-            return {**self._counts, "retries": self._retries}
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
+DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOLCK})
+# Doing one of these, "no such file" is about the key; otherwise it is about the folder it should go to.
+READING = frozenset({"reading", "looking at", "listing"})
 
-    @property
-    def get(self) -> int:
-        return self.snapshot()["get"]
 
-    @property
-    def put(self) -> int:
-        return self.snapshot()["put"]
+def key_not_found(uri: str) -> KeyNotFound:
+    """The one wording for a missing key."""
+    return KeyNotFound(f"{uri} does not exist", expected="an object written earlier", next_command="check the URI")
 
-    @property
-    def list(self) -> int:
-        return self.snapshot()["list"]
 
-    @property
-    def delete(self) -> int:
-        return self.snapshot()["delete"]
+def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
+    """The family member for an OSError met while `doing` something with `uri`."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    if error.errno in FULL_ERRNOS:
+        return DiskFull(
+            f"no space left while {doing} {uri} ({name})",
+            expected="free space on that file system",
+            next_command=f"df -h; free space or move the folder, then run the same command again ({uri})",
+        )
+    if error.errno in MISSING_ERRNOS and doing in READING:
+        return key_not_found(uri)
+    if error.errno in DENIED_ERRNOS | MISSING_ERRNOS:
+        return ConfigError(
+            f"{uri}: {name} while {doing} it",
+            expected="a folder this user may read and write",
+            next_command="ls -ld that folder; change its permissions or choose another one",
+        )
+    return TransientError(
+        f"{uri}: {name} ({error.strerror}) while {doing} it",
+        expected="a healthy file system",
+        next_command="run the same command again; if it repeats, check dmesg for disk errors",
+    )
 
-    @property
-    def head(self) -> int:
-        return self.snapshot()["head"]
 
-    @property
-    def retries(self) -> int:
-        return self.snapshot()["retries"]
+@contextmanager
+def os_errors(doing: str, uri: str) -> Iterator[None]:
+    """Raise DiskFull, KeyNotFound, ConfigError or TransientError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise translate_os_error(error, doing, uri) from error
 
 
 # Rules for storage keys: '/'-separated, relative to the root, the same on every storage.
@@ -195,3 +202,52 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="name its folder instead")
     return LocalStorage(folder, stop=stop)
+
+
+def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
+    """Storage of the parent folder, and the last name. Raises ConfigError where there is none, or for a bad URI.
+
+    `follow_links`: the place that a symbolic link leads to, for writing; a file read by its link keeps its own name.
+    """
+    path = _local(text, follow_links).rstrip("/")
+    root, _, name = path.rpartition("/")
+    if not name or path.endswith(":") or root.endswith(":/"):  # a root, a bare scheme, a whole bucket
+        raise ConfigError(
+            f"{text!r} names no folder or file",
+            expected="a path, file:///folder/name or s3://bucket/folder/name",
+            next_command="name a folder in it",
+        )
+    return open_storage(root or "/", retry=retry, stop=stop), check_key(name)
+
+
+def _local(text: str, follow_links: bool) -> str:
+    """An absolute path without dots; another URI as it is."""
+    if text.startswith("file:///"):
+        text = text.removeprefix("file://")
+    if "://" in text or not text:
+        return text
+    path = Path(text).expanduser()
+    return str(path.resolve()) if follow_links else os.path.abspath(path)  # noqa: PTH100 - resolve() follows links
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def read_record(storage: Storage, key: str, kind: type[R], *, what: str, writer: str, next_command: str) -> R | None:
+    """The record under a key, None when there is none.
+
+    Raises DataError for anything else under its name: `what` it should be ("a stage result"), its `writer`
+    ("trnpipe evaluate") and the command to go on with.
+    """
+    try:
+        return kind.model_validate_json(storage.read_bytes(key))
+    except KeyNotFound:
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"{storage.uri(key)} is not {what}: {place + ': ' if place else ''}{first['msg']}",
+            expected=f"a file written by {writer}",
+            next_command=next_command,
+        ) from error

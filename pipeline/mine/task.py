@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.groups import first_rows, locate
+from pipeline.core.batching import first_rows, locate
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows

@@ -13,8 +13,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.evaluate.parity import Curve, Evaluation
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.commit import require_manifest
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage
+from pipeline.io.storage import KeyNotFound, Storage
 
 # A side of a comparison: a backend with a precision, computed here.
 

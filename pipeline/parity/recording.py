@@ -11,7 +11,6 @@ from typing import Any
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import ConfigError
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import Selection, open_rows
 from pipeline.evaluate.holdout import figures
@@ -25,7 +24,7 @@ from pipeline.parity.record import SCORES, WORK, Side, SideRecord, find_record, 
 from pipeline.parity.scoring import PARTS, SPLIT, SideScorer
 from pipeline.parity.task import SideTask
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog, read_events
+from pipeline.telemetry.events import EventLog, EventName, read_events
 from pipeline.train.build import open_run
 from pipeline.train.identity import identity_parts
 from pipeline.train.inputs import RunInputs, gather_inputs

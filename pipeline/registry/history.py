@@ -11,8 +11,7 @@ import time
 from pydantic import ValidationError
 
 from pipeline.core.errors import CheckpointError, DataError, TransientError
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage
+from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.registry.records import Entry, Pointer, changes_of, check_model, is_model, parse_entry
 
 # `registry/<model>/production.json`: which checkpoint is in production.

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipeline.checkpoint.state import Parent
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage
+from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.registry.records import check_prefix
 from pipeline.registry.verdict import load_verdict
 from pipeline.registry.verified import Known, read_checkpoint

@@ -3,8 +3,7 @@
 import json
 
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.registry.history import pointer_key
 from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings

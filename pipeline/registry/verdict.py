@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from pipeline.core.errors import DataError
-from pipeline.io.records import read_record
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, read_record
 from pipeline.registry.records import Decision, Figures, ModelName, Place, Reasons, Record
 from pipeline.registry.verified import Known
 

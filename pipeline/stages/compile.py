@@ -12,13 +12,13 @@ from pipeline.compile.neuron_command import SCORING, drives_tool
 from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.watch import Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.events import EventName
 from pipeline.core.format import format_duration
 from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes, shapes_of
+from pipeline.telemetry.events import EventName
 
 NAME = "compile"
 

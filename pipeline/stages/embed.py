@@ -7,7 +7,6 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
-from pipeline.core.events import EventName
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import MACHINES, price_usd_per_hour
 from pipeline.embed.carry import index_of, open_earlier
@@ -34,6 +33,7 @@ from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 
 NAME = "embed"
 

@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
-from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, read_token_sets
 from pipeline.evaluate.models import Models, find_models
@@ -15,6 +14,7 @@ from pipeline.registry.records import Author, Place, Pointer, who
 from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
+from pipeline.telemetry.events import EventName
 
 NAME = "evaluate"
 _REASONS_TOLD = 3

@@ -11,8 +11,7 @@ from pipeline.compile.manifest import Plan
 from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batching import RankShare
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Workload, estimate
 from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal

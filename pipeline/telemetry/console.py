@@ -1,16 +1,18 @@
-"""What a person sees: dense lines, and a progress bar where stdout is a terminal."""
+"""What a person sees of a run: dense lines, a progress bar where stdout is a terminal, TensorBoard's curves."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_bytes, format_count, format_duration, format_share
 from pipeline.core.progress import Advance
 
@@ -158,3 +160,27 @@ class Console:
             print(text, file=self._stream, flush=True)
         else:
             self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class TensorBoardSink:
+    """Scalars into a local folder that `tensorboard --logdir` reads. ConfigError when the extra is missing."""
+
+    def __init__(self, log_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "TensorBoard output is on, but the package tensorboard cannot be imported",
+                expected="the extra 'tensorboard'",
+                next_command="pip install 'trnpipe[tensorboard]', or turn the setting off",
+            ) from error
+        self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One point per name at `step`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()  # type: ignore[no-untyped-call]

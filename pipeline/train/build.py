@@ -16,10 +16,8 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.context import StageContext
-from pipeline.core.batching import BatchPlan, RankShare
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import BatchPlan, Bucket, RankShare
 from pipeline.core.errors import DataError
-from pipeline.core.events import EventName
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.sampler import MinedProducts, TrainingPools
 from pipeline.data.shards import TokenRows
@@ -31,6 +29,7 @@ from pipeline.model.temperature import start_values
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.registry.history import in_use
 from pipeline.settings import Settings
+from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig
 from pipeline.train.guard import SKIPPED
 from pipeline.train.identity import check_identity

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.quality import about_order, about_positives
 from pipeline.data.sampler import GroupedRows, Judged

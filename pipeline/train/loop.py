@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 from pipeline.backends import Backend, Batch
 from pipeline.core.errors import NumericError, Preempted, TransientError
-from pipeline.core.events import EventName
 from pipeline.core.order import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
+from pipeline.telemetry.events import EventName
 from pipeline.train.batches import BatchStream, add_digests, schedule_of
 from pipeline.train.config import TrainConfig
 from pipeline.train.step import TEMPERATURE, TrainProgram

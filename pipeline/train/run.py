@@ -9,10 +9,10 @@ from typing import Protocol
 from pipeline.checkpoint.state import Best
 from pipeline.checkpoint.store import prefix_of
 from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
-from pipeline.core.events import EventName
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.holdout import HoldoutFigures, evaluate_holdout
-from pipeline.telemetry.tensorboard import TensorBoardSink
+from pipeline.telemetry.console import TensorBoardSink
+from pipeline.telemetry.events import EventName
 from pipeline.train.batches import BatchStream
 from pipeline.train.build import Run, holdout_rows
 from pipeline.train.inputs import warnings_of

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.core.batching import RankShare
-from pipeline.core.buckets import Bucket, row_lengths
+from pipeline.core.batching import Bucket, RankShare, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.world import World
 from pipeline.train.config import TrainConfig

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
-from pipeline.core.batching import RankShare
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.config import LossConfig
 from pipeline.model.flat import FlatLayout, flat_forward

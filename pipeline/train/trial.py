@@ -12,8 +12,7 @@ import numpy as np
 from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import BatchPlan
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays

@@ -15,12 +15,12 @@ from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
-from pipeline.core.events import EventName
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
+from pipeline.telemetry.events import EventName
 
 CYCLE = "2026-01-01"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("niedrig", "größer"), label_gains=(0.0, 1.0))

@@ -13,7 +13,7 @@ from pipeline.compile.cache_ledger import LEDGER_DIR
 from pipeline.compile.cache_scan import list_local
 from pipeline.compile.cache_sync import Direction, SyncReport, Verify, sync_cache
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
 
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"

@@ -18,8 +18,7 @@ from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
-from pipeline.io.errors import DiskFull
-from pipeline.io.storage import Storage
+from pipeline.io.storage import DiskFull, Storage
 from tests.compile.cache_cases import (
     DONE,
     FILES,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig

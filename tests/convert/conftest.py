@@ -16,7 +16,7 @@ from pipeline.convert.source import Source, open_source
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model

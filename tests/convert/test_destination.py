@@ -15,8 +15,7 @@ from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.commit import verify_dir
-from pipeline.io.place import place_of
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage, open_storage, place_of
 from tests.convert.conftest import RETRY
 from tests.s3 import MotoServer, lead_to
 

@@ -7,8 +7,141 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.batching import BatchPlan, rank_slice
-from pipeline.core.errors import DataError
+from pipeline.core.batching import (
+    EMPTY,
+    BatchPlan,
+    Bucket,
+    Groups,
+    assign_buckets,
+    check_buckets,
+    deal_groups,
+    place_among_equals,
+    rank_slice,
+    row_lengths,
+)
+from pipeline.core.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("16x32", Bucket(16, 32)), ("24", Bucket(24, 24)), ("8X9", Bucket(8, 9))]
+)
+def test_parse(text: str, expected: Bucket) -> None:
+    assert Bucket.parse(text) == expected
+    assert Bucket.parse(expected.name) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "16x", "x16", "16x32x64", "-4x8", "4.5x8", "²x16", "a"])
+def test_anything_else_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="bucket"):
+        Bucket.parse(text)
+
+
+def test_buckets_are_ordered_unique_and_nested() -> None:
+    assert [b.name for b in check_buckets([Bucket(16, 32), Bucket(8, 8), Bucket(16, 32)])] == ["8x8", "16x32"]
+    with pytest.raises(ConfigError, match="8x32 and 16x16 are not nested"):
+        check_buckets([Bucket(16, 16), Bucket(8, 32)])
+    for bad in ([], [Bucket(2, 8)], [Bucket(8, 2)]):
+        with pytest.raises(ConfigError, match="at least one bucket"):
+            check_buckets(bad)
+
+
+TEXT_LENGTHS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=20)
+SHAPES = st.lists(st.tuples(st.integers(3, 40), st.integers(3, 40)), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXT_LENGTHS, SHAPES)
+def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
+    sides = np.cumsum(np.array(steps), axis=0)  # nested by construction
+    buckets = check_buckets([Bucket(int(q), int(p)) for q, p in sides])
+    query, product = np.array(lengths).T
+    for q, p, chosen in zip(query, product, assign_buckets(query, product, buckets), strict=True):
+        fitting = [i for i, b in enumerate(buckets) if q <= b.query_tokens and p <= b.product_tokens]
+        assert chosen == (fitting[0] if fitting else len(buckets) - 1)
+
+
+def test_row_lengths_end_with_one_that_holds_all() -> None:
+    buckets = (Bucket(16, 24), Bucket(32, 64))
+    assert row_lengths(buckets, 4) == (72, 184, 288)
+    assert row_lengths(buckets, 4, (80, 400, 96, 80)) == (80, 96, 288)
+    assert row_lengths((Bucket(3, 3),), 1) == (6,)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.integers(1, 9)), max_size=60)
+LENGTHS = (4, 12, 54)
+
+
+def deal(rows: list[tuple[int, bool]], slots: int, seed: int = 1) -> list[list[int]]:
+    query = np.array([query for query, _ in rows], dtype=np.int64)
+    positive = np.array([good for _, good in rows], dtype=np.bool_)
+    found: list[list[int]] = deal_groups(query, positive, slots=slots, seed=seed).tolist()
+    return found
+
+
+@settings(deadline=None, max_examples=200)
+@given(ROWS, st.integers(1, 6))
+def test_every_row_once_and_no_group_more_than_needed(rows: list[tuple[int, bool, int]], slots: int) -> None:
+    groups = deal([row[:2] for row in rows], slots)
+    seen: list[int] = []
+    for member in groups:
+        real = [row for row in member if row != EMPTY]
+        assert len(member) == slots and real == member[: len(real)] and real
+        assert len({rows[row][0] for row in real}) == 1
+        seen += real
+    assert sorted(seen) == list(range(len(rows)))
+    sizes = [sum(row[0] == wanted for row in rows) for wanted in {row[0] for row in rows}]
+    assert len(groups) == sum(-(-size // slots) for size in sizes)
+
+
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 6))
+def test_a_group_lies_in_the_shortest_row_that_holds_it(rows: list[tuple[int, bool, int]], slots: int) -> None:
+    members = deal_groups(*(np.array([row[i] for row in rows], dtype=kind) for i, kind in ((0, np.int64), (1, bool))),
+                          slots=slots, seed=1)  # fmt: skip
+    tokens = np.array([sum(rows[row][2] for row in member if row != EMPTY) for member in members.tolist()], np.int64)
+    groups = Groups.of(members, tokens, LENGTHS)
+    assert sum(groups.sizes) == len(members)
+    for number, found in enumerate(groups.members):
+        for member in found.tolist():
+            size = sum(rows[row][2] for row in member if row != EMPTY)
+            assert size <= LENGTHS[number] and (not number or size > LENGTHS[number - 1])
+
+
+def test_a_group_that_no_row_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="a group of 55 tokens for rows of 54"):
+        Groups.of(np.zeros((1, 2), dtype=np.int64), np.array([55]), LENGTHS)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(0, 12), st.integers(1, 8), st.integers(0, 5))
+def test_positives_are_spread_evenly(others: int, positives: int, slots: int, seed: int) -> None:
+    members = np.array(deal([(3, False)] * others + [(3, True)] * positives, slots, seed))
+    found, sizes = (members >= others).sum(axis=1), (members != EMPTY).sum(axis=1)
+    assert np.abs(found - sizes * positives / (others + positives)).max() <= 1.001, found.tolist()
+    assert {int((member != EMPTY).sum()) for member in members} <= {
+        (others + positives) // len(members),
+        -(-(others + positives) // len(members)),
+    }
+
+
+def test_the_seed_decides_who_stands_together() -> None:
+    one, same, other = (deal([(1, False)] * 30, 4, seed) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+@given(st.lists(st.integers(-3, 3), max_size=30))
+def test_place_among_equals(keys: list[int]) -> None:
+    place, count = place_among_equals(np.array(keys, dtype=np.int64))
+    assert place.tolist() == [keys[:index].count(key) for index, key in enumerate(keys)]
+    assert count.tolist() == [keys.count(key) for key in keys]
+
+
+def test_nothing_to_deal() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    members = deal_groups(none, none.astype(np.bool_), slots=3, seed=1)
+    groups = Groups.of(members, none, LENGTHS)
+    assert members.shape == (0, 3) and groups.sizes == (0, 0, 0) and groups.fill == 1.0
+
 
 POOLS = st.lists(st.integers(0, 60), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**31)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.io.storage import Storage, open_storage
+from pipeline.telemetry.events import EventName
 from tests.real_data import real_file
 
 

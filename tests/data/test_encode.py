@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.data.encode import id_dtype, pack, pair_tokens, product_text
 from pipeline.data.tokenizer import Tokens, take
 

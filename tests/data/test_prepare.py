@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.events import EventName
 from pipeline.core.progress import shown_on
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
@@ -22,6 +21,7 @@ from pipeline.data.synthetic import generate, partitions
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets
 from pipeline.io.commit import read_manifest, verify_dir
+from pipeline.telemetry.events import EventName
 from tests.shown import Shown
 
 Make = Callable[[str], Any]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows

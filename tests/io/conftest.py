@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
 from tests.s3 import MotoServer, lead_to
 

@@ -9,8 +9,7 @@ import pytest
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.errors import DiskFull, translate_os_error
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import DiskFull, Storage, open_storage, translate_os_error
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, fetch_dir, verify_dir
-from pipeline.io.parallel import run_parallel
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, open_storage
 from tests.shown import Shown
 

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy, call_with_retry
+from pipeline.io.requests import RetryPolicy, call_with_retry
 
 FAST = RetryPolicy(first_wait_s=0.001, max_wait_s=0.002, total_deadline_s=5)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage
 from pipeline.io.s3_client import S3Client
 from pipeline.io.s3_transfer import MAX_PARTS, TransferSettings, part_ranges
@@ -47,7 +47,11 @@ def test_throttled_requests_are_repeated_and_counted(s3: Storage, proxy: Proxy) 
     proxy.faults = [Fault("slow_down", "PUT", "x", times=2), Fault("slow_down", "GET", "x", times=1)]
     s3.write_bytes("x", b"data")
     assert s3.read_bytes("x") == b"data"
-    assert s3.requests.put == 3 and s3.requests.get == 2 and s3.requests.retries == 3
+    assert (
+        s3.requests.snapshot()["put"] == 3
+        and s3.requests.snapshot()["get"] == 2
+        and s3.requests.snapshot()["retries"] == 3
+    )
     assert [method for method, path in proxy.seen if "x" in path] == ["PUT"] * 3 + ["GET"] * 2
 
 
@@ -105,7 +109,7 @@ def test_a_bucket_that_vanished(proxy: Proxy) -> None:
     for use in (lambda: storage.write_bytes("x", b""), lambda: storage.read_bytes("x"), lambda: list(storage.list(""))):
         with pytest.raises(ConfigError, match="bucket gone does not exist"):
             use()
-    assert storage.requests.retries == 0
+    assert storage.requests.snapshot()["retries"] == 0
 
 
 def test_no_credentials(aws: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_long_listings_and_deletions(s3: Storage) -> None:
     assert [stat.key for stat in s3.list("many")] == [f"many/{number:03d}" for number in range(7)]
     s3.delete_prefix("many")
     assert list(s3.list("many")) == []
-    assert s3.requests.list == 3 + 3 + 1 and s3.requests.delete == 1
+    assert s3.requests.snapshot()["list"] == 3 + 3 + 1 and s3.requests.snapshot()["delete"] == 1
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 16 * MIB, 16 * MIB + 1, 5 * 2**40])

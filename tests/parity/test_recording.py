@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.io.storage import open_storage
@@ -20,7 +19,7 @@ from pipeline.parity import scoring
 from pipeline.parity.compare import compare_sides
 from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
 from pipeline.parity.recording import curve_of, evaluations_of
-from pipeline.telemetry.events import EventLog
+from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train import batches, saver
 from pipeline.train.step import TrainProgram
 from tests.parity.case import CPU, PARITY, ROWS, Case

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
 from tests.registry.cases import make_checkpoint
 from tests.s3 import MotoServer, lead_to

@@ -1,11 +1,14 @@
 """Console lines, plain and on a terminal."""
 
 import io
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from pipeline.telemetry.console import Console, StepFigures, step_text
+from pipeline.core.errors import ConfigError
+from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink, step_text
 
 FIGURES = StepFigures(
     step=120,
@@ -154,3 +157,21 @@ def test_quiet_says_nothing() -> None:
             clock.now += 10.0
             advance(1)
         assert stream.getvalue() == ""
+
+
+def test_scalars_can_be_read_back(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(tmp_path)
+    sink.scalars(3, {"loss": 0.5, "lr": 0.1})
+    sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5)]
+    assert set(events.Tags()["scalars"]) == {"loss", "lr"}
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"trnpipe\[tensorboard\]"):
+        TensorBoardSink(tmp_path)

@@ -8,8 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
-from pipeline.core.batching import BatchPlan
-from pipeline.core.buckets import Bucket
+from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.data.sampler import NONE, GroupedRows, MinedProducts, PaddedRows
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo

@@ -16,13 +16,13 @@ from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 from pipeline.train.batches import BatchStream
 from pipeline.train.config import GuardConfig, TrainConfig
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop

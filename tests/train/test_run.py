@@ -17,7 +17,6 @@ from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, Preempted
-from pipeline.core.events import EventName
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.sampler import NONE
@@ -35,6 +34,7 @@ from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 from pipeline.train.build import open_run
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs

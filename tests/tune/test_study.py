@@ -14,12 +14,11 @@ import pipeline.train.build as train_build
 import pipeline.tune.trial as tune_trial
 from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, Preempted, TransientError
-from pipeline.core.events import EventName
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import open_rows
 from pipeline.settings import LaunchConfig, Settings
 from pipeline.stages import train as train_stage
-from pipeline.telemetry.events import EventLog
+from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train.step import TrainProgram
 from pipeline.tune.study import run_study
 from pipeline.tune.table import StudyTable, lines_of

@@ -16,7 +16,7 @@ from jobs.targets.batch.requests import Request
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io import s3_client
-from pipeline.io.retry import RetryPolicy, call_with_retry
+from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, code_of, status_of
 
 # boto3 clients from the usual AWS environment: AWS_DEFAULT_REGION, AWS_ENDPOINT_URL, credentials.

@@ -7,7 +7,7 @@ from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.targets.batch.client import AWS_ERRORS, Detail, is_retryable, name_of, translate
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy, call_with_retry
+from pipeline.io.requests import RetryPolicy, call_with_retry
 
 _STARTED = (JobState.STARTING, JobState.RUNNING)
 

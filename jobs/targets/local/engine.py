@@ -22,7 +22,7 @@ from jobs.targets.local.nodes import LOOPBACK, Nodes, NodeStart, Signal, local_c
 from jobs.targets.local.slots import Slots, admitted
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.errors import translate_os_error
+from pipeline.io.storage import translate_os_error
 from pipeline.parallel.network import own_address
 
 # What the engine says of a job whose state has changed, for people. Pure.

@@ -19,7 +19,7 @@ from jobs.targets.local.slots import Slots, check_fits
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
-from pipeline.io.errors import os_errors
+from pipeline.io.storage import os_errors
 
 GRACE_S = 30.0  # as AWS Batch gives
 

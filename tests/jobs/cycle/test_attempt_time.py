@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cycle.attempt_time import NEVER, SPENT, Category, Moment, Try, spent_in, with_kept_until
-from pipeline.core.events import EventName
+from pipeline.telemetry.events import EventName
 
 K = Category
 

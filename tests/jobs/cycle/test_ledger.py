@@ -9,7 +9,7 @@ from jobs.cycle.ledger import CycleLedger, deadline_of, ledger_of, success_of
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
 from jobs.plan.spec import CyclePlan
-from pipeline.core.events import EventName
+from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import TRN1, job, plan
 
 K = Category

@@ -9,10 +9,10 @@ from jobs.cycle.attempt_time import Moment
 from jobs.cycle.page import page
 from jobs.cycle.report import CycleReport, gather, losses_of
 from jobs.cycle.store import CycleStore
-from pipeline.core.events import EventName
 from pipeline.evaluate.gate.verdict import GateCheck, Verdict
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.io.storage import open_storage
+from pipeline.telemetry.events import EventName
 from tests.evaluate.test_table import HOLDOUT, model
 from tests.jobs.cycle.test_cost_lines import GOOD
 from tests.jobs.cycle.test_ledger import attempt, record

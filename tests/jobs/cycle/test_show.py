@@ -6,7 +6,7 @@ from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines, ran_seconds, shape_text, status_lines
 from jobs.cycle.states import EXITED, HOST_TERMINATED
 from jobs.plan.cost import Prices
-from pipeline.core.table import aligned
+from pipeline.core.format import aligned
 from tests.jobs.cycle.cases import CPU, TRN1, cycle, job
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
 

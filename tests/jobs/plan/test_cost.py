@@ -4,7 +4,7 @@ import pytest
 
 from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
 from jobs.plan.spec import JobSpec, Resources
-from pipeline.core.table import usd
+from pipeline.core.format import usd
 from tests.jobs.cycle.cases import TRN1, job
 
 LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})

@@ -10,7 +10,7 @@ from jobs.plan.spec import CyclePlan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.fake_batch import FakeBatch

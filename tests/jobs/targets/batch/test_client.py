@@ -8,7 +8,7 @@ from botocore import exceptions as boto
 from jobs.targets.batch.client import BatchClient, UnknownOutcome, connect
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.io.retry import RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from tests.jobs.targets.batch.fake_batch import FakeBatch, client_error
 from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.batch.setting import FAST, Clock

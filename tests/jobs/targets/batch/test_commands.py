@@ -15,8 +15,7 @@ from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.io.errors import KeyNotFound
-from pipeline.io.storage import open_storage
+from pipeline.io.storage import KeyNotFound, open_storage
 from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 from tests.jobs.targets.batch.setting import FAST, Clock

@@ -1,0 +1,133 @@
+"""Requests to storage: counted, repeated under one deadline, sent side by side in threads."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Literal, Self, TypeVar
+
+import tenacity
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pipeline.core.progress import Advance, progress
+from pipeline.core.stop import StopSignal
+
+# Counts of storage requests: S3 is billed by request, so they are part of a cycle's figures.
+
+Operation = Literal["get", "put", "list", "delete", "head", "retries"]
+
+
+class RequestCounts:
+    """Requests sent, by kind, each attempt counted; `retries` says how many of them were repeats. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {"get": 0, "put": 0, "list": 0, "delete": 0, "head": 0, "retries": 0}
+
+    def add(self, operation: Operation) -> None:
+        with self._lock:
+            self._counts[operation] += 1
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts by name; JSON-ready."""
+        with self._lock:
+            return dict(self._counts)
+
+
+T = TypeVar("T")
+
+
+class RetryPolicy(BaseModel):
+    """How long one request may be repeated before its error counts. A long transfer has this budget per part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_wait_s: float = Field(0.2, gt=0, le=60, description="Bound of the first random wait; doubles")
+    max_wait_s: float = Field(20.0, gt=0, le=300, description="Upper bound of any wait")
+    total_deadline_s: float = Field(120.0, ge=0, le=3600, description="No attempt starts later than this")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.first_wait_s > self.max_wait_s:
+            raise ValueError(f"first_wait_s {self.first_wait_s} is larger than max_wait_s {self.max_wait_s}")
+        return self
+
+
+def call_with_retry(
+    call: Callable[[], T],
+    policy: RetryPolicy,
+    *,
+    retryable: Callable[[BaseException], bool],
+    stop: StopSignal,
+    doing: str,
+    on_retry: Callable[[], None],
+) -> T:
+    """The result of `call`, repeated while `retryable(error)` and time is left; then the last error itself.
+
+    Full jitter (wait uniform in 0..first_wait_s * 2^n): AWS Architecture Blog, "Exponential Backoff and Jitter".
+    Preempted when `stop` is set before an attempt or during a wait.
+    """
+
+    def sleep(seconds: float) -> None:
+        stop.wait(seconds)
+        stop.raise_if_set(doing)
+        on_retry()
+
+    stop.raise_if_set(doing)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(retryable),
+        wait=tenacity.wait_random_exponential(multiplier=policy.first_wait_s, max=policy.max_wait_s),
+        stop=tenacity.stop_before_delay(policy.total_deadline_s),
+        sleep=sleep,
+        reraise=True,
+    )
+    return retrying(call)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_parallel(
+    call: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    num_threads: int,
+    stop: StopSignal,
+    doing: str,
+    size_bytes: Callable[[Item], int] | None = None,
+) -> list[Result]:
+    """[call(item) for item in items], at most `num_threads` at a time. Raises the first failed item's error.
+
+    Progress is shown as `doing`: in bytes where `size_bytes` tells how many an item has, else in items.
+    """
+
+    def checked(item: Item) -> Result:
+        stop.raise_if_set(doing)
+        return call(item)
+
+    sizes = [size_bytes(item) if size_bytes else 1 for item in items]
+    with progress(doing, sum(sizes), "bytes" if size_bytes else "items") as advance:
+        if len(items) < 2 or num_threads < 2:
+            results = []
+            for item, size in zip(items, sizes, strict=True):
+                results.append(checked(item))
+                advance(size)
+            return results
+        return _in_threads(checked, items, sizes, num_threads, advance)
+
+
+def _in_threads(
+    call: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int], num_threads: int, advance: Advance
+) -> list[Result]:
+    with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="storage") as pool:
+        futures = [pool.submit(call, item) for item in items]
+        for future, size in zip(futures, sizes, strict=True):
+            future.add_done_callback(lambda _, size=size: advance(size))  # type: ignore[misc]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # also when the main thread is interrupted
+            pool.shutdown(wait=True, cancel_futures=True)
+        for future in futures:
+            if future in done:
+                future.result()
+        return [future.result() for future in futures]
