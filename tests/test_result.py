@@ -8,7 +8,7 @@ import pytest
 from pipeline.context import StageResult, Status, load_result, result_key, store_result
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.refs import parent_place, parent_tokenizer
+from pipeline.registry.checkpoints import parent_tokenizer, start_place
 from pipeline.settings import Settings
 from pipeline.train.config import TrainConfig
 
@@ -92,6 +92,6 @@ def test_a_broken_pointer_is_a_checkpoint_error(workspace: Storage, content: byt
 
 def test_a_named_parent_may_lie_elsewhere(workspace: Storage, tmp_path: Path) -> None:
     settings = Settings(train=TrainConfig(start=f"file://{tmp_path}/other/step-3/"))
-    place = parent_place(settings, workspace)
+    place = start_place(settings.train.start, settings, workspace)
     assert place is not None
     assert place[0].uri(place[1]) == f"file://{tmp_path}/other/step-3"

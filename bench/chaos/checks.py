@@ -13,9 +13,9 @@ from pipeline.core.errors import TrnpipeError
 from pipeline.embed.vector_set import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
+from pipeline.registry.checkpoints import verify_checkpoint
 from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.records import Pointer
-from pipeline.registry.verified import verify_checkpoint
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import read_token_sets
 from pipeline.io import atomic
-from pipeline.io.storage import Storage, place_of
+from pipeline.io.storage import Storage
+from pipeline.registry.checkpoints import Ancestor, lineage, locate
 from pipeline.registry.history import read_pointer
-from pipeline.registry.lineage import CHECKPOINTS, Ancestor, lineage
-from pipeline.registry.records import check_prefix
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
@@ -74,12 +73,8 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir
     """The checkpoint, and its prefix in the workspace; '' for one of another place. Raises CheckpointError."""
     if not call.arguments:
         return _promoted(settings, ctx, cache_dir)
-    text = call.arguments[0].rstrip("/")
-    root = f"{ctx.workspace.root}/"
-    if text.startswith(CHECKPOINTS):
-        return open_checkpoint(ctx.workspace, check_prefix(text), cache_dir), text
-    checkpoint = open_checkpoint(*place_of(text, retry=settings.storage, stop=ctx.stop), cache_dir)
-    return checkpoint, checkpoint.uri.removeprefix(root) if checkpoint.uri.startswith(root) else ""
+    storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
+    return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
 
 
 def _promoted(settings: Settings, ctx: StageContext, cache_dir: Path) -> tuple[Checkpoint, str]:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from pipeline.command_table import ToolCall
@@ -12,12 +11,10 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
 from pipeline.registry.history import list_models, read_history, read_pointer
-from pipeline.registry.lineage import Ancestor, lineage
 from pipeline.registry.promote import promote, roll_back
-from pipeline.registry.records import Author, Entry, Pointer, check_prefix, one_line, who
-from pipeline.registry.verdict import stored_decision
-from pipeline.registry.verified import read_checkpoint
+from pipeline.registry.records import Author, Entry, Pointer, one_line, stored_decision, who
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
 
@@ -74,7 +71,7 @@ class _Registry:
     @property
     def named(self) -> str:
         """The checkpoint that was typed, as a prefix; empty when none was."""
-        return _prefix_in(self.workspace, self.call.arguments[0]) if self.call.arguments else ""
+        return prefix_in(self.workspace, self.call.arguments[0]) if self.call.arguments else ""
 
     def production(self, model: str = "") -> Pointer | None:
         found = read_pointer(self.workspace, model or self.model)
@@ -143,7 +140,7 @@ def _promote(registry: _Registry, say: Say) -> int:
     before = registry.production()
     candidate = read_checkpoint(workspace, prefix)
     cycles = [name for name in (registry.settings.cycle, candidate.state.cycle) if name]
-    judged = stored_decision(workspace, registry.model, candidate, before.place if before else None, cycles)
+    judged = stored_decision(workspace, registry.model, candidate.place, before.place if before else None, cycles)
     decision = judged.model_copy(update={"forced": forced or ""})
     now = promote(workspace, registry.model, prefix, expected=before, decision=decision, author=registry.author())
     _say_change(before, now, say)
@@ -163,23 +160,6 @@ ACTIONS: Mapping[str, Callable[[_Registry, Say], int]] = {
     "promote": _promote,
     "rollback": _rollback,
 }
-
-
-def _prefix_in(workspace: Storage, text: str) -> str:
-    """A checkpoint as people name it: a prefix in the workspace, its URI or its path. Raises ConfigError."""
-    text = text.rstrip("/")
-    folder = workspace.local_path("")
-    if text.startswith(f"{workspace.root}/"):
-        text = text.removeprefix(f"{workspace.root}/")
-    elif "://" in text:
-        raise ConfigError(
-            f"{one_line(text)} is not in the workspace {workspace.root}",
-            expected="a checkpoint of this workspace, as checkpoints/<cycle>/step-<n>",
-            next_command="give --workspace",
-        )
-    elif folder is not None and Path(text).absolute().is_relative_to(folder):
-        text = Path(text).absolute().relative_to(folder).as_posix()
-    return check_prefix(text)
 
 
 def _lineage(registry: _Registry, prefix: str) -> tuple[tuple[Ancestor, ...], str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint.state import TrainState
 from pipeline.convert.record import ExportRecord, Format
-from pipeline.registry.lineage import Ancestor
+from pipeline.registry.checkpoints import Ancestor
 from pipeline.registry.records import one_line
 
 FILE = "README.md"

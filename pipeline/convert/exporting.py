@@ -33,7 +33,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 from pipeline.model.hf import PREFIX, from_hf, hf_config
 from pipeline.model.relevance import build_model
-from pipeline.registry.lineage import Ancestor
+from pipeline.registry.checkpoints import Ancestor
 
 # Where an export goes: written under a hidden name, then shown whole. Nobody's files are overwritten.
 

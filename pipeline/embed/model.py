@@ -10,7 +10,7 @@ from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import open_device
-from pipeline.registry.refs import incumbent_prefix
+from pipeline.registry.checkpoints import incumbent_prefix, locate
 from pipeline.settings import Settings
 
 
@@ -32,7 +32,7 @@ def model_place(settings: Settings, ctx: StageContext) -> str:
 
 def open_model(place: str, settings: Settings, ctx: StageContext) -> Checkpoint:
     """The checkpoint, every byte verified. Raises CheckpointError."""
-    storage, prefix = _locate(place, settings, ctx)
+    storage, prefix = locate(place, settings, ctx.workspace)
     return open_checkpoint(storage, prefix, ctx.scratch / "embed" / "model")
 
 
@@ -46,13 +46,6 @@ def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Check
             next_command="embed in a new cycle",
         )
     return checkpoint
-
-
-def _locate(place: str, settings: Settings, ctx: StageContext) -> tuple[Storage, str]:
-    if place.startswith("checkpoints/"):
-        return ctx.workspace, place
-    root, _, name = place.rpartition("/")
-    return open_storage(root or ".", retry=settings.storage, stop=ctx.stop), name
 
 
 def catalogue_storage(plan: EmbedPlan, settings: Settings, ctx: StageContext) -> Storage:

@@ -7,7 +7,8 @@ from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.tokens import TokenSet, spec_of
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage
+from pipeline.registry.checkpoints import locate
 from pipeline.registry.history import read_pointer
 from pipeline.registry.records import Pointer
 from pipeline.settings import Settings
@@ -61,7 +62,7 @@ def _candidate_place(settings: Settings, ctx: StageContext) -> tuple[Storage, st
     """Storage and prefix; the storage is that of the workspace when it lies there."""
     named = settings.evaluate.candidate
     if named:
-        return _place(settings, ctx, named)
+        return locate(named, settings, ctx.workspace)
     result = ctx.earlier("train")
     if result is None:
         raise DataError(
@@ -78,7 +79,7 @@ def _compared(settings: Settings, ctx: StageContext, pointer: Pointer | None) ->
         return None
     cache = ctx.scratch / "incumbent"
     if named != PRODUCTION or pointer is None:
-        return open_checkpoint(*_place(settings, ctx, named), cache)
+        return open_checkpoint(*locate(named, settings, ctx.workspace), cache)
     try:
         return open_checkpoint(ctx.workspace, pointer.checkpoint, cache)
     except CheckpointError as error:
@@ -87,18 +88,6 @@ def _compared(settings: Settings, ctx: StageContext, pointer: Pointer | None) ->
             expected=error.expected,
             next_command="trnpipe registry rollback; or --evaluate.incumbent none with --evaluate.force-reason TEXT",
         ) from error
-
-
-def _place(settings: Settings, ctx: StageContext, named: str) -> tuple[Storage, str]:
-    """`checkpoints/<cycle>/step-<n>` in the workspace, or a folder or URI anywhere."""
-    named = named.rstrip("/")
-    for root in (ctx.workspace.root, ctx.workspace.root.removeprefix("file://"), settings.workspace.rstrip("/")):
-        if named.startswith(f"{root}/"):
-            return ctx.workspace, named.removeprefix(f"{root}/")
-    if "://" not in named and named.startswith("checkpoints/"):
-        return ctx.workspace, named
-    root, _, name = named.rpartition("/")
-    return open_storage(root or ".", retry=settings.storage, stop=ctx.stop), name
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:

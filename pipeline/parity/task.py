@@ -17,7 +17,7 @@ from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.parity.record import Side
-from pipeline.registry.refs import parent_place
+from pipeline.registry.checkpoints import start_place
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.train.config import TrainConfig
@@ -118,7 +118,7 @@ def _checkpoint(settings: Settings, ctx: StageContext) -> tuple[Storage, str]:
     """Storage and prefix of what both sides start from."""
     named = settings.parity.checkpoint
     if named:
-        place = parent_place(settings.model_copy(update={"train": TrainConfig(start=named)}), ctx.workspace)
+        place = start_place(named, settings, ctx.workspace)
     else:
         result = ctx.earlier("train")
         place = None if result is None else (ctx.workspace, result.outputs["checkpoint"])

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
+from pipeline.registry.checkpoints import Known, check_present, read_checkpoint, verify_checkpoint
 from pipeline.registry.history import append, pointer_key, read_pointer
 from pipeline.registry.records import (
     Author,
@@ -20,7 +21,6 @@ from pipeline.registry.records import (
     check_prefix,
     one_line,
 )
-from pipeline.registry.verified import Known, check_present, read_checkpoint, verify_checkpoint
 
 
 def promote(

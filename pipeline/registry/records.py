@@ -5,17 +5,17 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.io.storage import check_key
+from pipeline.core.record import Record
+from pipeline.io.storage import Storage, check_key, read_record
 
-SCHEMA_VERSION = 1
 Action = Literal["promoted", "forced", "rolled_back", "refused"]
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -78,12 +78,6 @@ ModelName = Annotated[str, AfterValidator(_valid_model)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Figures = Annotated[Mapping[str, float | None], BeforeValidator(_finite)]
 Reasons = Annotated[tuple[str, ...], BeforeValidator(_lines)]
-
-
-class Record(BaseModel):
-    """Frozen; unknown fields are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Place(Record):
@@ -180,6 +174,91 @@ def parse_entry(data: bytes | str) -> Entry:
 def changes_of(entries: Sequence[Entry]) -> tuple[Pointer, ...]:
     """The changes of production among entries, in order."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
+
+
+# `cycles/<cycle>/evaluate/verdict.json`: what the gate said of one candidate against one incumbent.
+
+
+class StoredVerdict(Record):
+    """Written by evaluate before anything is promoted or refused by it."""
+
+    schema_version: Literal[1] = 1
+    model: ModelName
+    cycle: str = Field(description="The cycle that evaluated")
+    candidate: Place
+    incumbent: Place | None = Field(description="None: nothing was in production")
+    promote: bool
+    reasons: Reasons = Field(description="The verdict in plain lines")
+    figures: Figures = Field({}, description="Metrics of the candidate")
+    checks: tuple[dict[str, JsonValue], ...] = Field((), description="Every check of the gate")
+    settings_hash: str
+    code_version: str
+    at: datetime = Field(description="UTC")
+
+    def decision(self) -> Decision:
+        """What promote() and record_refusal() want to know of it."""
+        return Decision(
+            passed=self.promote,
+            digest=self.candidate.digest,
+            reasons=self.reasons,
+            figures=self.figures,
+            verdict=verdict_key(self.cycle),
+        )
+
+
+def verdict_key(cycle: str) -> str:
+    return f"cycles/{cycle}/evaluate/verdict.json"
+
+
+def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
+    """Publish it (atomic) and return its key."""
+    key = verdict_key(verdict.cycle)
+    workspace.write_bytes(key, verdict.model_dump_json(indent=1).encode() + b"\n")
+    return key
+
+
+def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
+    """The stored verdict; None when the cycle has none. Raises DataError when it cannot be read."""
+    return read_record(
+        workspace,
+        verdict_key(cycle),
+        StoredVerdict,
+        what="a verdict",
+        writer="trnpipe evaluate",
+        next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
+    )
+
+
+def stored_decision(
+    workspace: Storage, model: str, candidate: Place, incumbent: Place | None, cycles: Iterable[str]
+) -> Decision:
+    """What the first of these cycles that judged this content says of it; not passed, with the reason, when none did.
+
+    A verdict counts only for the model and the incumbent that it was made against.
+    """
+    reasons = []
+    for cycle in dict.fromkeys(cycles):
+        try:
+            verdict = load_verdict(workspace, cycle)
+        except DataError as error:
+            reasons.append(error.seen)
+            continue
+        if verdict is not None and verdict.candidate.digest == candidate.digest:
+            reason = _misfit(verdict, model, incumbent)
+            decision = verdict.decision()
+            return decision.model_copy(update={"passed": False, "reasons": (reason,)}) if reason else decision
+    return Decision(passed=False, reasons=(*reasons, f"no verdict of {candidate.checkpoint} is stored"))
+
+
+def _misfit(verdict: StoredVerdict, model: str, incumbent: Place | None) -> str:
+    """Why the verdict does not count here; empty when it does."""
+    if verdict.model != model:
+        return f"it was judged as a model {verdict.model}, not {model}"
+    if verdict.incumbent == incumbent:
+        return ""
+    judged, now = (place.checkpoint if place else "nothing" for place in (verdict.incumbent, incumbent))
+    same = " (other content)" if judged == now else ""
+    return f"it was judged against {judged} in production, which is {now} now{same}"
 
 
 # Who is at work, for the record.

@@ -10,8 +10,7 @@ from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import Evaluation
 from pipeline.registry.promote import promote, record_refusal
-from pipeline.registry.records import Author, Place, Pointer, who
-from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
+from pipeline.registry.records import Author, Place, Pointer, StoredVerdict, store_verdict, verdict_key, who
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import DataError
-from pipeline.registry.refs import incumbent_prefix, parent_place
+from pipeline.registry.checkpoints import incumbent_prefix, start_place
 from pipeline.settings import Settings
 
 # The checkpoint a cycle starts from, pinned at its first attempt, opened and verified.
@@ -16,7 +16,7 @@ def find_parent(settings: Settings, ctx: StageContext) -> Checkpoint | None:
     """The verified parent checkpoint; None for scratch, or when nothing was promoted. Raises CheckpointError."""
     cache_dir = ctx.scratch / "parent"
     if settings.train.start != "incumbent":
-        place = parent_place(settings, ctx.workspace)
+        place = start_place(settings.train.start, settings, ctx.workspace)
         return None if place is None else open_checkpoint(*place, cache_dir)
     prefix = _pinned_incumbent(settings, ctx)
     return None if prefix is None else open_checkpoint(ctx.workspace, prefix, cache_dir)

@@ -7,7 +7,7 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.data.judgements import judgements_of
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.quality import prepared_warnings
-from pipeline.registry.refs import parent_tokenizer
+from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration
-from pipeline.io.storage import Storage
+from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
 from pipeline.train.build import open_run
@@ -32,7 +32,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
         ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
         return earlier.model_copy(update={"status": "already_done"})
-    if parent is not None and not inputs.selection.new and (key := _key_in(ctx.workspace, parent)):
+    if parent is not None and not inputs.selection.new and (key := key_in(ctx.workspace, parent.uri)):
         return _nothing_new(ctx, inputs, parent, key, started)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     with open_run(settings, ctx, inputs, tokenizer) as opened:
@@ -41,12 +41,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     result = _commit(ctx, inputs, outcome.prefix, _figures(outcome, with_scores), started)
     _tell(ctx, outcome, (result.finished - started).total_seconds(), with_scores)
     return result
-
-
-def _key_in(workspace: Storage, checkpoint: Checkpoint) -> str:
-    """Where the checkpoint lies in this workspace; empty when it is of another one."""
-    root = f"{workspace.root}/"
-    return checkpoint.uri.removeprefix(root) if checkpoint.uri.startswith(root) else ""
 
 
 def _nothing_new(ctx: StageContext, inputs: RunInputs, parent: Checkpoint, key: str, started: datetime) -> StageResult:

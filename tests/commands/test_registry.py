@@ -12,8 +12,7 @@ from pipeline.checkpoint.state import WEIGHTS
 from pipeline.commands import registry
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import pointer_key
-from pipeline.registry.records import Place
-from pipeline.registry.verdict import StoredVerdict, store_verdict
+from pipeline.registry.records import Place, StoredVerdict, store_verdict
 from tests.registry.cases import MODEL, child_of, consistent, digest_of, make_checkpoint, prefix, production, put
 
 

@@ -18,7 +18,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import open_storage
-from pipeline.registry.lineage import Ancestor
+from pipeline.registry.checkpoints import Ancestor
 from tests.convert.conftest import RETRY, Folder, given, source_of
 
 WHOLE: tuple[Format, ...] = ("sentence-transformers", "transformers", "safetensors", "torch")

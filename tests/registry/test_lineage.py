@@ -11,10 +11,8 @@ import pytest
 from pipeline.checkpoint.state import STATE, WEIGHTS, Best, Origin, Parent
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.lineage import Ancestor, lineage
-from pipeline.registry.records import Place
-from pipeline.registry.verdict import StoredVerdict, store_verdict, verdict_key
-from pipeline.registry.verified import read_checkpoint
+from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint
+from pipeline.registry.records import Place, StoredVerdict, store_verdict, verdict_key
 from tests.registry.cases import MODEL, child_of, digest_of, make_checkpoint, prefix
 from tests.registry.conftest import ON_BOTH, Make
 
@@ -176,7 +174,7 @@ def test_a_circle_ends(workspace: Storage, family: tuple[str, str, str], monkeyp
             object.__setattr__(known, "state", known.state.model_copy(update={"parent": parent}))
         return known
 
-    monkeypatch.setattr("pipeline.registry.lineage.read_checkpoint", forged)
+    monkeypatch.setattr("pipeline.registry.checkpoints.read_checkpoint", forged)
     found = lineage(workspace, grandchild)
     assert len(found) == 4 and found[-1].note == "the lineage runs in a circle"
 

@@ -7,9 +7,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.io.storage import Storage
-from pipeline.registry.records import Place
-from pipeline.registry.verdict import StoredVerdict, load_verdict, store_verdict, stored_decision, verdict_key
-from pipeline.registry.verified import read_checkpoint
+from pipeline.registry.checkpoints import read_checkpoint
+from pipeline.registry.records import Place, StoredVerdict, load_verdict, store_verdict, stored_decision, verdict_key
 from tests.registry.cases import MODEL, digest_of, prefix
 from tests.registry.conftest import Make
 
@@ -48,14 +47,14 @@ def test_a_damaged_one_is_named_and_carries_nothing(workspace: Storage, make: Ma
     workspace.write_bytes(verdict_key("c1"), content)
     with pytest.raises(DataError, match=r"verdict\.json is not a verdict"):
         load_verdict(workspace, "c1")
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), None, ["c1"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, None, ["c1"])
     assert not decision.passed and "is not a verdict" in decision.reasons[0]
 
 
 def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: Make) -> None:
     place = make("c1")
     store_verdict(workspace, verdict(workspace, place, "c2", incumbent=OTHER))
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), OTHER, ["c1", "c2", "c2"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, OTHER, ["c1", "c2", "c2"])
     assert decision.passed and decision.digest == digest_of(workspace, place)
     assert (decision.reasons, decision.verdict) == (("better everywhere",), "cycles/c2/evaluate/verdict.json")
 
@@ -80,5 +79,5 @@ def test_and_of_nothing_else(
 ) -> None:
     place = make("c1")
     store_verdict(workspace, verdict(workspace, place, "c1", **changes))
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place), incumbent, ["c1"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, incumbent, ["c1"])
     assert not decision.passed and reason in decision.reasons[-1]

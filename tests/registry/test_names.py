@@ -1,0 +1,49 @@
+"""However a checkpoint is named, the same one is meant."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import ConfigError
+from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.checkpoints import key_in, locate, prefix_in, start_place
+from pipeline.settings import Settings
+
+PREFIX = "checkpoints/c/step-1"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Storage:
+    (tmp_path / "ws").mkdir()
+    return open_storage(str(tmp_path / "ws"))
+
+
+@pytest.mark.parametrize("form", ["{prefix}", "{prefix}/", "{root}/{prefix}", "{path}/{prefix}", "{relative}/{prefix}"])
+def test_what_lies_in_the_workspace_is_found_by_its_key(
+    workspace: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = form.format(prefix=PREFIX, root=workspace.root, path=tmp_path / "ws", relative="ws")
+    assert key_in(workspace, named) == PREFIX == prefix_in(workspace, named)
+    storage, prefix = locate(named, Settings(), workspace)
+    assert storage is workspace and prefix == PREFIX
+    assert start_place(named, Settings(), workspace) == (workspace, PREFIX)
+
+
+def test_what_lies_elsewhere_is_a_folder_and_a_name(workspace: Storage, tmp_path: Path) -> None:
+    other = tmp_path / "other" / PREFIX
+    storage, prefix = locate(str(other), Settings(), workspace)
+    assert storage.uri(prefix) == f"file://{other}" and key_in(workspace, str(other)) is None
+    with pytest.raises(ConfigError, match="not in the workspace"):
+        prefix_in(workspace, "s3://bucket/ws/checkpoints/c/step-1")
+
+
+@pytest.mark.parametrize("named", ["checkpoints/../../c", "checkpoints/c/\x1b[0m"])
+def test_a_name_that_leads_out_or_cannot_be_printed_is_refused(workspace: Storage, named: str) -> None:
+    with pytest.raises(ConfigError):
+        locate(named, Settings(), workspace)
+
+
+def test_nothing_is_meant_by_scratch_or_before_a_promotion(workspace: Storage) -> None:
+    assert start_place("scratch", Settings(), workspace) is None
+    assert start_place("incumbent", Settings(), workspace) is None
