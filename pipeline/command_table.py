@@ -56,8 +56,8 @@ TOOLS: dict[str, Tool] = {
         "the compiled graphs of this machine: status, doctor, repair, sync",
         actions={
             "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "doctor": "also read every byte; say what is wrong and the next command; exit 65 when something is",
-            "repair": "remove stale locks, remembered failures, half and damaged entries, versions not kept",
+            "doctor": "also say what is wrong and the next command; exit 65 when something is",
+            "repair": "remove stale locks, remembered failures, half entries, versions not kept",
             "sync": "exchange finished entries with --compile.sync-url, both ways",
         },
     ),

@@ -1,74 +1,53 @@
 """Two-way exchange of finished entries between a compiler's local cache and a storage that all nodes share.
 
-Only what is new moves. Safe with many nodes at once, and when killed at any byte: in the storage the marker comes last
-(`cache_remote`), on the disk an entry appears by one rename, or file by file with `model.done` last. What does not
-have its checksum is left out and taken away, so that the compiler makes it again.
+There an entry is a committed folder: `<entry>/<content id>/<files>`, then `<entry>/MANIFEST.json`. Two nodes that
+compile the same graph make different bytes (a NEFF holds times and ids), so files lie in a folder named by their
+content, and the marker, created once, names the winner's. An empty marker withdraws an entry that was found damaged:
+the next node that has it replaces the marker.
+
+Only what is new moves. Safe with many nodes at once, and when killed at any byte: in the storage the marker comes last,
+on the disk an entry appears by one rename, or file by file with `model.done` last. What does not have its checksum is
+left out, so that the compiler makes it again.
 """
 
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pipeline.compile import cache_ledger, cache_remote
-from pipeline.compile.cache_entry import DONE_NAME, LOG_NAME, CacheEntry, EntryName, EntryState
-from pipeline.compile.cache_host import Mounts, mounted, refuse_network_root
-from pipeline.compile.cache_scan import list_entry, list_local, list_storage
+from pipeline import __version__
+from pipeline.compile.cache import (
+    DONE_NAME,
+    LOG_NAME,
+    CacheEntry,
+    EntryName,
+    EntryState,
+    Mounts,
+    entry_state,
+    list_entry,
+    list_local,
+    list_storage,
+    mounted,
+    refuse_network_root,
+)
+from pipeline.compile.cache_repair import cache_lock
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_bytes
-from pipeline.core.manifest import FileRecord
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.io import atomic
+from pipeline.io.commit import bad_file, check_sizes, fetch_dir, file_record, hash_bytes
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, os_errors
-
-# A verified entry put before the eyes of a compiler that may be reading the cache: whole, or not finished yet.
-
-NOT_EMPTY_ERRNOS = frozenset({errno.ENOTEMPTY, errno.EEXIST})
-
-
-def place_entry(root: Path, name: EntryName, folder: Path) -> bool:
-    """Move the files of `folder` (on the same file system) to the entry; False when that is locked.
-
-    A missing entry appears by one rename. Into one that exists (traced, failed, half written) the files go one by
-    one, `model.done` last; the log of an earlier failure is taken away before it.
-    """
-    target = root / name.key
-    with os_errors("writing", f"file://{target}"):
-        atomic.make_dirs(target.parent)
-        try:
-            folder.rename(target)
-        except OSError as error:
-            if error.errno not in NOT_EMPTY_ERRNOS:
-                raise
-            if list_entry(root, name).locks:
-                return False
-            _fill(target, folder)
-        atomic.fsync_path(target)
-        atomic.fsync_path(target.parent)
-    return True
-
-
-def _fill(target: Path, folder: Path) -> None:
-    names = {path.name for path in folder.iterdir()}
-    (target / DONE_NAME).unlink(missing_ok=True)
-    for file in sorted(names - {DONE_NAME}):
-        (folder / file).replace(target / file)
-    if LOG_NAME not in names:
-        (target / LOG_NAME).unlink(missing_ok=True)
-    atomic.fsync_path(target)
-    (folder / DONE_NAME).replace(target / DONE_NAME)
-
+from pipeline.io.storage import KeyNotFound, Storage, join_key, os_errors
 
 Direction = Literal["both", "pull", "push"]
-# sizes: trust what is on both sides; local: read the local entries; all: read those of the storage too
-Verify = Literal["sizes", "local", "all"]
+Item = TypeVar("Item")
 
+ENTRY_KIND = "compile-cache-entry"
+WITHDRAWN = b""
 NUM_ENTRY_THREADS = 4  # entries side by side; the files of each go side by side as well
 STAGING_DIR = "staging"
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -76,7 +55,6 @@ class Moved:
     """An entry that was copied."""
 
     entry: str
-    num_files: int
     size_bytes: int
 
 
@@ -115,29 +93,30 @@ class SyncReport:
 def sync_cache(
     root: Path,
     storage: Storage,
-    prefix: str = "",
     *,
     direction: Direction = "both",
-    verify: Verify = "local",
     compiler_versions: Collection[str] | None = None,
     mounts: Mounts = mounted,
 ) -> SyncReport:
-    """Bring the local cache `root` and `storage`'s `prefix` in step, for all compilers or for some versions.
+    """Bring the local cache `root` and `storage` in step, for all compilers or for some versions.
 
-    Pulls first: training waits for that. Polls the storage's stop signal between files. Entries that are new to the
-    storage are always read and checked before they go there.
+    Pulls first: training waits for that. Polls the storage's stop signal between files.
     Raises ConfigError for a root on a network file system or a root that is itself such a storage; DiskFull,
     TransientError and Preempted leave what was copied so far usable, and the same call continues.
     """
     refuse_network_root(root, mounts=mounts)
-    _refuse_same(root, storage, prefix)
-    with cache_ledger.cache_lock(root, storage.stop) as records_dir:
-        staging = records_dir / STAGING_DIR
+    shared = storage.local_path("")
+    if (shared is not None and shared.resolve() == root.resolve()) or any(one.is_published for one in list_local(root)):
+        raise ConfigError(
+            f"compile cache {root} is the storage that caches are synced with",
+            expected="the compiler's own folder on one side, a folder or s3:// prefix for all nodes on the other",
+            next_command="trnpipe config  # the compile section names both",
+        )
+    with cache_lock(root, storage.stop) as work_dir:
+        staging = work_dir / STAGING_DIR
         _clear(staging)  # a dead sync's: the lock is ours
-        for version_dir in {entry.name.version_dir for entry in list_local(root)}:
-            atomic.sweep_temps(root / version_dir)
         try:
-            return _Sync(root, storage, prefix.strip("/"), staging, direction, verify, compiler_versions).run()
+            return _Sync(root, storage, staging, direction, compiler_versions).run()
         finally:
             _clear(staging)
 
@@ -148,36 +127,34 @@ class _Sync:
 
     root: Path
     storage: Storage
-    prefix: str
     staging: Path
     direction: Direction
-    verify: Verify
     versions: Collection[str] | None
 
     def run(self) -> SyncReport:
-        left_out: list[LeftOut] = []
-        remote = {entry.name: entry for entry in self._chosen(list_storage(self.storage, self.prefix))}
-        committed = {name for name, entry in remote.items() if cache_remote.is_committed(entry)}
-        if self.verify == "all":
-            committed -= self._damaged_remote(committed, left_out)
-        local = {entry.name: entry for entry in self._chosen(list_local(self.root))}
-        done = {name for name, entry in local.items() if entry.state is EntryState.DONE}
-        done -= self._damaged_local([local[name] for name in sorted(done)], committed, left_out)
-        in_step = len(done & committed)
+        local, remote = self._done(list_local(self.root)), self._done(list_storage(self.storage))
+        # What a compiler wrote to the storage itself has no checksums, and is not trusted.
+        foreign = [name for name in sorted(remote.keys() - local) if not remote[name].is_published]
+        left_out = [
+            LeftOut(name.key, "storage", "has no checksums: a compiler wrote it there", "not pulled")
+            for name in (foreign if self.direction != "push" else ())
+        ]
+        committed = {name for name, entry in remote.items() if entry.is_published}
+        in_step = len(local.keys() & committed)
         pulled: list[Moved] = []
         pushed: list[Moved] = []
         if self.direction != "push":
-            left_out += _without_checksums(remote, done)
-            pulled, _ = self._each(self._pull, sorted(committed - done), "pulling", left_out)
+            pulled, _ = self._each(self._pull, sorted(committed - local.keys()), "pulling", left_out)
         if self.direction != "pull":
-            new = [(local[name], remote.get(name)) for name in sorted(done - committed)]
+            new = [local[name] for name in sorted(local.keys() - committed)]
             pushed, num_lost = self._each(self._push, new, "pushing", left_out)
             in_step += num_lost
-        where = self.storage.uri(self.prefix)
+        where = self.storage.uri("")
         return SyncReport(f"file://{self.root}", where, tuple(pulled), tuple(pushed), tuple(left_out), in_step)
 
-    def _chosen(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-        return [entry for entry in entries if self.versions is None or entry.name.is_of(self.versions)]
+    def _done(self, entries: list[CacheEntry]) -> dict[EntryName, CacheEntry]:
+        chosen = (one for one in entries if self.versions is None or one.name.is_of(self.versions))
+        return {one.name: one for one in chosen if one.state is EntryState.DONE}
 
     def _each(
         self, move: Callable[[Item], Moved | LeftOut | None], items: Sequence[Item], doing: str, left_out: list[LeftOut]
@@ -188,113 +165,125 @@ class _Sync:
         left_out += [result for result in results if isinstance(result, LeftOut)]
         return [result for result in results if isinstance(result, Moved)], results.count(None)
 
-    def _damaged_remote(self, names: Iterable[EntryName], left_out: list[LeftOut]) -> set[EntryName]:
-        """Read every entry of the storage; those that are not what their marker says are withdrawn."""
-        bad = set()
-        for name in sorted(names):
-            self.storage.stop.raise_if_set(f"verifying {name.key}")
-            etag = cache_remote.marker_etag(self.storage, self.prefix, name)
-            problem = cache_remote.problem_of(self.storage, self.prefix, name)
-            if problem is not None:
-                bad.add(name)
-                left_out.append(self._withdraw(name, etag, problem))
-        return bad
-
-    def _damaged_local(
-        self, entries: Sequence[CacheEntry], committed: Collection[EntryName], left_out: list[LeftOut]
-    ) -> set[EntryName]:
-        """Compare finished entries with the checksums taken earlier (the first time: take them).
-
-        A damaged one is removed, unless it is locked.
-        """
-        bad = set()
-        for entry in entries:
-            deep = self.verify != "sizes" or entry.name not in committed
-            try:
-                problem = self._local_problem(entry, deep=deep)
-            except KeyNotFound as error:
-                problem = f"vanished while it was read ({error.seen})"
-            if problem is not None:
-                bad.add(entry.name)
-                left_out.append(LeftOut(entry.name.key, "local", problem, self._drop(entry.name)))
-        return bad
-
-    def _local_problem(self, entry: CacheEntry, *, deep: bool) -> str | None:
-        if deep and cache_ledger.read(self.root, entry) is None:
-            cache_ledger.take(self.root, entry, self.storage.stop)
-            return None
-        return cache_ledger.problem_of(self.root, entry, deep=deep, stop=self.storage.stop)
-
-    def _drop(self, name: EntryName) -> str:
-        """Take a damaged entry away; what was done."""
-        folder = self.root / name.key
-        if list_entry(self.root, name).locks:
-            return "locked, so left as it is: trnpipe cache repair"
-        with os_errors("deleting", f"file://{folder}"):
-            if folder.is_dir():
-                atomic.remove_tree(folder)
-        cache_ledger.forget(self.root, name)
-        return "removed here, to be pulled or compiled again"
-
     def _pull(self, name: EntryName) -> Moved | LeftOut:
         if list_entry(self.root, name).locks:
             return LeftOut(name.key, "local", "locked", "a compiler makes it, or died: trnpipe cache repair")
-        etag = cache_remote.marker_etag(self.storage, self.prefix, name)
+        stat = self.storage.stat(_marker(name))  # before the entry is judged
         try:
-            folder, records = cache_remote.fetch(self.storage, self.prefix, name, self.staging / name.key)
+            folder, size_bytes = self._fetch(name)
         except DataError as error:
-            return self._withdraw(name, etag, error.seen)
+            return self._withdraw(name, stat.etag if stat is not None else "", error.seen)
         if not place_entry(self.root, name, folder):
             return LeftOut(name.key, "local", "locked meanwhile", "a compiler makes it")
-        cache_ledger.write(self.root, name, records)
-        return _moved(name, records)
+        return Moved(name.key, size_bytes)
 
-    def _push(self, item: tuple[CacheEntry, CacheEntry | None]) -> Moved | LeftOut | None:
-        entry, remote = item
+    def _fetch(self, name: EntryName) -> tuple[Path, int]:
+        """A verified copy beside the cache, and its size. DataError when the marker or a file is damaged."""
+        fetched = fetch_dir(self.storage, name.key, self.staging / name.key)
+        with os_errors("reading", f"file://{fetched}"):
+            manifest = Manifest.from_json((fetched / MANIFEST_NAME).read_bytes(), source=str(fetched))
+            content = next(iter(manifest.files), "").partition("/")[0]
+            names = {file.removeprefix(f"{content}/") for file in manifest.files}
+            is_whole = entry_state(names, compiler=name.compiler) is EntryState.DONE
+            if manifest.fields.get("entry") != name.key or not is_whole or any("/" in file for file in names):
+                uri = self.storage.uri(_marker(name))
+                raise bad_file(uri, "is not that of this entry, finished", "its files")
+            folder = self.staging / name.key / content
+            if self.storage.local_path("") is not None:
+                self.storage.download_dir(join_key(name.key, content), folder, sorted(names))
+            else:
+                (fetched / content).rename(folder)
+        return folder, sum(record.size_bytes for record in manifest.files.values())
+
+    def _push(self, entry: CacheEntry) -> Moved | LeftOut | None:
+        """Upload the files, then the marker. None when another node's marker was first; its entry then stays."""
+        key, marker, folder = entry.name.key, _marker(entry.name), self.root / entry.name.key
+        before = self.storage.stat(marker)
+        if before is not None and before.size_bytes:
+            return None
         try:
-            records = cache_ledger.read(self.root, entry) or cache_ledger.take(self.root, entry, self.storage.stop)
-            folder = self.root / entry.name.key
-            won = cache_remote.publish(self.storage, self.prefix, entry.name, folder, records, remote)
+            names = [file.name for file in entry.without_locks().files if "/" not in file.name]
+            with os_errors("reading", f"file://{folder}"):
+                records = {file: file_record(folder / file, self.storage.stop) for file in sorted(names)}
+            text = "\n".join(f"{file} {record.size_bytes} {record.xxh3_128}" for file, record in records.items())
+            content = hash_bytes(text.encode())
+            manifest = Manifest(
+                kind=ENTRY_KIND,
+                created_by=f"trnpipe {__version__}",
+                fields={"entry": key},
+                files={f"{content}/{file}": record for file, record in records.items()},
+            )
+            target = self.storage.local_path(join_key(key, content))
+            if target is not None:
+                atomic.sweep_temps(target)
+            self.storage.upload_dir(join_key(key, content), folder, sorted(records))
+            check_sizes(self.storage, key, manifest)
         except DataError as error:
-            return LeftOut(entry.name.key, "local", f"changed while it was read ({error.seen})", "not pushed")
-        return _moved(entry.name, records) if won else None
+            return LeftOut(key, "local", f"changed while it was read ({error.seen})", "not pushed")
+        self.storage.stop.raise_if_set(f"publishing {key}")
+        data = manifest.to_json()
+        if before is not None:
+            won = self.storage.write_if_match(marker, data, before.etag)
+        else:
+            won = self.storage.write_if_absent(marker, data)
+        if won:
+            return Moved(key, sum(record.size_bytes for record in records.values()))
+        if not self._is_named(marker, content):
+            self.storage.delete(join_key(key, file) for file in manifest.files)
+        return None
+
+    def _is_named(self, marker: str, content: str) -> bool:
+        """True when the winner's bytes are ours too. Read as text: a damaged marker is for the next reader to judge."""
+        try:
+            return f'"{content}/'.encode() in self.storage.read_bytes(marker)
+        except KeyNotFound:
+            return False
 
     def _withdraw(self, name: EntryName, etag: str, problem: str) -> LeftOut:
         """Make room in the storage for whoever has, or compiles, the entry anew; a pure pull changes nothing there."""
         if self.direction == "pull":
             action = "left there: trnpipe cache sync would withdraw it"
-        elif etag and cache_remote.withdraw(self.storage, self.prefix, name, etag):
+        elif etag and self.storage.write_if_match(_marker(name), WITHDRAWN, etag):
             action = "withdrawn there, to be compiled and pushed again"
         else:
             action = "another node has changed it meanwhile: sync again"
         return LeftOut(name.key, "storage", problem, action)
 
 
-def _without_checksums(remote: Mapping[EntryName, CacheEntry], done: Collection[EntryName]) -> list[LeftOut]:
-    """Entries that a compiler wrote to the storage itself."""
-    return [
-        LeftOut(name.key, "storage", "has no checksums: a compiler wrote it there", "not pulled")
-        for name, entry in sorted(remote.items())
-        if name not in done and not entry.is_published and entry.state is EntryState.DONE
-    ]
+def place_entry(root: Path, name: EntryName, folder: Path) -> bool:
+    """Move the files of `folder` (on the same file system) to the entry; False when that is locked.
+
+    A missing entry appears by one rename. Into one that exists (traced, failed, half written) the files go one by
+    one, `model.done` last; the log of an earlier failure is taken away before it.
+    """
+    target = root / name.key
+    with os_errors("writing", f"file://{target}"):
+        atomic.make_dirs(target.parent)
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if list_entry(root, name).locks:
+                return False
+            names = {path.name for path in folder.iterdir()}
+            (target / DONE_NAME).unlink(missing_ok=True)
+            for file in sorted(names - {DONE_NAME}):
+                (folder / file).replace(target / file)
+            if LOG_NAME not in names:
+                (target / LOG_NAME).unlink(missing_ok=True)
+            atomic.fsync_path(target)
+            (folder / DONE_NAME).replace(target / DONE_NAME)
+        atomic.fsync_path(target)
+        atomic.fsync_path(target.parent)
+    return True
 
 
-def _moved(name: EntryName, records: Mapping[str, FileRecord]) -> Moved:
-    return Moved(name.key, len(records), sum(record.size_bytes for record in records.values()))
+def _marker(name: EntryName) -> str:
+    return join_key(name.key, MANIFEST_NAME)
 
 
 def _clear(staging: Path) -> None:
     with os_errors("deleting", f"file://{staging}"):
         if staging.exists():
             shutil.rmtree(staging)
-
-
-def _refuse_same(root: Path, storage: Storage, prefix: str) -> None:
-    """ConfigError when the local cache is the storage itself, or has the layout of one."""
-    there = storage.local_path(prefix.strip("/"))
-    if (there is not None and there.resolve() == root.resolve()) or any(e.is_published for e in list_local(root)):
-        raise ConfigError(
-            f"compile cache {root} is the storage that caches are synced with",
-            expected="the compiler's own folder on one side, a folder or s3:// prefix for all nodes on the other",
-            next_command="trnpipe config  # the compile section names both",
-        )

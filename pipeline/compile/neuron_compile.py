@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.compile.cache_entry import DONE_NAME, NEFF_NAME, is_lock
-from pipeline.compile.cache_entry import LOG_NAME as COMPILER_LOG
-from pipeline.compile.cache_host import Compilers, compilers_of
-from pipeline.compile.cache_repair import repair_local, repair_storage
+from pipeline.compile.cache import DONE_NAME, LOCK_SUFFIX, NEFF_NAME, Compilers, compilers_of
+from pipeline.compile.cache import LOG_NAME as COMPILER_LOG
+from pipeline.compile.cache_repair import repair
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.neuron_command import neuron_environment, tool_command, wrapper_script
 from pipeline.compile.neuron_log import LogWatch, NeuronLog, entry_key, graph_name, parse_log, parse_report
@@ -355,7 +354,7 @@ def _plain(root: str) -> str:
 
 
 def _is_locked(storage: Storage, entry: str) -> bool:
-    return any(is_lock(stat.key) for stat in storage.list(entry))
+    return any(stat.key.endswith(LOCK_SUFFIX) for stat in storage.list(entry))
 
 
 def _int_in(path: Path) -> int | None:
@@ -375,9 +374,6 @@ def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[s
     A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
     they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
     """
-    if root.startswith("s3://"):
-        report = repair_storage(open_storage(root, stop=StopSignal()))
-    else:
-        alive = compilers or (lambda: compilers_of(root))
-        report = repair_local(Path(root.removeprefix("file://")), stale_lock_s=0.0, compilers=alive)
+    alive = compilers or (lambda: compilers_of(root))
+    report = repair(open_storage(root, stop=StopSignal()), stale_lock_s=0.0, compilers=alive)
     return report.lines() if report.actions else []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.compile.cache_host import Compilers, live_compilers
+from pipeline.compile.cache import Compilers, live_compilers
 
 
 @dataclass(frozen=True)

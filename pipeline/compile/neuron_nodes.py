@@ -5,9 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.compile.cache_entry import EntryState
-from pipeline.compile.cache_host import refuse_network_root
-from pipeline.compile.cache_scan import list_local, list_storage
+from pipeline.compile.cache import EntryState, list_storage, refuse_network_root
 from pipeline.compile.cache_sync import Direction, sync_cache
 from pipeline.compile.config import ALL_THERE_S
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
@@ -142,5 +140,5 @@ class _Node:
         return traced.model_copy(update={"cache_entries": seconds})
 
     def _done(self) -> set[str]:
-        entries = list_local(Path(self.root)) if self.is_local else list_storage(open_storage(self.root))
+        entries = list_storage(open_storage(self.root))
         return {entry.name.key for entry in entries if entry.state is EntryState.DONE}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pipeline.compile.config import CompileConfig
-from pipeline.compile.flags import flags_hash
+from pipeline.compile.config import CompileConfig, flags_hash
 from pipeline.compile.neuron_log import NeuronLog, entry_key, graph_name
 from pipeline.core.errors import (
     CheckpointError,

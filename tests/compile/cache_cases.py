@@ -6,12 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.compile import cache_ledger
-from pipeline.compile.cache_entry import EntryName, EntryState, parse_entry
-from pipeline.compile.cache_host import CompilerProcess, Mount
-from pipeline.compile.cache_ledger import LEDGER_DIR
-from pipeline.compile.cache_scan import list_local
-from pipeline.compile.cache_sync import Direction, SyncReport, Verify, sync_cache
+from pipeline.compile.cache import CompilerProcess, EntryName, EntryState, Mount, parse_entry
+from pipeline.compile.cache_repair import LOCK_DIR
+from pipeline.compile.cache_sync import Direction, SyncReport, sync_cache
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
@@ -22,7 +19,6 @@ FLAGS = "3cc9a3cb"  # --target=trn1 --model-type=transformer
 NOW_S = 1_700_000_000.0
 GRAPH, NEFF, DONE, LOG = "model.hlo_module.pb", "model.neff", "model.done", "model.log"
 LOCK = f"{GRAPH}.lock"
-PREFIX = "compile-cache"
 FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=5.0)
 
 
@@ -72,7 +68,7 @@ def content_of(root: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
-        if path.is_file() and relative.parts[0] != LEDGER_DIR:
+        if path.is_file() and relative.parts[0] != LOCK_DIR:
             found[relative.as_posix()] = path.read_bytes()
     return found
 
@@ -102,10 +98,8 @@ def local_disk() -> list[Mount]:
     return [Mount("/", "ext4")]
 
 
-def sync(
-    root: Path, storage: Storage, *, direction: Direction = "both", verify: Verify = "local", **more: Any
-) -> SyncReport:
-    return sync_cache(root, storage, PREFIX, direction=direction, verify=verify, mounts=local_disk, **more)
+def sync(root: Path, storage: Storage, *, direction: Direction = "both", **more: Any) -> SyncReport:
+    return sync_cache(root, storage, direction=direction, mounts=local_disk, **more)
 
 
 def moved(report: SyncReport) -> tuple[list[str], list[str]]:
@@ -121,7 +115,7 @@ def requests_of(storage: Storage, work: Callable[[], object]) -> dict[str, int]:
 
 
 def keys_of(storage: Storage, name: EntryName, ending: str = "") -> list[str]:
-    return [stat.key for stat in storage.list(f"{PREFIX}/{name.key}") if stat.key.endswith(ending)]
+    return [stat.key for stat in storage.list(name.key) if stat.key.endswith(ending)]
 
 
 def damage(storage: Storage, name: EntryName, file: str) -> None:
@@ -130,20 +124,3 @@ def damage(storage: Storage, name: EntryName, file: str) -> None:
     data = bytearray(storage.read_bytes(key))
     data[1] ^= 0x40
     storage.write_bytes(key, bytes(data))
-
-
-def record_local(root: Path, stop: StopSignal) -> int:
-    """Take the checksums of finished entries that have none yet, best right after compiling. Returns how many."""
-    todo = [
-        entry for entry in list_local(root) if entry.state is EntryState.DONE and cache_ledger.read(root, entry) is None
-    ]
-    for entry in todo:
-        cache_ledger.take(root, entry, stop)
-    return len(todo)
-
-
-def check_local(root: Path, stop: StopSignal) -> list[tuple[EntryName, str]]:
-    """Finished entries whose files no longer have the checksums taken earlier, and what is wrong. Reads every byte."""
-    entries = [entry for entry in list_local(root) if entry.state is EntryState.DONE]
-    found = [(entry.name, cache_ledger.problem_of(root, entry, deep=True, stop=stop)) for entry in entries]
-    return [(name, problem) for name, problem in found if problem is not None]

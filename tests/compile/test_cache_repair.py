@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile import cache_repair
-from pipeline.compile.cache_entry import CacheEntry, EntryName, EntryState
-from pipeline.compile.cache_host import CompilerProcess, Compilers
-from pipeline.compile.cache_ledger import LEDGER_DIR
-from pipeline.compile.cache_repair import Action, RepairReport, repair_local, repair_storage
-from pipeline.compile.cache_scan import list_entry, scan_local
+from pipeline.compile import cache, cache_repair
+from pipeline.compile.cache import CacheEntry, CompilerProcess, Compilers, EntryName, EntryState, list_entry
+from pipeline.compile.cache_repair import LOCK_DIR, RepairReport
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage
 from tests.compile.cache_cases import (
     FILES,
     GRAPH,
@@ -31,7 +27,7 @@ from tests.compile.cache_cases import (
     local_disk,
     name_of,
     nobody,
-    record_local,
+    opened,
     somebody,
     write_entry,
 )
@@ -42,7 +38,9 @@ OLD_S = 3600.0
 def repair(
     root: Path, *, compilers: Compilers = nobody, keep_versions: list[str] | None = None, dry_run: bool = False
 ) -> RepairReport:
-    return repair_local(root, compilers=compilers, keep_versions=keep_versions, dry_run=dry_run, clock=lambda: NOW_S)
+    return cache_repair.repair(
+        opened(str(root)), compilers=compilers, keep_versions=keep_versions, dry_run=dry_run, clock=lambda: NOW_S
+    )
 
 
 def done(report: RepairReport) -> list[tuple[str, str]]:
@@ -67,10 +65,11 @@ def test_repairs_each_state(root: Path) -> None:
     assert report.kept == ()
     assert content_of(root) == {**kept, f"{LOCKED.key}/{GRAPH}": b"graph"}
     failed, half = FILES[EntryState.FAILED], FILES[EntryState.INCOMPLETE]
-    assert report.freed_bytes == sum(len(data) for files in (failed, half) for data in files.values())
+    freed_bytes = sum(len(data) for files in (failed, half) for data in files.values())
+    assert sum(action.freed_bytes for action in report.actions) == freed_bytes
     text = "\n".join(report.lines())
     assert "3 actions" in text and f"drop failed {FAILED.key}" in text and "stale lock: no compiler is alive" in text
-    assert scan_local(root, compilers=nobody, clock=lambda: NOW_S).is_healthy
+    assert cache.scan(opened(str(root)), compilers=nobody, clock=lambda: NOW_S).warnings == []
     assert repair(root).actions == (), "a second repair finds nothing to do"
 
 
@@ -78,8 +77,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(root: Path) -> None:
     write_entry(root, name_of(7), {GRAPH: b"graph", LOG: b"error", LOCK: b""}, age_s=OLD_S)
     before = content_of(root)
     report = repair(root, dry_run=True, keep_versions=[VERSION])
-    assert content_of(root) == before and not (root / LEDGER_DIR).exists()
-    assert "would unlock" in "\n".join(report.lines())
+    assert content_of(root) == before and not (root / LOCK_DIR).exists()
     assert done(repair(root, keep_versions=[VERSION])) == done(report)
 
 
@@ -136,15 +134,12 @@ def test_what_lies_under_a_stale_lock_is_treated_too(
 def test_prunes_other_compilers(root: Path) -> None:
     write_entry(root, name_of(1, OLDER), done_files(), age_s=OLD_S)
     write_entry(root, name_of(2, OLDER), FILES[EntryState.COLLECTED], age_s=OLD_S)
-    record_local(root, StopSignal())
     report = repair(root, keep_versions=["2.24.8799.0"])
     assert [action.entry for action in report.actions if action.kind == "prune"] == [
         name_of(1, OLDER).key,
         name_of(2, OLDER).key,
     ]
     assert not (root / OLDER).exists()
-    assert not (root / LEDGER_DIR / OLDER / f"{name_of(1).module_dir}.json").exists()
-    assert (root / LEDGER_DIR / VERSION / f"{DONE.module_dir}.json").exists()
     assert entries_of(root, DONE) == {f"{DONE.key}/{file}": data for file, data in done_files().items()}
 
 
@@ -157,7 +152,7 @@ def test_pruning_spares_what_a_live_compiler_makes(tmp_path: Path) -> None:
     report = repair(tmp_path, compilers=somebody, keep_versions=[VERSION])
     assert report.actions == () and len(report.kept) == 3 and content_of(tmp_path) == before
     repair(tmp_path, keep_versions=[VERSION])
-    assert {path.name for path in tmp_path.iterdir()} == {VERSION, LEDGER_DIR}
+    assert {path.name for path in tmp_path.iterdir()} == {VERSION, LOCK_DIR}
 
 
 @pytest.mark.parametrize("keep", [[], ["2.24"], ["neuronxcc-9.9.9"]])
@@ -203,29 +198,27 @@ def test_stops_between_entries(root: Path) -> None:
     stop, before = StopSignal(), content_of(root)
     stop.set("SIGTERM")
     with pytest.raises(Preempted):
-        repair_local(root, compilers=nobody, clock=lambda: NOW_S, stop=stop)
+        cache_repair.repair(opened(str(root), stop), compilers=nobody, clock=lambda: NOW_S)
     assert content_of(root) == before
 
 
-def test_a_storage(storage: Storage, tmp_path: Path) -> None:
+def test_a_storage(s3_uri: str, tmp_path: Path) -> None:
+    storage = opened(s3_uri)
     write_entry(tmp_path / "cache", name_of(1), done_files())
     write_entry(tmp_path / "cache", name_of(1, OLDER), done_files())
-    sync_cache(tmp_path / "cache", storage, "cc", mounts=local_disk)
+    sync_cache(tmp_path / "cache", storage, mounts=local_disk)
     for file, data in FILES[EntryState.FAILED].items():
-        storage.write_bytes(f"cc/{name_of(2).key}/{file}", data)
-    storage.write_bytes(f"cc/{name_of(3).key}/{LOCK}", b"")
-    storage.write_bytes(f"cc/{name_of(4).key}/{'0' * 32}/{NEFF}", b"half an upload")
+        storage.write_bytes(f"{name_of(2).key}/{file}", data)
+    storage.write_bytes(f"{name_of(3).key}/{LOCK}", b"")
+    storage.write_bytes(f"{name_of(4).key}/{'0' * 32}/{NEFF}", b"half an upload")
     before = [stat.key for stat in storage.list("")]
-    dry = repair_storage(storage, "cc", keep_versions=[VERSION], dry_run=True)
+    dry = cache_repair.repair(storage, keep_versions=[VERSION], dry_run=True)
     assert [stat.key for stat in storage.list("")] == before
-    report = repair_storage(storage, "cc", keep_versions=[VERSION])
+    report = cache_repair.repair(storage, keep_versions=[VERSION])
     assert report.actions == dry.actions
-    assert [(one.kind, one.entry) for one in report.actions if isinstance(one, Action)] == [
-        ("prune", name_of(1, OLDER).key),
-        ("drop failed", name_of(2).key),
-    ]
+    assert done(report) == [("prune", name_of(1, OLDER).key), ("drop failed", name_of(2).key)]
     assert {one.entry for one in report.kept} == {name_of(3).key, name_of(4).key}
-    left = {stat.key.split("/")[2] for stat in storage.list("cc")}
-    assert left == {name_of(number).module_dir for number in (1, 3, 4)}
+    left = {stat.key.split("/")[1] for stat in storage.list("")}
+    assert left == {name_of(number).key.split("/")[1] for number in (1, 3, 4)}
     with pytest.raises(ConfigError):
-        repair_storage(storage, "cc", keep_versions=["1.0"])
+        cache_repair.repair(storage, keep_versions=["1.0"])

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.cache_entry import EntryState
-from pipeline.compile.cache_host import (
+from pipeline.compile import cache
+from pipeline.compile.cache import (
+    CacheReport,
     Compilers,
+    EntryState,
     Mount,
-    is_network,
     live_compilers,
     mount_of,
     mounted,
     refuse_network_root,
 )
-from pipeline.compile.cache_scan import CacheReport, scan_local, scan_storage
 from pipeline.compile.cache_sync import sync_cache
-from pipeline.compile.flags import CompilerFlags, flags_hash
+from pipeline.compile.config import CompilerFlags, flags_hash
 from pipeline.core.errors import ConfigError
+from pipeline.core.format import format_bytes
 from pipeline.io.storage import Storage
 from tests.compile.cache_cases import (
     FILES,
@@ -31,6 +32,7 @@ from tests.compile.cache_cases import (
     local_disk,
     name_of,
     nobody,
+    opened,
     somebody,
     write_entry,
 )
@@ -39,7 +41,7 @@ STATES = list(EntryState)
 
 
 def scan(root: Path, *, compilers: Compilers = nobody, flags: CompilerFlags | None = None) -> CacheReport:
-    return scan_local(root, compilers=compilers, flags=flags, clock=lambda: NOW_S)
+    return cache.scan(opened(str(root)), compilers=compilers, flags=flags, clock=lambda: NOW_S)
 
 
 def test_counts_sizes_ages_and_versions(tmp_path: Path) -> None:
@@ -57,13 +59,12 @@ def test_counts_sizes_ages_and_versions(tmp_path: Path) -> None:
         EntryState.COLLECTED: 1,
         EntryState.INCOMPLETE: 2,
     }
-    assert report.versions == {OLDER: 1, VERSION: 6}
-    assert report.flags == {"3cc9a3cb": 6, "e30acd3a": 1}
     files = [FILES[state] for state in STATES] + [done_files("b")]
-    assert report.size_bytes == sum(len(data) for one in files for data in one.values())
-    assert not report.is_healthy
-    text = "\n".join(report.lines())
-    assert "7 entries" in text and "age 1m00s to 1h00m" in text
+    size_bytes = sum(len(data) for one in files for data in one.values())
+    text = "\n".join([*report.lines(), *report.warnings])
+    assert f"compiler {OLDER}: 1 entries" in text and f"compiler {VERSION}: 6 entries" in text
+    assert "flags e30acd3a: 1 entries" in text
+    assert f"7 entries, {format_bytes(size_bytes)}" in text and "age 1m00s to 1h00m" in text
     assert "done 2 | failed 1 | locked 1 | collected 1 | incomplete 2" in text
     assert f"failed {name_of(1).key}" in text and f"incomplete {VERSION}/MODULE_8+3cc9a3cb" in text
     assert "flags 3cc9a3cb: 6 entries, --target=trn1 --model-type=transformer" in text
@@ -72,15 +73,15 @@ def test_counts_sizes_ages_and_versions(tmp_path: Path) -> None:
 
 def test_a_missing_root_is_an_empty_cache(tmp_path: Path) -> None:
     report = scan(tmp_path / "none", flags=CompilerFlags())
-    assert report.entries == () and report.is_healthy
+    assert report.entries == () and report.warnings == []
     assert not (tmp_path / "none").exists()
 
 
 def test_a_damaged_flags_file_is_no_text(tmp_path: Path) -> None:
     write_entry(tmp_path, name_of(1), {**done_files(), "compile_flags.json": b"[\xff"})
-    assert scan(tmp_path).flags_text == ()
+    assert scan(tmp_path).flags_text == {}
     write_entry(tmp_path, name_of(2), done_files())
-    assert scan(tmp_path).flags_text == ((FLAGS, "--target=trn1 --model-type=transformer"),)
+    assert scan(tmp_path).flags_text == {FLAGS: "--target=trn1 --model-type=transformer"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_a_lock_is_stale_when_it_is_old_and_no_compiler_lives(
     write_entry(tmp_path, name_of(1), FILES[EntryState.LOCKED], age_s=age_s)
     report = scan(tmp_path, compilers=compilers)
     assert report.stale_locks == ((name_of(1),) if is_stale else ())
-    assert report.is_healthy is not is_stale
+    assert bool(report.warnings) is is_stale
     text = "\n".join(report.lines())
     assert (f"stale lock {name_of(1).key}" in text) is is_stale
     assert ("compiling now: walrus_driver (pid 4711)" in text) is (compilers is somebody)
@@ -134,8 +135,7 @@ def test_warns_when_the_cache_holds_only_other_flags(tmp_path: Path) -> None:
     assert not scan(tmp_path).warnings, "without flags nothing is predicted"
     write_entry(tmp_path, name_of(3, flags=predicted), done_files())
     assert not scan(tmp_path, flags=FLAGS_2).warnings
-    (warning,) = scan_local(tmp_path, flags=FLAGS_2, target="trn2", compilers=nobody, clock=lambda: NOW_S).warnings
-    assert "trn2" in warning
+    assert "trn2" in cache.scan(opened(str(tmp_path)), flags=FLAGS_2, target="trn2").flags_warning
 
 
 def test_the_hash_is_that_of_each_compiler(tmp_path: Path) -> None:
@@ -152,19 +152,18 @@ def test_another_compilers_entries_have_no_neuron_flags(tmp_path: Path) -> None:
     name = name_of(1, "xla-2.9.0+cpu", "00000000")
     write_entry(tmp_path, name, {"model.hlo_module.pb": b"graph", "model.done": b""})
     report = scan(tmp_path, flags=FLAGS_2)
-    assert report.counts[EntryState.DONE] == 1 and report.is_healthy
+    assert report.counts[EntryState.DONE] == 1 and report.warnings == []
 
 
 def test_a_storage_that_the_compiler_wrote_itself(storage: Storage, tmp_path: Path) -> None:
     for number, state in enumerate(STATES):
         for file, data in FILES[state].items():
-            storage.write_bytes(f"compile-cache/{name_of(number).key}/{file}", data)
-    storage.write_bytes("compile-cache/graphs.json", b"{}")
-    storage.write_bytes(f"{name_of(77).key}/model.log", b"of another prefix")
-    report = scan_storage(storage, "compile-cache", flags=FLAGS_2)
+            storage.write_bytes(f"{name_of(number).key}/{file}", data)
+    storage.write_bytes("graphs.json", b"{}")
+    storage.write_bytes(f"above/{name_of(77).key}/model.log", b"of another prefix")
+    report = cache.scan(storage, flags=FLAGS_2, compilers=somebody, clock=lambda: NOW_S)
     assert set(report.counts.values()) == {1} and len(report.entries) == len(STATES)
     assert report.stale_locks == () and len(report.warnings) == 2
-    assert scan_storage(storage, "compile-cache/").entries == report.entries
     assert any("failed" in line and name_of(1).key in line for line in report.lines())
 
 
@@ -172,8 +171,12 @@ def test_a_storage_that_was_synced(storage: Storage, tmp_path: Path) -> None:
     write_entry(tmp_path / "cache", name_of(1), done_files())
     sync_cache(tmp_path / "cache", storage, mounts=local_disk)
     storage.write_bytes(f"{name_of(2).key}/{'0' * 32}/model.neff", b"half an upload")
-    report = scan_storage(storage)
-    assert [entry.state for entry in report.entries] == [EntryState.DONE, EntryState.INCOMPLETE]
+    assert [entry.state for entry in cache.list_storage(storage)] == [EntryState.DONE, EntryState.INCOMPLETE]
+
+
+def test_a_neff_that_lost_its_bytes_is_no_result(tmp_path: Path) -> None:
+    write_entry(tmp_path, name_of(1), {**done_files(), "model.neff": b""})
+    assert scan(tmp_path).counts[EntryState.INCOMPLETE] == 1
 
 
 MOUNTS = [
@@ -212,12 +215,12 @@ def test_the_file_system_below_a_root(folder: str, expected: str) -> None:
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "NFS4", "lustre", "efs", "fuse.s3fs", "fuse.sshfs", "cifs"])
 def test_network_file_systems(kind: str) -> None:
-    assert is_network(kind)
+    assert Mount("/", kind).is_network
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", ""])
 def test_local_file_systems(kind: str) -> None:
-    assert not is_network(kind)
+    assert not Mount("/", kind).is_network
 
 
 def test_a_link_does_not_hide_the_network(tmp_path: Path) -> None:

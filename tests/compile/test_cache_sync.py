@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.compile.cache_entry import EntryState
-from pipeline.compile.cache_host import Mount
-from pipeline.compile.cache_ledger import cache_lock, take
-from pipeline.compile.cache_remote import publish
-from pipeline.compile.cache_repair import repair_local
-from pipeline.compile.cache_scan import list_entry, list_local, scan_local
+from pipeline.compile import cache_sync
+from pipeline.compile.cache import EntryState, Mount, list_local, scan
+from pipeline.compile.cache_repair import LOCK_DIR, cache_lock, repair
 from pipeline.compile.cache_sync import Direction, LeftOut, SyncReport, sync_cache
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
@@ -29,11 +26,9 @@ from tests.compile.cache_cases import (
     NUM_FILES,
     OLDER,
     ONE,
-    PREFIX,
     THREE,
     TWO,
     VERSION,
-    check_local,
     content_of,
     done_files,
     entries_of,
@@ -56,11 +51,10 @@ def test_a_second_machine_with_an_empty_disk_starts_warm(storage: Storage, here:
     assert {entry.state for entry in list_local(there)} == {EntryState.DONE}
     assert (report.in_step, report.left_out) == (0, ())
     size_bytes = sum(len(data) for data in done_files().values())
-    assert [(one.num_files, one.size_bytes) for one in report.pulled] == [(NUM_FILES, size_bytes)] * 2
+    assert [one.size_bytes for one in report.pulled] == [size_bytes] * 2
     assert "pulled 2" in report.lines()[0] and "pushed 0" in report.lines()[0]
-    assert check_local(there, StopSignal()) == []
     for name in (ONE, TWO):
-        verify_dir(storage, f"{PREFIX}/{name.key}", deep=True)
+        verify_dir(storage, name.key, deep=True)
 
 
 def test_only_new_entries_are_sent(storage: Storage, here: Path) -> None:
@@ -153,7 +147,7 @@ def test_a_compiler_that_starts_during_the_download_keeps_its_entry(storage: Sto
 
 def test_entries_without_checksums_are_not_trusted(storage: Storage, there: Path) -> None:
     for file, data in done_files().items():
-        storage.write_bytes(f"{PREFIX}/{ONE.key}/{file}", data)
+        storage.write_bytes(f"{ONE.key}/{file}", data)
     report = sync(there, storage)
     assert [one.entry for one in report.left_out] == [ONE.key] and content_of(there) == {}
     assert "has no checksums" in report.lines()[1]
@@ -181,12 +175,11 @@ def test_two_nodes_that_compiled_the_same_graph_at_once_lose_nothing(
     setattr(storage, "upload_dir", upload_after_the_other)  # noqa: B010
     report = sync(here, storage)
     assert moved(report)[1] == [TWO.key] and report.in_step == 1
-    verify_dir(storage, f"{PREFIX}/{ONE.key}", deep=True)
+    verify_dir(storage, ONE.key, deep=True)
     assert len(keys_of(storage, ONE)) == NUM_FILES + 1, "what the loser sent is gone"
     for root in (here, there):
         sync(root, storage)
         assert {entry.name for entry in list_local(root)} == {ONE, TWO, THREE}
-        assert check_local(root, StopSignal()) == []
     third = here.parent / "third"
     assert len(sync(third, storage).pulled) == 3
     assert entries_of(third, ONE) == entries_of(there, ONE), "the first marker counts"
@@ -203,18 +196,20 @@ def test_two_nodes_with_the_same_bytes_at_once(storage: Storage, storage_uri: st
 
     setattr(storage, "upload_dir", upload_after_the_other)  # noqa: B010
     assert moved(sync(here, storage))[1] == [TWO.key]
-    verify_dir(storage, f"{PREFIX}/{ONE.key}", deep=True)
+    verify_dir(storage, ONE.key, deep=True)
     assert len(keys_of(storage, ONE)) == NUM_FILES + 1
 
 
-def test_an_entry_published_since_the_listing_is_not_sent(storage: Storage, here: Path, there: Path) -> None:
+def test_an_entry_published_since_the_listing_is_not_sent(
+    storage: Storage, here: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sync(here, storage)
     write_entry(there, ONE, done_files("another moment"))
-    records = take(there, list_entry(there, ONE), StopSignal())
-    counts = requests_of(
-        storage, lambda: publish(storage, PREFIX, ONE, there / ONE.key, records, remote=None) and pytest.fail("won")
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_sync, "list_storage", lambda _: [])
+        counts = requests_of(storage, lambda: moved(sync(there, storage)) == ([], []) or pytest.fail("won"))
     assert counts["put"] == 0
+    assert sync(there, storage).in_step == 1
 
 
 def test_one_sync_or_repair_at_a_time_on_a_root(storage: Storage, stop: StopSignal, here: Path) -> None:
@@ -223,7 +218,7 @@ def test_one_sync_or_repair_at_a_time_on_a_root(storage: Storage, stop: StopSign
         with pytest.raises(Preempted, match="waiting for the lock"):
             sync(here, storage)
         with pytest.raises(Preempted, match="waiting for the lock"):
-            repair_local(here, compilers=nobody, stop=stop)
+            repair(opened(str(here), stop), compilers=nobody)
 
 
 def test_syncs_in_parallel(storage_uri: str, storage: Storage, tmp_path: Path) -> None:
@@ -253,7 +248,7 @@ def test_syncs_in_parallel(storage_uri: str, storage: Storage, tmp_path: Path) -
         assert sync(root, storage).left_out == ()
         assert {entry.name for entry in list_local(root)} == {ONE, *(name_of(10 + node) for node in range(3))}
     for name in (ONE, *(name_of(10 + node) for node in range(3))):
-        verify_dir(storage, f"{PREFIX}/{name.key}", deep=True)
+        verify_dir(storage, name.key, deep=True)
         assert len(keys_of(storage, name)) == NUM_FILES + 1
 
 
@@ -278,7 +273,6 @@ def test_any_order_of_syncs_ends_with_everything_everywhere(
         assert sorted(pushed) == sorted(name.key for name in every), "each graph is sent once"
         for node in range(len(owned)):
             assert {entry.name for entry in list_local(base / f"node{node}")} == every
-            assert check_local(base / f"node{node}", StopSignal()) == []
 
 
 # Roots that are refused
@@ -294,8 +288,8 @@ def test_a_storage_is_no_local_cache(tmp_path: Path, here: Path) -> None:
     storage = opened(str(tmp_path / "storage"))
     sync(here, storage)
     for root, target in (
-        (tmp_path / "storage" / PREFIX, opened(str(tmp_path / "another"))),
-        (tmp_path / "fresh" / PREFIX, opened(str(tmp_path / "fresh"))),
+        (tmp_path / "storage", opened(str(tmp_path / "another"))),
+        (tmp_path / "fresh", opened(str(tmp_path / "fresh"))),
     ):
         with pytest.raises(ConfigError, match="is the storage"):
             sync(root, target)
@@ -314,6 +308,17 @@ def test_lines_say_what_was_left_out() -> None:
 def test_a_synced_cache_scans_as_healthy(storage: Storage, here: Path, there: Path) -> None:
     sync(here, storage)
     sync(there, storage)
-    report = scan_local(there, compilers=nobody)
-    assert report.is_healthy and report.counts[EntryState.DONE] == 2
+    report = scan(opened(str(there)), compilers=nobody)
+    assert report.warnings == [] and report.counts[EntryState.DONE] == 2 == len(report.entries)
     assert LOG not in "\n".join(report.lines())
+
+
+def test_what_the_version_before_has_written_is_pulled(storage: Storage, there: Path) -> None:
+    """A sync before this one kept checksums beside the cache, and may have withdrawn an entry."""
+    folder = there / LOCK_DIR / ONE.version_dir
+    folder.mkdir(parents=True)
+    (folder / f"{ONE.key.partition('/')[2]}.json").write_text("{}")
+    storage.write_bytes(f"{ONE.key}/MANIFEST.json", b"")
+    write_entry(there, ONE, done_files())
+    assert moved(sync(there, storage))[1] == [ONE.key]
+    verify_dir(storage, ONE.key, deep=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.flags import flags_hash
+from pipeline.compile.config import flags_hash
 from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ROOT, ToolChain
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.compile.flags import CompilerFlags, flags_hash
+from pipeline.compile.config import CompilerFlags, flags_hash
 
 # Hashes seen in real logs, by compiler version.
 SEEN = [

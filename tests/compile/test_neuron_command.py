@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.config import CompileConfig
-from pipeline.compile.flags import CompilerFlags
+from pipeline.compile.config import CompileConfig, CompilerFlags
 from pipeline.compile.neuron_command import drives_tool, neuron_environment, use_neuron_cache
 from pipeline.parallel.world import TRACE_FILE
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from pipeline.compile import neuron_compile
-from pipeline.compile.cache_host import CompilerProcess
-from pipeline.compile.config import CompileConfig
-from pipeline.compile.flags import CompilerFlags, flags_hash
+from pipeline.compile.cache import CompilerProcess
+from pipeline.compile.config import CompileConfig, CompilerFlags, flags_hash
 from pipeline.compile.neuron_command import neuron_environment, wrapper_script
 from pipeline.compile.neuron_compile import NeuronCompileResult, Repair, compile_graphs, repair_after_run
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.cache_host import DEFAULT_ROOT, compilers_of, named_cache
+from pipeline.compile.cache import DEFAULT_ROOT, compilers_of, named_cache
 from pipeline.compile.neuron_compile import repair_after_run
 from tests.compile.fake_neuron.toolchain import ToolChain
 

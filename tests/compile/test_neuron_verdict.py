@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.flags import CompilerFlags, flags_hash
+from pipeline.compile.config import CompilerFlags, flags_hash
 from pipeline.compile.neuron_log import parse_log
 from pipeline.compile.neuron_verdict import Attempt, Verdict, judge, parallel_compilers, unexpected_suffixes
 

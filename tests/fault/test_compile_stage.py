@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.cache_scan import list_storage
-from pipeline.compile.flags import CompilerFlags, flags_hash
+from pipeline.compile.cache import list_storage
+from pipeline.compile.config import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import TRACE_FILE

@@ -1,0 +1,418 @@
+"""A compile cache, on a disk or in a storage: its entries, the state each is in, and what a look at all of them tells.
+
+Layout, local and on S3: `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`. Sources: AWS Neuron SDK
+2.29, neuron-caching.rst; the table of states is that of optimum-neuron's cache clean-up.
+"""
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePath
+
+import psutil
+
+from pipeline.compile.config import CompilerFlags, flags_hash
+from pipeline.core.errors import ConfigError
+from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.io.storage import Storage, is_temp, os_errors
+
+NEURON_COMPILER = "neuronxcc"
+HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
+NEFF_NAME = "model.neff"
+DONE_NAME = "model.done"  # an empty marker, written last
+LOG_NAME = "model.log"  # the compiler's error text
+FLAGS_NAME = "compile_flags.json"  # from about SDK 2.20 on
+LOCK_SUFFIX = ".lock"
+# With no compiler alive a lock can only be right in the moments before one starts and after it ended.
+STALE_LOCK_S = 600.0
+
+_VERSION = re.compile(r"(?P<compiler>[A-Za-z][A-Za-z0-9_]*)-(?P<version>[0-9][^+/]*)(?:\+(?P<build>[^/]+))?")
+# The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
+_MODULE = re.compile(r"MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
+_PUBLISHED_FILE = re.compile(r"[0-9a-f]{32}/.+")
+
+Clock = Callable[[], float]
+
+
+class EntryState(StrEnum):
+    """What a compile cache says of one graph."""
+
+    DONE = "done"
+    FAILED = "failed"  # "poisoned": the failure is reused for ever
+    LOCKED = "locked"  # compiling now, or a lock that a dead compiler left
+    COLLECTED = "collected"  # traced, never compiled
+    INCOMPLETE = "incomplete"  # what a killed writer left
+
+
+@dataclass(frozen=True, order=True)
+class EntryName:
+    """`<version folder>/<module folder>`, its place below the root, and the parts of the names that are asked for."""
+
+    key: str
+    compiler: str
+    version: str
+    flags: str
+
+    @property
+    def version_dir(self) -> str:
+        return self.key.partition("/")[0]
+
+    def is_of(self, compiler_versions: Collection[str]) -> bool:
+        """True when one of them names its compiler: `neuronxcc-2.24.8799.0+6f62ff7c`, or the version alone."""
+        folder = self.version_dir
+        return not {folder, self.version, folder.removeprefix(f"{self.compiler}-")}.isdisjoint(compiler_versions)
+
+
+def parse_entry(key: str) -> EntryName | None:
+    """The entry at `<version folder>/<module folder>`; None for anything else."""
+    version_dir, _, module_dir = key.partition("/")
+    version, module = _VERSION.fullmatch(version_dir), _MODULE.fullmatch(module_dir)
+    if version is None or module is None:
+        return None
+    return EntryName(key, version["compiler"], version["version"], module["flags"])
+
+
+def entry_state(file_names: Collection[str], *, compiler: str = NEURON_COMPILER) -> EntryState:
+    """The state told by the names of an entry's files.
+
+    Only neuronx-cc leaves a NEFF; for another compiler the marker and the graph are the whole result. A finished
+    result counts even beside a lock, which then only waits to be removed.
+    """
+    names = frozenset(file_names)
+    has_graph = not names.isdisjoint(HLO_NAMES)
+    has_result = NEFF_NAME in names if compiler == NEURON_COMPILER else has_graph
+    if DONE_NAME in names and has_result:
+        return EntryState.DONE
+    if any(name.endswith(LOCK_SUFFIX) for name in names):
+        return EntryState.LOCKED
+    if LOG_NAME in names and DONE_NAME not in names:
+        return EntryState.FAILED
+    if has_graph and NEFF_NAME not in names and DONE_NAME not in names:
+        return EntryState.COLLECTED
+    return EntryState.INCOMPLETE
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """One file of an entry. `modified_s`: seconds since the epoch, None where the storage does not tell."""
+
+    name: str
+    size_bytes: int
+    modified_s: float | None = None
+
+    @property
+    def is_lock(self) -> bool:
+        return self.name.endswith(LOCK_SUFFIX)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """An entry as it was found."""
+
+    name: EntryName
+    files: tuple[CacheFile, ...]
+
+    @property
+    def is_published(self) -> bool:
+        """True for the layout of `cache_sync`: files in a folder of their own under a marker with checksums."""
+        return any(file.name == MANIFEST_NAME or _PUBLISHED_FILE.fullmatch(file.name) for file in self.files)
+
+    @property
+    def state(self) -> EntryState:
+        sizes = {file.name: file.size_bytes for file in self.files}
+        if self.is_published:
+            return EntryState.DONE if sizes.get(MANIFEST_NAME) else EntryState.INCOMPLETE
+        torn = {NEFF_NAME} if sizes.get(NEFF_NAME) == 0 else set()  # a power cut keeps a name and loses the bytes
+        return entry_state(sizes.keys() - torn, compiler=self.name.compiler)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def locks(self) -> tuple[CacheFile, ...]:
+        return tuple(file for file in self.files if file.is_lock)
+
+    def without_locks(self) -> "CacheEntry":
+        return CacheEntry(self.name, tuple(file for file in self.files if not file.is_lock))
+
+    def age_s(self, now_s: float) -> float | None:
+        """Since its newest file changed."""
+        newest = max((file.modified_s for file in self.files if file.modified_s is not None), default=None)
+        return None if newest is None else now_s - newest
+
+    def is_lock_older(self, now_s: float, than_s: float) -> bool:
+        """True when it has locks and all of them are older; never where ages are unknown."""
+        return bool(self.locks) and all(
+            lock.modified_s is not None and now_s - lock.modified_s > than_s for lock in self.locks
+        )
+
+
+def list_storage(storage: Storage) -> list[CacheEntry]:
+    """Entries below the root of a storage, by name; on S3 one listing. On a disk no file is read."""
+    folder = storage.local_path("")
+    if folder is not None:
+        return list_local(folder)
+    files: dict[EntryName, list[CacheFile]] = {}
+    for stat in storage.list(""):
+        parts = stat.key.split("/", 2)
+        name = parse_entry("/".join(parts[:2])) if len(parts) == 3 else None
+        if name is not None:
+            files.setdefault(name, []).append(CacheFile(parts[2], stat.size_bytes))
+    return [CacheEntry(name, tuple(files[name])) for name in sorted(files)]
+
+
+def list_local(root: Path) -> list[CacheEntry]:
+    """Entries below a local root, by name. Files that vanish meanwhile are left out."""
+    with os_errors("listing", f"file://{root}"):
+        keys = [f"{outer}/{inner}" for outer in _folders(root) for inner in _folders(root / outer)]
+        names = [name for key in keys if (name := parse_entry(key)) is not None]
+        return [CacheEntry(name, tuple(_files(root / name.key))) for name in names]
+
+
+def list_entry(root: Path, name: EntryName) -> CacheEntry:
+    """One local entry as it is now; without files when it is missing."""
+    with os_errors("listing", f"file://{root / name.key}"):
+        return CacheEntry(name, tuple(_files(root / name.key)))
+
+
+def _folders(folder: Path) -> list[str]:
+    """Names of the folders directly below, sorted."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(entry.name for entry in found if entry.is_dir() and not is_temp(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files(folder: Path, above: str = "") -> Iterator[CacheFile]:
+    """Files below, `sub/name` for deeper ones, sorted; not those that a writer of ours has not published."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted((entry for entry in found if not is_temp(entry.name)), key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(folder / entry.name, f"{above}{entry.name}/")
+            elif entry.is_file():
+                stat = entry.stat()
+                yield CacheFile(f"{above}{entry.name}", stat.st_size, stat.st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+# Which compilers are at work: several jobs of one machine have a cache each.
+
+COMPILER_NAMES = ("neuronx-cc", "walrus_driver")  # the driver and its longest running child
+DEFAULT_ROOT = "/var/tmp/neuron-compile-cache"  # noqa: S108 - Neuron's own default (SDK 2.29, persistent cache)
+
+
+@dataclass(frozen=True)
+class CompilerProcess:
+    """A running compiler."""
+
+    pid: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+Compilers = Callable[[], Sequence[CompilerProcess]]
+
+
+def live_compilers() -> list[CompilerProcess]:
+    """Compiler processes of this host, or of this container: those of another one on the same disk are not seen."""
+    found = []
+    for process in psutil.process_iter(["pid", "name", "cmdline", "status"]):
+        info = process.info
+        if info["status"] == psutil.STATUS_ZOMBIE:
+            continue
+        # A console script may run as `python -u /opt/.../neuronx-cc compile`.
+        names = [info["name"] or "", *(PurePath(word).name for word in (info["cmdline"] or [])[:3])]
+        name = next((name for name in names if name.startswith(COMPILER_NAMES)), None)
+        if name is not None:
+            found.append(CompilerProcess(int(info["pid"]), name))
+    return found
+
+
+def compilers_of(root: str) -> list[CompilerProcess]:
+    """Compilers of this host but those whose environment, which they have from who started them, names another cache.
+
+    One whose environment cannot be read may be at work on any.
+    """
+
+    def may_use(pid: int) -> bool:
+        try:
+            return _canonical(named_cache(psutil.Process(pid).environ())) == _canonical(root)
+        except psutil.NoSuchProcess:
+            return False
+        except (OSError, psutil.Error):  # another user's
+            return True
+
+    return [compiler for compiler in live_compilers() if may_use(compiler.pid)]
+
+
+def named_cache(env: Mapping[str, str]) -> str:
+    """The cache a compiler with this environment works on: --cache_dir in its flags goes before the variable."""
+    folders = [word.partition("=")[2] for word in env.get("NEURON_CC_FLAGS", "").split() if "--cache_dir=" in word]
+    return folders[-1] if folders else env.get("NEURON_COMPILE_CACHE_URL", DEFAULT_ROOT)
+
+
+def _canonical(root: str) -> str:
+    path = root.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().resolve())
+
+
+# Neuron's locking over these is documented as unreliable: missing files, corruption, KeyError.
+NETWORK_TYPES = frozenset({"nfs", "nfs4", "lustre", "efs", "cifs", "smb3"})
+LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root of a container without privileges: a local disk below
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system."""
+
+    folder: str
+    file_system: str
+
+    @property
+    def is_network(self) -> bool:
+        kind = self.file_system.lower()
+        return kind in NETWORK_TYPES or (kind.startswith("fuse.") and kind != LOCAL_FUSE)
+
+
+Mounts = Callable[[], Sequence[Mount]]
+
+
+def mounted() -> list[Mount]:
+    """All mounts of this host, in the order they were made."""
+    return [Mount(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+
+
+def mount_of(folder: Path, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount a folder lies (or would lie) on: the deepest, and of two at one place the later."""
+    real = folder.resolve()
+    above = [mount for mount in mounts if real.is_relative_to(mount.folder)]
+    return max(reversed(above), key=lambda mount: len(PurePath(mount.folder).parts), default=None)
+
+
+def refuse_network_root(root: Path, *, mounts: Mounts = mounted) -> None:
+    """ConfigError when compilers would share `root` over a network file system."""
+    mount = mount_of(root, mounts())
+    if mount is not None and mount.is_network:
+        raise ConfigError(
+            f"compile cache {root} lies on {mount.file_system} (mounted at {mount.folder})",
+            expected="a local disk: the compiler's locks are not reliable on a network file system",
+            next_command="set the cache to a local folder and share it with `trnpipe cache sync` through S3",
+        )
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """A cache at one moment. `flags_text`: what a flags hash stands for, where an entry tells it."""
+
+    root: str
+    now_s: float
+    entries: tuple[CacheEntry, ...]
+    stale_locks: tuple[EntryName, ...] = ()
+    compilers: tuple[CompilerProcess, ...] = ()
+    flags_text: Mapping[str, str] | None = None
+    flags_warning: str = ""
+    """Every entry was made with other flags than the next run will compile with; '' when not, or unknown."""
+
+    @property
+    def counts(self) -> dict[EntryState, int]:
+        """Entries by state, every state named."""
+        counted = Counter(entry.state for entry in self.entries)
+        return {state: counted[state] for state in EntryState}
+
+    @property
+    def warnings(self) -> list[str]:
+        failed = self.counts[EntryState.FAILED]
+        stale = f"{len(self.stale_locks)} stale locks block whoever needs those graphs: trnpipe cache repair"
+        poisoned = f"{failed} failed compiles are reused as failures for ever: trnpipe cache repair"
+        told = ((self.flags_warning, self.flags_warning), (self.stale_locks, stale), (failed, poisoned))
+        return [text for is_so, text in told if is_so]
+
+    def lines(self) -> list[str]:
+        """For people: totals, one line per compiler and flags hash, one per entry that needs a look."""
+        ages = [age for entry in self.entries if (age := entry.age_s(self.now_s)) is not None]
+        span = f" | age {format_duration(min(ages))} to {format_duration(max(ages))}" if ages else ""
+        size = format_bytes(sum(entry.size_bytes for entry in self.entries))
+        lines = [
+            f"compile cache {self.root} | {len(self.entries)} entries, {size}{span}",
+            " | ".join(f"{state} {number}" for state, number in self.counts.items()),
+        ]
+        sizes = Counter[str]()
+        for entry in self.entries:
+            sizes[entry.name.version_dir] += entry.size_bytes
+        for version, number in sorted(Counter(entry.name.version_dir for entry in self.entries).items()):
+            lines.append(f"compiler {version}: {number} entries, {format_bytes(sizes[version])}")
+        for suffix, number in sorted(Counter(entry.name.flags for entry in self.entries).items()):
+            text = (self.flags_text or {}).get(suffix)
+            lines.append(f"flags {suffix}: {number} entries" + (f", {text}" if text else ""))
+        lines += [f"compiling now: {process}" for process in self.compilers]
+        for entry in self.entries:
+            is_stale = entry.name in self.stale_locks
+            if is_stale or entry.state in (EntryState.FAILED, EntryState.LOCKED, EntryState.INCOMPLETE):
+                state = "stale lock" if is_stale else str(entry.state)
+                age_text = format_duration(entry.age_s(self.now_s))
+                lines.append(f"{state} {entry.name.key} | {format_bytes(entry.size_bytes)} | age {age_text}")
+        return lines
+
+
+def scan(
+    storage: Storage,
+    *,
+    compilers: Compilers = live_compilers,
+    flags: CompilerFlags | None = None,
+    target: str = "trn1",
+    clock: Clock = time.time,
+) -> CacheReport:
+    """The cache at the root of a storage; empty when that is missing. ConfigError when it is unreadable.
+
+    A lock is stale when it is older than STALE_LOCK_S and no compiler runs on this host; whose locks lie on S3, and
+    whether they live, cannot be known. With `flags` (what the next run will compile with) it warns of others.
+    """
+    root, entries, now_s = storage.local_path(""), list_storage(storage), clock()
+    alive = tuple(compilers()) if root is not None else ()
+    stale = [] if alive else [entry.name for entry in entries if entry.is_lock_older(now_s, STALE_LOCK_S)]
+    texts = _flags_texts(root, entries) if root is not None else {}
+    where = storage.uri("") if root is None else f"file://{root}"
+    warning = _flags_warning(entries, flags, target, texts) if flags is not None else ""
+    return CacheReport(where, now_s, tuple(entries), tuple(stale), alive, texts, warning)
+
+
+def _flags_texts(root: Path, entries: Sequence[CacheEntry]) -> dict[str, str]:
+    """Flags hash -> the flags themselves, from one entry of each hash that holds them."""
+    texts: dict[str, str] = {}
+    for entry in entries:
+        if entry.name.flags not in texts and any(file.name == FLAGS_NAME for file in entry.files):
+            try:
+                tokens = json.loads((root / entry.name.key / FLAGS_NAME).read_bytes())
+            except (FileNotFoundError, ValueError):
+                continue  # another entry of the same hash may tell
+            if isinstance(tokens, list):
+                texts[entry.name.flags] = " ".join(str(token) for token in tokens)
+    return texts
+
+
+def _flags_warning(entries: Sequence[CacheEntry], flags: CompilerFlags, target: str, texts: Mapping[str, str]) -> str:
+    """Told when no entry has the flags hash that its compiler version gives to `flags`."""
+    names = [entry.name for entry in entries if entry.name.compiler == NEURON_COMPILER]
+    wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
+    if not names or any(name.flags == wanted[name.version] for name in names):
+        return ""
+    seen = ", ".join(
+        suffix + (f" ({texts[suffix]})" if suffix in texts else "") for suffix in sorted({name.flags for name in names})
+    )
+    return (
+        f"flags {flags.text()!r} on {target} give hash {', '.join(sorted(set(wanted.values())))}, "
+        f"the cache holds only {seen}: every graph would be compiled again"
+    )
