@@ -8,12 +8,11 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import GateConfig, MetricsConfig
+from pipeline.evaluate.gate.compare import Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
-from pipeline.evaluate.gate.verdict import Verdict
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.statistic import Queries
-from pipeline.evaluate.scored import PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored import PerQuery, Queries, ScoredRows, SliceColumn
 
 LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
 ROWS = 10  # of each query

@@ -9,7 +9,7 @@ import numpy as np
 from bench.gate_pairs import SEARCHED, Population, broken_queries, equal, evenly_worse, population, worse_slice
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.evaluate.config import GateConfig
-from pipeline.evaluate.gate.verdict import Verdict
+from pipeline.evaluate.gate.compare import Verdict
 
 NAME = "gate_rates"
 TITLE = "The gate: promoting a model that is worse by just what is allowed, at 95 % confidence"

@@ -90,8 +90,8 @@ def imports_of(path: Path, package: list[str]) -> Iterator[str]:
 
 
 def unit_of(words: Sequence[str]) -> str:
-    """The unit of `pipeline.<package>.<module>`: that of the settings for config.py, and for the names they use."""
-    is_config = words[2:3] == ["config"] or ".".join(words[:4]) == "pipeline.evaluate.metrics.names"
+    """The unit of `pipeline.<package>.<module>`: that of the settings for config.py."""
+    is_config = words[2:3] == ["config"]
     return "config" if is_config and words[0] == "pipeline" else words[1]
 
 

@@ -10,8 +10,8 @@ from pipeline.core.arrays import Float32s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.metrics.measure import retrieval_report
-from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.ranking import Judgements
+from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
 
 Encode = Callable[[Sequence[str]], Float32s]
 """Texts to unit vectors [N, D]."""

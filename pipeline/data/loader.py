@@ -67,27 +67,6 @@ def training_batches(
             )
 
 
-def evaluation_batches(
-    rows: RowSource, *, batch_size: int, limit: int, share: RankShare
-) -> Iterator[tuple[Arrays, dict[str, Tensor]]]:
-    """This rank's part of a split, bucket by bucket, in full batches; a bucket's last is filled by repeating a row.
-
-    Yields (arrays of the real rows, tensors of the full batch). At most `limit` rows over all ranks, spread evenly.
-    """
-    total = sum(rows.sizes)
-    step = max(1, -(-total // limit))
-    before = 0
-    for bucket, size in enumerate(rows.sizes):
-        # One stride over all buckets together, so that rounding does not add up to more than `limit`.
-        wanted = np.arange(-before % step, size, step, dtype=np.int64)[share.rank :: share.world_size]
-        before += size
-        for start in range(0, len(wanted), batch_size):
-            real = wanted[start : start + batch_size]
-            filled = np.concatenate([real, np.repeat(real[-1:], batch_size - len(real))])
-            arrays = rows.read(np.full(batch_size, bucket, dtype=np.int64), filled, bucket)
-            yield {name: values[: len(real)] for name, values in arrays.items()}, to_tensors(arrays)
-
-
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """What a model needs to score rows; 32-bit integers only (64-bit ones are truncated on Neuron)."""
     return {name: torch.from_numpy(arrays[name]) for name in _PAIRS}

@@ -4,27 +4,189 @@ Their scores lie under `baselines/` in the workspace, below a key of all that de
 try and another cycle on the same data find them there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pipeline.context import StageContext
+from pipeline.core.arrays import Int64s
+from pipeline.core.batching import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.data.tokens import TokenSet, open_rows
-from pipeline.evaluate import bm25, boosting
-from pipeline.evaluate.boosting import Boosting
-from pipeline.evaluate.fusion import Ranked
+from pipeline.core.order import permute, stream_key
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.tokens import TokenSet, TokenSetInfo, open_rows
+from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
-from pipeline.evaluate.holdout_rows import Holdout
+from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.labels import best_threshold
-from pipeline.evaluate.metrics.measure import metric_report
+from pipeline.evaluate.metrics.measure import metric_report, retrieval_report
+from pipeline.evaluate.metrics.scored import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
-from pipeline.evaluate.retrieval import RetrievalTask, hybrid_reports, lexical_search
+from pipeline.evaluate.retrieval import ModelSearch
+from pipeline.evaluate.retrieval_sources import RetrievalTask
 from pipeline.evaluate.scores import load_arrays, save_arrays
-from pipeline.evaluate.search import ModelSearch
 from pipeline.io.commit import read_manifest
 from pipeline.settings import Settings
+
+# Gradient boosting on the numeric features of prepared rows (the lexical ones, and those of the data): what a model
+# must beat to be worth an encoder.
+#
+# scikit-learn's HistGradientBoostingClassifier with its default settings and no early stopping, fitted on rows of the
+# train split. Time: 5 s for 100,000 rows and 3 labels. Memory: the features of those rows, and of one block of the rows
+# that are scored.
+#
+# One thread: two take 4 times as long where another process has the second core, and give the same trees.
+
+SEED = 1
+KEPT = ("sample_id", "query_id", "label", "gain")
+PROBABILITIES = "probabilities"
+_ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that goes on gives the same trees
+_BLOCK_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class Boosting:
+    """A fitted model, and which of K labels its columns are."""
+
+    model: Any
+    labels: Int64s
+    num_labels: int
+    num_rows: int
+    """It was fitted on."""
+
+    def score(self, holdout: Holdout, stop: StopSignal) -> Arrays:
+        """Arrays of the rows that are scored, by ascending sample_id: KEPT and probabilities float32 [N, K]."""
+        parts: list[Arrays] = []
+        with _one_thread(), progress("scoring with gradient boosting", holdout.order.total, "rows") as advance:
+            for arrays in holdout.blocks((*KEPT, "numeric")):
+                stop.raise_if_set("scoring with gradient boosting")
+                table = np.zeros((len(arrays["label"]), self.num_labels), dtype=np.float32)
+                table[:, self.labels] = self.model.predict_proba(arrays.pop("numeric"))
+                parts.append({**arrays, PROBABILITIES: table})
+                advance(len(table))
+        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.argsort(every["sample_id"], kind="stable")
+        return {name: values[order] for name, values in every.items()}
+
+
+def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
+    """What `score` gave, as metrics read it. `info`: of the data."""
+    return ScoredRows(
+        arrays["query_id"].astype(np.int64),
+        arrays["label"].astype(np.int64),
+        arrays["gain"].astype(np.float64),
+        arrays[PROBABILITIES].astype(np.float64),
+        info.labels,
+        info.label_gains,
+    )
+
+
+def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> Boosting | str:
+    """Fit on at most `max_rows` rows, the same ones each time; or why that cannot be. Raises Preempted."""
+    try:
+        from sklearn.ensemble import HistGradientBoostingClassifier
+    except ImportError as error:
+        return f"scikit-learn cannot be imported ({error}): pip install 'trnpipe[baselines]'"
+    rows = _some_rows(train, max_rows, stop)
+    if not rows or not rows["numeric"].shape[1]:
+        return "prepared rows have no numeric feature (data.lexical, data.numeric)" if rows else "no row of split train"
+    labelled = rows["label"] >= 0
+    features, label = rows["numeric"][labelled], rows["label"][labelled]
+    if len(np.unique(label)) < 2:
+        return "the train split has rows of fewer than two labels"
+    model = HistGradientBoostingClassifier(early_stopping=False, warm_start=True, random_state=SEED)
+    with _one_thread(), progress("fitting gradient boosting", _ROUNDS, "rounds") as advance:
+        for rounds in range(_ROUNDS_AT_ONCE, _ROUNDS + 1, _ROUNDS_AT_ONCE):
+            stop.raise_if_set("fitting gradient boosting")
+            model.set_params(max_iter=rounds).fit(features, label)
+            advance(_ROUNDS_AT_ONCE)
+    return Boosting(model, model.classes_.astype(np.int64), num_labels, len(label))
+
+
+def _one_thread() -> AbstractContextManager[object]:
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
+    limits: AbstractContextManager[object] = threadpool_limits(1, user_api="openmp")
+    return limits
+
+
+def _some_rows(train: TokenRows, max_rows: int, stop: StopSignal) -> Arrays:
+    """`numeric` [n, F] and `label` [n] of at most `max_rows` rows; nothing when there are none."""
+    total = sum(train.sizes)
+    chosen = np.arange(total, dtype=np.int64)
+    if total > max_rows:
+        chosen = np.sort(permute(chosen[:max_rows], total, stream_key(SEED)))
+    parts: list[Arrays] = []
+    for start in range(0, len(chosen), _BLOCK_ROWS):
+        stop.raise_if_set("reading rows for gradient boosting")
+        bucket, numbers = locate(train.sizes, chosen[start : start + _BLOCK_ROWS])
+        parts.append(train.read(bucket, numbers, len(train.sizes) - 1, ("numeric", "label")))
+    return {name: np.concatenate([part[name] for part in parts]) for name in ("numeric", "label")} if parts else {}
+
+
+# Search with words, and what search with a model is worth when it is fused with that.
+
+_WINDOW = 512
+
+
+def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
+    """The same with BM25, in this process alone: scores are those of BM25. Raises Preempted."""
+
+    def texts() -> Iterator[str]:
+        for part in task.texts():
+            stop.raise_if_set("indexing words of the catalogue")
+            advance(len(part))
+            yield from part
+
+    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
+        index = Bm25(texts())
+    queries = task.query_texts
+    parts = [Ranked(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)))]
+    with progress("searching words of the catalogue", len(queries), "queries") as advance:
+        for start in range(0, len(queries), _WINDOW):
+            stop.raise_if_set("searching words of the catalogue")
+            scores, items = index.search(queries[start : start + _WINDOW], k)
+            parts.append(Ranked(items, scores))
+            advance(len(items))
+    return Ranked(np.concatenate([part.items for part in parts]), np.concatenate([part.scores for part in parts]))
+
+
+def hybrid_reports(
+    task: RetrievalTask, vectors: Ranked, words: Ranked, metrics: MetricsConfig
+) -> tuple[HybridReport, ...]:
+    """By ranks, and by weight. The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
+
+    `vectors` and `words`: lists of all queries of the task.
+    """
+    judged = task.num_queries
+    ours, theirs = vectors.part(0, judged), words.part(0, judged)
+    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
+    tuning = task.tuning
+    if isinstance(tuning, str):
+        return ranked, HybridReport(name="weighted", missing=f"no weight was chosen: {tuning}")
+    at = max((k for k in metrics.retrieval_at if k <= 10), default=min(metrics.retrieval_at))
+
+    def quality(items: Int64s) -> float:
+        per_query, _ = retrieval_report(tuning.ids, items, tuning.judged, metrics)
+        return float(np.nanmean(per_query.values[f"{RETRIEVAL}ndcg@{at}"]))
+
+    end = judged + len(tuning.ids)
+    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
+    weighted = HybridReport(
+        name="weighted",
+        weight=weight,
+        valid_queries=len(tuning.ids),
+        retrieval=task.report(by_weight(ours, theirs, weight), metrics)[1],
+    )
+    return ranked, weighted
+
 
 VERSION = 1
 """Of what the baselines do; a higher one scores them again."""
@@ -75,7 +237,7 @@ class Baselines:
     def _bm25(self, task: RetrievalTask | str) -> Scored:
         if isinstance(task, str):
             return Scored(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-        key = self._key("bm25", {**self.search.decides, "k1": bm25.K1, "b": bm25.B})
+        key = self._key("bm25", {**self.search.decides, "k1": K1, "b": B})
         if read_manifest(self.ctx.workspace, key) is None:
             found = self.search.save(task, key, lexical_search(task, self.search.depth, self.ctx.stop))
         else:
@@ -94,12 +256,12 @@ class Baselines:
         key = self._key("boosting", decides)
         if read_manifest(ctx.workspace, key) is None:
             train = open_rows(ctx.workspace, self.sets, "train", ctx.scratch / "tokens")
-            fitted = boosting.fit(train, len(holdout.sets[0].info.labels), config.baselines.boosting_rows, ctx.stop)
+            fitted = fit(train, len(holdout.sets[0].info.labels), config.baselines.boosting_rows, ctx.stop)
             if isinstance(fitted, str):
                 return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
             self._save(key, fitted, holdout, valid)
         arrays, fields = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
-        rows, chosen = boosting.to_rows(arrays, holdout.sets[0].info), fields.get("threshold")
+        rows, chosen = to_rows(arrays, holdout.sets[0].info), fields.get("threshold")
         threshold = chosen if isinstance(chosen, float) else None
         metrics = metric_report(rows, config.metrics, threshold)
         report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
@@ -117,7 +279,7 @@ class Baselines:
         if isinstance(chosen_on, str) or fitted.num_labels != 2:
             return None
         try:
-            return best_threshold(boosting.to_rows(fitted.score(chosen_on, self.ctx.stop), holdout.sets[0].info))
+            return best_threshold(to_rows(fitted.score(chosen_on, self.ctx.stop), holdout.sets[0].info))
         except DataError as error:
             self.search.warn(f"no threshold for {BOOSTING}: {error.seen}")
             return None

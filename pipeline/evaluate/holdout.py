@@ -1,159 +1,288 @@
-"""Scores of a model on a holdout: static shapes, split over ranks, figures on the host."""
+"""The holdout of an evaluation: which prepared rows, of which partitions, in which order."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from pipeline.backends import Backend, Batch
-from pipeline.core.batching import RankShare
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import format_share
+from pipeline.core.order import mix64
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import RowSource, evaluation_batches
-from pipeline.data.shards import Arrays
-from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.exact import ExactTopK
-from pipeline.evaluate.metrics.labels import class_figures
-from pipeline.evaluate.metrics.measure import retrieval_report
-from pipeline.evaluate.metrics.ranking import ndcg
-from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.products import text_hashes
-from pipeline.model.relevance import RelevanceOutputs
+from pipeline.data.shards import EXTRA, Arrays, TokenRows
+from pipeline.data.slices import codes_of, merge_names
+from pipeline.data.tokenizer import Tokens
+from pipeline.data.tokens import Split, TokenSet, open_rows
+from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.products import join_tokens, text_hashes, to_tokens
+from pipeline.io.storage import Storage
 from pipeline.parallel.gang import Gang
 
-Score = Callable[[Mapping[str, Tensor]], RelevanceOutputs]
-"""A batch of B pairs on the device to logits [B, K] and embeddings [B, D], fp32 on the device."""
-_DEPTH = 10
-"""Of the ranked lists: nDCG@10."""
+# Which rows of a holdout are scored, in which order, and which of them a batch of a rank holds. Pure.
+#
+# The order depends on the holdout alone, so that the whole state of an evaluation is one number: how many rows are
+# done. Another attempt continues there, also with other ranks.
 
 
 @dataclass(frozen=True)
-class HoldoutFigures:
-    """What a model reaches on a holdout. `ndcg` is at 10, by expected gain; NaN without gains.
+class Span:
+    """The rows of one batch on all ranks: row numbers of one bucket."""
 
-    `retrieval_ndcg` is at 10 too: every query searched, by the cosine of embeddings, in the distinct products of the
-    rows that were scored; None where that was not asked for, or nothing is relevant.
-    """
+    bucket: int
+    rows: Int64s
 
-    rows: int
-    loss: float
-    accuracy: float
-    macro_f1: float
-    positive_f1: float
-    ndcg: float
-    retrieval_ndcg: float | None = None
+    def share(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
+        """This rank's full batch [batch_size] and how many of its first rows are real.
+
+        The rest repeats a row: every rank runs every batch, so that all run the same sequence of graphs.
+        """
+        mine = self.rows[rank * batch_size : (rank + 1) * batch_size]
+        filling = np.repeat(self.rows[-1:], batch_size - len(mine))
+        return np.concatenate([mine, filling]), len(mine)
+
+
+@dataclass(frozen=True)
+class HoldoutOrder:
+    """The row numbers to score of each bucket, ascending."""
+
+    rows: tuple[Int64s, ...]
 
     @property
-    def combined(self) -> float | None:
-        """One figure for a model that is to be good at both: the mean of macro F1 and retrieval nDCG@10."""
-        return None if self.retrieval_ndcg is None else (self.macro_f1 + self.retrieval_ndcg) / 2
+    def total(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    def spans(self, start: int, batch_rows: int) -> Iterator[Span]:
+        """Batches of `batch_rows` rows over all ranks from row number `start` of the order on; none crosses buckets."""
+        before = 0
+        for bucket, rows in enumerate(self.rows):
+            first = max(0, start - before)
+            before += len(rows)
+            for place in range(first, len(rows), batch_rows):
+                yield Span(bucket, rows[place : place + batch_rows])
 
 
-def evaluate_holdout(
-    score: Score,
-    backend: Backend,
-    rows: RowSource,
-    *,
-    label_gains: tuple[float, ...],
-    batch_size: int,
-    limit: int,
+def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
+    """All rows of a holdout, or whole queries of at most `max_rows` rows in all (0: no limit).
+
+    `query_ids`: of every row, by bucket. Which queries stay is a function of their ids alone.
+    """
+    every = np.concatenate(query_ids) if query_ids else np.zeros(0, dtype=np.int64)
+    if not max_rows or len(every) <= max_rows:
+        return HoldoutOrder(tuple(np.arange(len(ids), dtype=np.int64) for ids in query_ids))
+    queries, counts = np.unique(every, return_counts=True)
+    order = np.argsort(mix64(queries.astype(np.uint64)), kind="stable")
+    fitting = np.cumsum(counts[order]) <= max_rows
+    kept = np.sort(queries[order][fitting])
+    return HoldoutOrder(tuple(np.flatnonzero(np.isin(ids, kept)).astype(np.int64) for ids in query_ids))
+
+
+def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
+    """At most `limit` rows of buckets of these `sizes`, spread evenly."""
+    total, before = sum(sizes), 0
+    step, rows = max(1, -(-total // limit)), []
+    for size in sizes:
+        # One stride over all buckets together, so that rounding does not add up to more than `limit`.
+        rows.append(np.arange(-before % step, size, step, dtype=np.int64))
+        before += size
+    return HoldoutOrder(tuple(rows))
+
+
+# Holdout queries that a model was trained on: by id, and by text when the ids differ. Their scores say too much.
+
+
+@dataclass(frozen=True)
+class HoldoutQueries:
+    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each."""
+
+    ids: Int64s
+    texts: UInt64s
+
+    @classmethod
+    def of(cls, query_id: Int64s, texts: UInt64s) -> "HoldoutQueries":
+        """From rows [N]; of a query with several texts the first counts."""
+        ids, first = np.unique(query_id, return_index=True)
+        return cls(ids, texts[first])
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How many of a holdout's queries occur in training data. `by_text`: under another id."""
+
+    queries: int
+    by_id: int
+    by_text: int
+    unchecked: tuple[str, ...] = ()
+    """Partitions the model was trained on that are not prepared any more."""
+
+    @property
+    def share(self) -> float:
+        return (self.by_id + self.by_text) / max(1, self.queries)
+
+    def text(self) -> str:
+        """One line: what was found."""
+        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_share(self.share)})"
+        return f"{found} were trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
+
+
+def find_leak(
+    holdout: HoldoutQueries,
+    trained: Iterable[TokenRows],
     gang: Gang,
     stop: StopSignal,
-    search_pad_id: int | None = None,
-) -> HoldoutFigures:
-    """Score at most `limit` rows and compute figures over all ranks. Raises DataError for an empty holdout.
+    unchecked: tuple[str, ...] = (),
+    num_rows: int | None = None,
+) -> Leak:
+    """Look for the holdout's queries in the rows of each training set. Ranks share the work. Raises Preempted.
 
-    `search_pad_id`: when given, also search; product tokens are padded with it. Memory: 8 D bytes a row on every rank.
+    `num_rows`: of all of them, for the progress.
     """
+    ids, texts = np.zeros(len(holdout.ids), dtype=np.bool_), np.zeros(len(holdout.ids), dtype=np.bool_)
+    sorted_texts = np.sort(holdout.texts)
+    world, block = gang.world, 0
+    with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
+        for rows in trained:
+            for bucket, numbers in rows.blocks():
+                stop.raise_if_set("looking for holdout queries in the training data")
+                advance(len(numbers))
+                block += 1
+                if block % world.world_size != world.rank:
+                    continue
+                part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
+                ids |= np.isin(holdout.ids, part["query_id"])
+                hashes = np.unique(text_hashes(part["query"], rows.pad_id))
+                if np.isin(hashes, sorted_texts, assume_unique=False).any():
+                    texts |= np.isin(holdout.texts, hashes)
+    said = gang.gather((ids, texts))
+    ids = np.logical_or.reduce([one for one, _ in said])
+    texts = np.logical_or.reduce([one for _, one in said])
+    return Leak(len(holdout.ids), int(ids.sum()), int((texts & ~ids).sum()), unchecked)
+
+
+def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"], max_share: float) -> str:
+    """A warning, or nothing. Raises DataError when more of the holdout was trained on than is allowed."""
+    if leak.share > max_share and action == "refuse":
+        raise DataError(
+            leak.text(),
+            expected=f"at most {format_share(max_share)} (evaluate.max_leak_share): they score too well",
+            next_command="give the data a split column that keeps queries apart, prepare and train again;"
+            " or --evaluate.leak warn",
+        )
+    return f"{leak.text()}: figures on them are better than they would be on new queries" if leak.share else ""
+
+
+PARTITION, QUERY_TOKENS = "partition", "query_tokens"
+SPECIAL_TOKENS = 2
+_BLOCK_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Rows of one split of some partitions, and which of them are scored."""
+
+    split: Split
+    sets: Sequence[TokenSet]
+    rows: TokenRows
+    order: HoldoutOrder
+    max_rows: int
+
+    @property
+    def name(self) -> str:
+        """The same for the same rows."""
+        marks = [token_set.info.fingerprint for token_set in self.sets]
+        return fingerprint({"split": self.split, "data": marks, "max_rows": self.max_rows})
+
+    def blocks(self, fields: Sequence[str]) -> Iterator[Arrays]:
+        """Some arrays of the rows that are scored, in their order, a bounded number at a time."""
+        for bucket, numbers in enumerate(self.order.rows):
+            for start in range(0, len(numbers), _BLOCK_ROWS):
+                part = numbers[start : start + _BLOCK_ROWS]
+                yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
+
+    def queries(self) -> HoldoutQueries:
+        """The queries of the rows that are scored."""
+        ids, texts = [], []
+        for arrays in self.blocks(("query", "query_id")):
+            ids.append(arrays["query_id"])
+            texts.append(text_hashes(arrays["query"], self.rows.pad_id))
+        return HoldoutQueries.of(np.concatenate(ids), np.concatenate(texts))
+
+    def sample(self, count: int) -> tuple[Int64s, Tokens, Tokens]:
+        """sample_id [M] ascending of at most `count` rows, chosen by a hash of it, with their query and product."""
+        ids = np.concatenate([arrays["sample_id"] for arrays in self.blocks(("sample_id",))])
+        chosen = np.sort(ids[np.argsort(mix64(ids.astype(np.uint64)), kind="stable")[:count]])
+        found: list[Int64s] = []
+        sides: dict[str, list[Tokens]] = {"query": [], "product": []}
+        for arrays in self.blocks(("sample_id", "query", "product")):
+            here = np.isin(arrays["sample_id"], chosen)
+            found.append(arrays["sample_id"][here])
+            for side, parts in sides.items():
+                parts.append(to_tokens(arrays[side][here], self.rows.pad_id))
+        order = np.argsort(np.concatenate(found))
+        return chosen, join_tokens(sides["query"], order), join_tokens(sides["product"], order)
+
+    def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
+        """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
+        columns: dict[str, SliceColumn] = {}
+        names = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
+        for place, column in enumerate(self.sets[0].info.slice_columns):
+            columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], names[column]), names[column])
+        partitions = tuple(token_set.info.partition for token_set in self.sets)
+        columns.setdefault(PARTITION, SliceColumn(arrays["partition"], partitions))
+        if query_tokens:
+            columns.setdefault(QUERY_TOKENS, length_column(arrays["query_tokens"], query_tokens))
+        return columns
+
+
+def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, max_rows: int) -> Holdout:
+    """Raises DataError when the split has no row in these partitions."""
+    extra = EXTRA if sets[0].info.slices else ("partition",)
+    rows = open_rows(workspace, sets, split, cache_dir, extra)
     if not sum(rows.sizes):
         raise DataError(
-            "the holdout is empty",
-            expected="rows in the valid split",
-            next_command="raise data.valid_fraction, or give a split column",
+            f"the holdout is empty: no row of split {split} in {len(sets)} prepared partition(s),"
+            f" {sets[0].info.partition} to {sets[-1].info.partition}",
+            expected=f"rows in the {split} split",
+            next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    share = RankShare(gang.world.rank, gang.world.world_size)
-    kept: list[Arrays] = []
-
-    def batches() -> Iterator[Batch]:
-        for arrays, tensors in evaluation_batches(rows, batch_size=batch_size, limit=limit, share=share):
-            rows_of = {name: arrays[name] for name in ("label", "gain", "query_id", "sample_id")}
-            if search_pad_id is not None:
-                rows_of["text"] = text_hashes(arrays["product"], search_pad_id)
-            kept.append(rows_of)
-            yield tensors
-
-    found: list[dict[str, npt.NDArray[np.float32]]] = []
-    world_size = gang.world.world_size
-    total = -(-min(limit, sum(rows.sizes)) // world_size)  # of this rank; the others go as fast
-    unit = "rows of each rank" if world_size > 1 else "rows"
-    with progress("scoring the holdout", total, unit) as advance, backend.loader(batches()) as ready:
-        for batch in ready:
-            stop.raise_if_set("evaluating the holdout")
-            outputs = score(batch)
-            host = backend.to_host([outputs.logits] if search_pad_id is None else list(outputs))
-            found.append({name: part.numpy() for name, part in zip(outputs._fields, host, strict=False)})
-            advance(len(kept[len(found) - 1]["label"]))
-    if len(found) != len(kept):
-        raise RuntimeError(f"evaluated {len(found)} of {len(kept)} batches: a loader thread ended early")
-    mine = {name: np.concatenate([arrays[name] for arrays in kept]) for name in kept[0]} if kept else {}
-    for name in found[0] if found else ():
-        mine[name] = np.concatenate(
-            [host[name][: len(arrays["label"])] for host, arrays in zip(found, kept, strict=True)]
-        )
-    parts: list[dict[str, npt.NDArray[Any]]] = [part for part in gang.gather(mine) if part]
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.argsort(joined["sample_id"], kind="stable")  # the figures do not depend on how ranks shared the rows
-    return figures({name: values[order] for name, values in joined.items()}, label_gains)
+    query_ids = [_query_ids(rows, bucket) for bucket in range(len(rows.sizes))]
+    return Holdout(split, sets, rows, choose_rows(query_ids, max_rows), max_rows)
 
 
-def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
-    """Figures from gathered arrays: logits [N, K], label, gain, query_id, all [N].
-
-    With retrieval also embeddings `query` and `product` [N, D], and `text` [N], equal for equal products.
-    """
-    logits = joined["logits"].astype(np.float64)
-    logits -= logits.max(axis=1, keepdims=True)
-    probabilities = np.exp(logits)
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    label = joined["label"].astype(np.int64)
-    labelled = label >= 0
-    classes = class_figures(label[labelled], probabilities[labelled].argmax(axis=1), probabilities.shape[1])
-    chosen = probabilities[labelled, label[labelled]]
-    return HoldoutFigures(
-        rows=len(label),
-        loss=float(-np.log(np.maximum(chosen, 1e-30)).mean()),
-        accuracy=classes.accuracy,
-        macro_f1=classes.macro_f1,
-        positive_f1=classes.positive_f1,
-        ndcg=ndcg(joined["query_id"], joined["gain"].astype(np.float64), probabilities @ np.array(label_gains), 10),
-        retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,
-    )
+def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:
+    """Queries by their tokens [N], special ones included; `most`: of each slice but the last, special ones apart."""
+    firsts = [1, *(edge + 1 for edge in most)]
+    names = [f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, most, strict=False)]
+    codes = np.searchsorted(np.asarray(most), query_tokens.astype(np.int64) - SPECIAL_TOKENS, side="left")
+    return SliceColumn(codes.astype(np.int64), (*names, f"{firsts[-1]}+"))
 
 
-def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
-    """nDCG@10 of each query among the distinct products; None when no query has a gain, or a vector is not finite."""
-    gain = joined["gain"].astype(np.float64)
-    texts, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
-    asked, rows = np.unique(joined["query_id"], return_index=True)
-    query, product = joined["query"][rows], joined["product"][first]
-    if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
-        return None
-    nearest = ExactTopK(_unit(query), min(_DEPTH, len(texts)))
-    nearest.add(0, _unit(product))
-    positive = gain > 0
-    judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    name = f"retrieval_ndcg@{_DEPTH}"
-    ranked = np.full((len(asked), _DEPTH), -1, dtype=np.int64)
-    ranked[:, : min(_DEPTH, len(texts))] = nearest.found()[1]
-    report = retrieval_report(asked, ranked, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
-    return report.values.get(name)
+def _query_ids(rows: TokenRows, bucket: int) -> Int64s:
+    size = rows.sizes[bucket]
+    if not size:
+        return np.zeros(0, dtype=np.int64)
+    numbers = np.arange(size, dtype=np.int64)
+    return rows.read(np.full(size, bucket, dtype=np.int64), numbers, bucket, ("query_id",))["query_id"]
 
 
-def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: npt.NDArray[np.float32] = (vectors / np.maximum(length, 1e-12)).astype(np.float32)
-    return unit
+# The slices of scored rows that are worth judging. Pure.
+
+AGE = "age"
+NEW, OLD = "new", "old"
+
+
+def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
+    """Partitions become two slices, new and old to the incumbent; a column with one value for all rows goes."""
+    columns = dict(rows.slices)
+    partition = columns.pop(PARTITION, None)
+    if partition is not None:
+        is_new = np.array([name in new_partitions for name in partition.names], dtype=np.bool_)
+        # -1, no partition, reads the last entry: it is neither.
+        codes = np.append(np.where(is_new, 0, 1), -1)[partition.codes]
+        columns.setdefault(AGE, SliceColumn(codes.astype(np.int64), (NEW, OLD)))
+    return replace(rows, slices={name: column for name, column in columns.items() if len(np.unique(column.codes)) > 1})

@@ -15,7 +15,7 @@ from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import ParityBars
-from pipeline.evaluate.scored import ScoredRows
+from pipeline.evaluate.metrics.scored import ScoredRows
 
 TOP_K = 10
 TIE = 1e-6

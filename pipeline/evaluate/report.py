@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core.record import Record
-from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.config import MetricName
+from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
-from pipeline.evaluate.metrics.names import MetricName
 from pipeline.io.storage import Storage, read_record
 
 

@@ -1,10 +1,9 @@
-"""Search with a model's embeddings, and with words: every query against every item, exactly."""
+"""Search with a model's embeddings, every query against every item, exactly; what it found is kept in the cycle."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,87 +11,39 @@ import numpy.typing as npt
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.watch import GraphWatch
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.context import StageContext
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import NumericError
-from pipeline.core.progress import progress
+from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import Tokens, pieces
+from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
+from pipeline.data.tokens import SPLITS, TokenSet, open_rows
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, counted, open_embedder
-from pipeline.embed.output import shorten_vectors
-from pipeline.evaluate.bm25 import Bm25
-from pipeline.evaluate.config import MetricsConfig
+from pipeline.embed.output import check_dimensions, shorten_vectors
+from pipeline.evaluate.bm25 import Ranked
+from pipeline.evaluate.config import RETRIEVAL
 from pipeline.evaluate.exact import ExactTopK
-from pipeline.evaluate.fusion import Ranked, best_weight, by_rank, by_weight
-from pipeline.evaluate.holdout_rows import Holdout
-from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
-from pipeline.evaluate.metrics.names import RETRIEVAL
-from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.products import join_tokens
-from pipeline.evaluate.report import HybridReport
-from pipeline.evaluate.scored import PerQuery
-from pipeline.evaluate.scores import VectorSample
+from pipeline.evaluate.holdout import Holdout
+from pipeline.evaluate.metrics.measure import MetricReport
+from pipeline.evaluate.metrics.scored import PerQuery
+from pipeline.evaluate.retrieval_sources import (
+    CatalogueFile,
+    RetrievalTask,
+    from_catalogue,
+    from_products,
+    open_catalogue,
+)
+from pipeline.evaluate.scores import VectorSample, load_arrays, save_arrays
+from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang
+from pipeline.settings import Settings
 
 _WINDOW = 512
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
 """Windows of texts to their unit vectors [n, D], in order."""
-
-
-class Windows(Protocol):
-    """The items in order, some at a time: (number of the first, tokens); only windows whose number is `mine`."""
-
-    def __call__(self, mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]: ...
-
-
-class Texts(Protocol):
-    """The texts of all items in order, some at a time."""
-
-    def __call__(self) -> Iterator[list[str]]: ...
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Q queries: ids [Q] ascending, tokens and texts [Q], and what is relevant to them."""
-
-    ids: Int64s
-    tokens: Tokens
-    texts: list[str]
-    judged: Judgements
-
-
-@dataclass(frozen=True)
-class RetrievalTask:
-    """What is searched for, and where."""
-
-    queries: Queries
-    tuning: Queries | str
-    """Queries of the valid split, from which the weight of hybrid search is chosen; or why there are none."""
-    num_items: int
-    items: Windows
-    texts: Texts
-
-    @property
-    def num_queries(self) -> int:
-        """Those that are judged."""
-        return len(self.queries.ids)
-
-    @property
-    def tokens(self) -> Tokens:
-        """Of all queries, those for tuning last."""
-        more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
-        return join_tokens([self.queries.tokens, *more])
-
-    @property
-    def query_texts(self) -> list[str]:
-        """In the order of `tokens`."""
-        return self.queries.texts if isinstance(self.tuning, str) else [*self.queries.texts, *self.tuning.texts]
-
-    def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
-        """Figures of items [Q or more, k] found for the judged queries, which come first."""
-        return retrieval_report(self.queries.ids, items[: self.num_queries], self.queries.judged, metrics)
 
 
 def search(
@@ -139,28 +90,6 @@ def search(
 
 def _cut(vectors: Float32s, width: int) -> Float32s:
     return shorten_vectors(vectors, width or vectors.shape[1])
-
-
-def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
-    """The same with BM25, in this process alone: scores are those of BM25. Raises Preempted."""
-
-    def texts() -> Iterator[str]:
-        for part in task.texts():
-            stop.raise_if_set("indexing words of the catalogue")
-            advance(len(part))
-            yield from part
-
-    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
-        index = Bm25(texts())
-    queries = task.query_texts
-    parts = [Ranked(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)))]
-    with progress("searching words of the catalogue", len(queries), "queries") as advance:
-        for start in range(0, len(queries), _WINDOW):
-            stop.raise_if_set("searching words of the catalogue")
-            scores, items = index.search(queries[start : start + _WINDOW], k)
-            parts.append(Ranked(items, scores))
-            advance(len(items))
-    return Ranked(np.concatenate([part.items for part in parts]), np.concatenate([part.scores for part in parts]))
 
 
 def _query_vectors(queries: Tokens, embed: Embed, gang: Gang) -> Float32s:
@@ -216,34 +145,138 @@ class Vectors:
         return VectorSample(sample_id, np.concatenate(found[:half]), np.concatenate(found[half:]))
 
 
-# What search with a model is worth when it is fused with BM25.
+KIND = "retrieval"
 
 
-def hybrid_reports(
-    task: RetrievalTask, vectors: Ranked, words: Ranked, metrics: MetricsConfig
-) -> tuple[HybridReport, ...]:
-    """By ranks, and by weight. The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
+@dataclass(frozen=True)
+class Found:
+    """Retrieval with one model; `per_query` and `ranked` are None when there is no answer, and `report` says why."""
 
-    `vectors` and `words`: lists of all queries of the task.
+    per_query: PerQuery | None
+    report: MetricReport
+    ranked: Ranked | None
+    by_width: dict[int, MetricReport] = field(default_factory=dict)
+    """With vectors cut to other widths than those that are judged."""
+
+
+@dataclass
+class ModelSearch:
+    """Searches with one model after the other, for the same queries in the same items.
+
+    What is judged are the vectors as they are embedded: cut to embed.output.dimensions.
     """
-    judged = task.num_queries
-    ours, theirs = vectors.part(0, judged), words.part(0, judged)
-    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
-    tuning = task.tuning
-    if isinstance(tuning, str):
-        return ranked, HybridReport(name="weighted", missing=f"no weight was chosen: {tuning}")
-    at = max((k for k in metrics.retrieval_at if k <= 10), default=min(metrics.retrieval_at))
 
-    def quality(items: Int64s) -> float:
-        per_query, _ = retrieval_report(tuning.ids, items, tuning.judged, metrics)
-        return float(np.nanmean(per_query.values[f"{RETRIEVAL}ndcg@{at}"]))
+    settings: Settings
+    ctx: StageContext
+    backend: Backend
+    gang: Gang
+    sets: list[TokenSet]
+    holdout: Holdout
+    valid: Holdout | str
+    """Whose queries may be asked to choose the weight of hybrid search; or why there are none."""
+    tokenizer: bytes
+    warn: Callable[[str], None]
 
-    end = judged + len(tuning.ids)
-    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
-    weighted = HybridReport(
-        name="weighted",
-        weight=weight,
-        valid_queries=len(tuning.ids),
-        retrieval=task.report(by_weight(ours, theirs, weight), metrics)[1],
-    )
-    return ranked, weighted
+    def run(self, role: str, checkpoint: Checkpoint, vectors: Vectors) -> Found | None:
+        """On all ranks; None when retrieval is not to be evaluated. Raises DataError, Preempted."""
+        config, ctx = self.settings.evaluate, self.ctx
+        if not config.retrieval.enabled:
+            return None
+        task = self.task
+        if isinstance(task, str):
+            return self._without(task)
+        widths = self._widths(checkpoint)
+        key = self._key(checkpoint)
+        if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
+            return self.load(task, key, widths[1:])
+        with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
+            found = search(task, vectors, self.depth, self.gang, ctx.stop, advance, widths)
+        if isinstance(found, str):
+            return self._without(found)
+        return self.save(task, key, found[0], dict(zip(widths[1:], found[1:], strict=True)))
+
+    def _widths(self, checkpoint: Checkpoint) -> list[int]:
+        """Of the vectors: as they are embedded, then those that are only looked at. Raises ConfigError."""
+        width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
+        check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
+        for one in config.dimensions:
+            check_dimensions("evaluate.retrieval.dimensions", one, width)
+        return [self.settings.embed.output.dimensions, *config.dimensions]
+
+    def save(
+        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Ranked] | None = None
+    ) -> Found:
+        """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
+        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
+        if self.ctx.world.is_main:
+            lists = {"items": ranked.items, "scores": ranked.scores}
+            figures = {"query_id": per_query.query_id, **per_query.values}
+            lists |= {_items_of(width): one.items for width, one in (by_width or {}).items()}
+            save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
+        return Found(per_query, report, ranked, self._by_width(task, by_width or {}))
+
+    def _by_width(self, task: RetrievalTask, lists: Mapping[int, Ranked]) -> dict[int, MetricReport]:
+        metrics = self.settings.evaluate.metrics
+        return {width: task.report(one.items, metrics)[1] for width, one in lists.items()}
+
+    def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
+        """What was committed. Raises DataError."""
+        arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
+        ranked = Ranked(arrays["items"], arrays["scores"])
+        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
+        cut = {width: Ranked(arrays[_items_of(width)], ranked.scores) for width in widths}
+        return Found(per_query, report, ranked, self._by_width(task, cut))
+
+    @property
+    def depth(self) -> int:
+        """Items of each list."""
+        return max(self.settings.evaluate.metrics.retrieval_at)
+
+    @cached_property
+    def task(self) -> RetrievalTask | str:
+        """Queries, items and judgements, or why there are none."""
+        stop, config = self.ctx.stop, self.settings.evaluate
+        max_valid = config.baselines.valid_queries
+        if self._catalogue is not None:
+            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid, stop)
+        cache = self.ctx.scratch / "tokens"
+        sources = [open_rows(self.ctx.workspace, self.sets, split, cache) for split in SPLITS]
+        return from_products(
+            self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, stop, self.warn
+        )
+
+    @cached_property
+    def decides(self) -> dict[str, Json]:
+        """All that decides queries, items, lists and figures."""
+        config = self.settings.evaluate
+        return {
+            "data": [token_set.info.fingerprint for token_set in self.sets],
+            "holdout": self.holdout.name,
+            "valid": self.valid if isinstance(self.valid, str) else self.valid.name,
+            "valid_queries": config.baselines.valid_queries,
+            "catalogue": self._catalogue.content if self._catalogue else "",
+            "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
+            "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
+        }
+
+    @cached_property
+    def _catalogue(self) -> CatalogueFile | None:
+        config = self.settings.evaluate.retrieval
+        return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
+
+    def _without(self, reason: str) -> Found:
+        ranks = self.settings.evaluate.metrics.retrieval_at
+        names = [f"{RETRIEVAL}{word}@{k}" for k in ranks for word in ("recall", "ndcg", "success")]
+        missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
+        return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
+
+    def _key(self, checkpoint: Checkpoint) -> str:
+        embed = self.settings.embed.model_dump(mode="json", include={"precision"})
+        widths: list[Json] = [*self._widths(checkpoint)]
+        decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})
+        return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
+
+
+def _items_of(width: int) -> str:
+    """Name of the lists that vectors of this width gave."""
+    return f"items_of_{width}"

@@ -1,4 +1,4 @@
-"""Where retrieval gets its queries, items and judgements from: the prepared data, or a catalogue file."""
+"""What retrieval searches for, and where: queries, items and judgements of prepared data, or of a catalogue file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,58 @@ from pipeline.data.sources import find_files
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.data.validate import filter_mask
 from pipeline.embed.texts import cut_tokens
-from pipeline.evaluate.config import RetrievalConfig
-from pipeline.evaluate.holdout_rows import Holdout
-from pipeline.evaluate.metrics.retrieval import Judgements
+from pipeline.evaluate.config import MetricsConfig, RetrievalConfig
+from pipeline.evaluate.holdout import Holdout
+from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
+from pipeline.evaluate.metrics.ranking import Judgements
+from pipeline.evaluate.metrics.scored import PerQuery
 from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
-from pipeline.evaluate.retrieval import Queries, RetrievalTask
 from pipeline.io.storage import Storage
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Q queries: ids [Q] ascending, tokens and texts [Q], and what is relevant to them."""
+
+    ids: Int64s
+    tokens: Tokens
+    texts: list[str]
+    judged: Judgements
+
+
+@dataclass(frozen=True)
+class RetrievalTask:
+    """What is searched for, and where."""
+
+    queries: Queries
+    tuning: Queries | str
+    """Queries of the valid split, from which the weight of hybrid search is chosen; or why there are none."""
+    num_items: int
+    items: Callable[[Callable[[int], bool]], Iterator[tuple[int, Tokens]]]
+    """In order, some at a time: (number of the first, tokens); only windows whose number passes."""
+    texts: Callable[[], Iterator[list[str]]]
+    """Of all items in order, some at a time."""
+
+    @property
+    def num_queries(self) -> int:
+        """Those that are judged."""
+        return len(self.queries.ids)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Of all queries, those for tuning last."""
+        more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
+        return join_tokens([self.queries.tokens, *more])
+
+    @property
+    def query_texts(self) -> list[str]:
+        """In the order of `tokens`."""
+        return self.queries.texts if isinstance(self.tuning, str) else [*self.queries.texts, *self.tuning.texts]
+
+    def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
+        """Figures of items [Q or more, k] found for the judged queries, which come first."""
+        return retrieval_report(self.queries.ids, items[: self.num_queries], self.queries.judged, metrics)
+
 
 # A catalogue file: items, and for each the query it is relevant to.
 #

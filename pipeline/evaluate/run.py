@@ -11,17 +11,16 @@ from pipeline.context import StageContext
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import Baselines, Scored
+from pipeline.evaluate.gate.compare import Verdict
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.gate.verdict import Verdict
-from pipeline.evaluate.holdout_rows import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
+from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
-from pipeline.evaluate.models import Models
+from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
-from pipeline.evaluate.score import ModelScorer
-from pipeline.evaluate.scored import ScoredRows
+from pipeline.evaluate.retrieval import Found, ModelSearch
 from pipeline.evaluate.scores import ScoreSet, to_rows
-from pipeline.evaluate.search import Found, ModelSearch
 from pipeline.health.after_error import informed
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import open_ranks

@@ -1,9 +1,10 @@
-"""Scores of one model on a holdout: static shapes, split over ranks, saved on the way, kept in the cycle."""
+"""The one scoring loop: a model on rows of static shapes, split over ranks, saved on the way; and figures of it."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,28 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.checkpoint.store import Checkpoint
-from pipeline.compile.plan import evaluation_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
-from pipeline.context import StageContext
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.core.fingerprint import fingerprint
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import to_tensors
-from pipeline.data.shards import TokenRows
-from pipeline.data.tokens import spec_of
-from pipeline.evaluate.holdout_rows import Holdout, HoldoutOrder, Span
-from pipeline.evaluate.retrieval import Vectors
-from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores, stage_arrays
+from pipeline.data.loader import RowSource, to_tensors
+from pipeline.data.shards import Arrays, TokenRows
+from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.exact import ExactTopK
+from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
+from pipeline.evaluate.metrics.labels import class_figures
+from pipeline.evaluate.metrics.measure import retrieval_report
+from pipeline.evaluate.metrics.ranking import Judgements, ndcg
+from pipeline.evaluate.products import text_hashes
+from pipeline.evaluate.scores import stage_arrays
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
-from pipeline.model.config import ModelConfig
 from pipeline.model.flat import FlatLayout, Precision, flat_forward
-from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
-from pipeline.settings import Settings
 
 # The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
 
@@ -81,10 +80,6 @@ class ScoreProgram:
                     raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
-    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Of `outputs` the logits."""
-        return self.outputs(batch).logits
-
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Logits over relevance classes [B, K] and embeddings [B, D], fp32, on the device."""
@@ -111,8 +106,6 @@ class ScoreProgram:
 
 KIND = "score part"
 FILE = "part.safetensors"
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -159,8 +152,8 @@ class PartStore:
         self.storage.delete_prefix(f"{self.prefix}/")
 
 
-Score = Callable[[Mapping[str, Tensor]], Tensor]
-"""A batch on the device to logits [B, K] on the device."""
+Score = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""A batch on the device to what is kept of it, by name, such as logits [B, K]: on the device too."""
 
 KEPT = ("sample_id", "query_id", "label", "gain", "slice", "partition")
 """Arrays of the token shards that go into scores, where there are any; `query_tokens` [N] is counted beside."""
@@ -169,14 +162,14 @@ _SHORT_S, _LONG_S, _MOST_BATCHES = 1.0, 4.0, 256
 
 @dataclass(frozen=True)
 class Scorer:
-    """Where and how rows are scored."""
+    """Where and how rows are scored: by an evaluation, while a model is trained, and on each side of a comparison."""
 
     backend: Backend
     gang: Gang
     stop: StopSignal
     batch_size: int
     """Rows of one batch on one rank: that of training, so that the graphs are the same."""
-    save_every_s: float
+    save_every_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
     def run(
@@ -187,63 +180,93 @@ class Scorer:
         parts: PartStore,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Arrays:
-        """Arrays of all rows, by ascending sample_id, on rank 0 (nothing on the others): KEPT, query_tokens, logits.
+        """Arrays of all rows, by ascending sample_id, on rank 0 (nothing on the others): KEPT, query_tokens, scores.
 
-        Ranks meet after every few batches; the first one keeps what is done. Raises Preempted, with the rows so far
-        committed, when any rank is told to stop.
+        Raises Preempted, with the rows so far committed, when any rank is told to stop.
         """
-        is_main = self.gang.world.is_main
-        start, held = parts.load() if is_main else (0, [])
+
+        def kept(arrays: Arrays) -> Arrays:
+            query_tokens = (arrays["query"] != rows.pad_id).sum(axis=1, dtype=np.int32)
+            return {**{name: arrays[name] for name in KEPT if name in arrays}, "query_tokens": query_tokens}
+
+        return self.loop(score, rows, order, kept, parts, advance)
+
+    def loop(
+        self,
+        score: Score,
+        rows: RowSource,
+        order: HoldoutOrder,
+        kept: Callable[[Arrays], Arrays],
+        parts: PartStore | None,
+        advance: Callable[[int], None],
+    ) -> Arrays:
+        """What `kept` takes of every row and what `score` says of it, by ascending sample_id.
+
+        Ranks meet after every few batches. With `parts` the first one saves what is done and alone gets the arrays;
+        without, nothing is saved and all get them.
+        """
+        is_main, world_size = self.gang.world.is_main, self.gang.world.world_size
+        start, held = parts.load() if parts and is_main else (0, [])
         start = int(self.gang.gather(start)[0])
         advance(start)
-        world_size = self.gang.world.world_size
-        spans: deque[Span] = deque()
+        under_way: deque[tuple[Span, Arrays]] = deque()
 
         def batches() -> Iterator[Batch]:
             for span in order.spans(start, self.batch_size * world_size):
                 numbers, _ = span.share(self.gang.world.rank, self.batch_size)
                 arrays = rows.read(np.full(self.batch_size, span.bucket, dtype=np.int64), numbers, span.bucket)
-                spans.append(span)
-                kept.append(_kept(arrays, rows.pad_id))
+                under_way.append((span, kept(arrays)))
                 yield to_tensors(arrays)
 
-        kept: deque[Arrays] = deque()
         fresh: list[Arrays] = []
         place = saved = start
         size, since = 1, self.clock()
         with self.backend.loader(batches()) as ready:
-            results = _one_behind(score, self.backend, ready)
+            results = self._one_behind(score, ready)
             while place < order.total:
                 began = self.clock()
-                logits = list(islice(results, size))
-                if not logits:
+                found = list(islice(results, size))
+                if not found:
                     raise RuntimeError(f"scored {place} of {order.total} rows: a loader thread ended early")
-                done = [(spans.popleft(), kept.popleft(), host) for host in logits]
+                done = [(*under_way.popleft(), host) for host in found]
                 mine = joined([self._real(*one) for one in done])
                 said = self.gang.gather((mine, self.clock() - began, self.stop.is_set()))
                 count = sum(len(span.rows) for span, _, _ in done)
                 place += count
                 advance(count)
-                fresh += [part for part, _, _ in said] if is_main else []
+                fresh += [part for part, _, _ in said] if is_main or not parts else []
                 stopping = any(stopped for _, _, stopped in said)
                 due = self.clock() - since >= self.save_every_s and place < order.total
-                if is_main and (due or stopping):
+                if parts and is_main and (due or stopping):
                     parts.commit(saved, joined(fresh))
                     held, fresh, saved, since = [*held, joined(fresh)], [], place, self.clock()
                 if stopping:
                     self.stop.set("another rank")  # keeps the reason of our own signal, if there was one
-                    self.stop.raise_if_set(f"scoring a holdout; {place:,} of {order.total:,} rows are saved")
+                    saved_rows = f"scoring a holdout; {place:,} of {order.total:,} rows are saved"
+                    self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
                 size = _next_size(size, max(seconds for _, seconds, _ in said))
-        if not is_main:
-            return {}
-        every = joined([*held, *fresh])
-        ascending = np.argsort(every["sample_id"], kind="stable")
-        return {name: values[ascending] for name, values in every.items()}
+        return by_sample_id([*held, *fresh]) if is_main or not parts else {}
 
-    def _real(self, span: Span, kept: Arrays, logits: npt.NDArray[np.float32]) -> Arrays:
+    def _real(self, span: Span, kept: Arrays, scores: Arrays) -> Arrays:
         """Without the rows that fill a batch."""
         _, count = span.share(self.gang.world.rank, self.batch_size)
-        return {name: values[:count] for name, values in {**kept, "logits": logits}.items()}
+        return {name: values[:count] for name, values in {**kept, **scores}.items()}
+
+    def _one_behind(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
+        """Scores on the host. A batch is fetched when the next one is under way: the device does not wait."""
+
+        def fetched(outputs: Mapping[str, Tensor]) -> Arrays:
+            host = self.backend.to_host(list(outputs.values()))
+            return {name: values.numpy() for name, values in zip(outputs, host, strict=True)}
+
+        before: Mapping[str, Tensor] | None = None
+        for batch in ready:
+            outputs = score(batch)
+            if before is not None:
+                yield fetched(before)
+            before = outputs
+        if before is not None:
+            yield fetched(before)
 
 
 def joined(parts: list[Arrays]) -> Arrays:
@@ -251,21 +274,11 @@ def joined(parts: list[Arrays]) -> Arrays:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _kept(arrays: Arrays, pad_id: int) -> Arrays:
-    kept = {name: arrays[name] for name in KEPT if name in arrays}
-    return {**kept, "query_tokens": (arrays["query"] != pad_id).sum(axis=1, dtype=np.int32)}
-
-
-def _one_behind(score: Score, backend: Backend, ready: Iterator[Batch]) -> Iterator[npt.NDArray[Any]]:
-    """Logits on the host. A batch is fetched when the next one is under way, so that the device does not wait."""
-    before: Tensor | None = None
-    for batch in ready:
-        logits = score(batch)
-        if before is not None:
-            yield backend.to_host([before])[0].numpy()
-        before = logits
-    if before is not None:
-        yield backend.to_host([before])[0].numpy()
+def by_sample_id(parts: list[Arrays]) -> Arrays:
+    """Rows of all parts, so that nothing depends on how they were cut."""
+    every = joined(parts)
+    ascending = np.argsort(every["sample_id"], kind="stable")
+    return {name: values[ascending] for name, values in every.items()}
 
 
 def _next_size(size: int, seconds: float) -> int:
@@ -275,137 +288,119 @@ def _next_size(size: int, seconds: float) -> int:
     return max(1, size // 2) if seconds > _LONG_S else size
 
 
-# Scores of a model on a holdout, kept in the cycle: found there, or computed on all ranks.
+# What a model reaches on a holdout while it is trained.
+
+_DEPTH = 10
+"""Of the ranked lists: nDCG@10."""
 
 
-@dataclass
-class ModelScorer:
-    """Scores one model after the other; models of one architecture share a program and its graphs."""
+@dataclass(frozen=True)
+class HoldoutFigures:
+    """What a model reaches on a holdout. `ndcg` is at 10, by expected gain; NaN without gains.
 
-    settings: Settings
-    ctx: StageContext
-    backend: Backend
-    gang: Gang
-    _watches: dict[str, GraphWatch] = field(default_factory=dict)
-    _programs: dict[str, ScoreProgram] = field(default_factory=dict)
+    `retrieval_ndcg` is at 10 too: every query searched, by the cosine of embeddings, in the distinct products of the
+    rows that were scored; None where that was not asked for, or nothing is relevant.
+    """
 
-    def run(
-        self, role: str, checkpoint: Checkpoint, holdout: Holdout, vectors: Vectors, vector_rows: int
-    ) -> tuple[ScoreSet | None, str]:
-        """Scores on rank 0 (None elsewhere), and the key they lie under. Raises Preempted with what is done saved."""
-        ctx = self.ctx
-        key = self._key(checkpoint, holdout, vector_rows)
-        if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
-            return load_scores(ctx.workspace, key, ctx.scratch / "scores") if ctx.world.is_main else None, key
-        program = self._loaded(checkpoint, holdout)
-        train = self.settings.train
-        scorer = Scorer(
-            self.backend,
-            self.gang,
-            ctx.stop,
-            min(train.micro_batch_size, train.global_batch_size),  # as in training: the same graphs
-            self.settings.evaluate.save_every_s,
-        )
-        parts = PartStore(ctx.workspace_after_stop, key.replace("/scores/", "/parts/"), ctx.scratch, ctx.console.warn)
-        with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total, "rows") as advance:
-            arrays = scorer.run(program.scores, holdout.rows, holdout.order, parts, advance)
-        if not ctx.world.is_main:
-            return None, key
-        sample = vectors.sample(holdout, vector_rows)
-        scores = ScoreSet(
-            info=self._info(role, checkpoint, holdout, 0 if sample is None else len(sample.sample_id)),
-            sample_id=arrays["sample_id"],
-            query_id=arrays["query_id"],
-            label=arrays["label"].astype(np.int32),
-            gain=arrays["gain"],
-            logits=arrays["logits"],
-            slices=holdout.slices(arrays, self.settings.evaluate.query_tokens),
-            vectors=sample,
-        )
-        save_scores(ctx.workspace, key, scores, ctx.scratch)
-        parts.clear()
-        return scores, key
+    rows: int
+    loss: float
+    accuracy: float
+    macro_f1: float
+    positive_f1: float
+    ndcg: float
+    retrieval_ndcg: float | None = None
 
-    def vectors(self, checkpoint: Checkpoint, holdout: Holdout) -> Vectors:
-        """The encoder of a model, with its graphs watched."""
-        watch = self._watch(checkpoint, holdout)
-        return Vectors(checkpoint, self.backend, self.settings.embed, watch, self.ctx.stop)
+    @property
+    def combined(self) -> float | None:
+        """One figure for a model that is to be good at both: the mean of macro F1 and retrieval nDCG@10."""
+        return None if self.retrieval_ndcg is None else (self.macro_f1 + self.retrieval_ndcg) / 2
 
-    def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
-        """The program of this architecture, with the weights of this model."""
-        state = checkpoint.state
-        with torch.device("meta"):  # structure only
-            model = RelevanceModel(state.model, state.inputs)
-        template = model.state_dict()
-        name = _architecture(state.model)
-        if name not in self._programs:
-            self._programs[name] = ScoreProgram(
-                model,
-                self.backend,
-                self.settings.train.precision,
-                holdout.rows.buckets,
-                self._watch(checkpoint, holdout),
-                chunk_mib=self.settings.train.chunk_mib,
-                by_layer=self.settings.train.optimizer.by_layer,
-            )
-        self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
-        return self._programs[name]
 
-    def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
-        """What holds graphs against the manifest of training with these settings and this architecture."""
-        if not self.backend.is_lazy:
-            return NoWatch()
-        name = _architecture(checkpoint.state.model)
-        if name not in self._watches:
-            dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
-            model = checkpoint.state.model.model_copy(update={"dropout": dropout})
-            trained = self.settings.model_copy(update={"model": model})
-            spec, world_size = spec_of(holdout.sets[0].info), self.ctx.world.world_size
-            device = self.backend.device_name()
-            plan = evaluation_plan(trained, spec, holdout.rows.buckets, world_size, device)
-            self._watches[name] = open_part_guard(
-                self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
-            )
-        return self._watches[name]
+Outputs = Callable[[Mapping[str, Tensor]], RelevanceOutputs]
+"""A batch of B pairs on the device to logits [B, K] and embeddings [B, D], fp32 on the device."""
 
-    def _key(self, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> str:
-        """Named by all that decides the scores, so that another attempt finds those of the same question only."""
-        config = self.settings.evaluate
-        decides = fingerprint(
-            {
-                "holdout": holdout.name,
-                "query_tokens": list(config.query_tokens),
-                "vectors": [vector_rows, self.settings.embed.precision],
-                "precision": self.settings.train.precision,
-                "device": self.backend.device_name(),
-            }
-        )
-        name = f"{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"
-        return f"cycles/{self.ctx.cycle}/evaluate/scores/{name}"
 
-    def _info(self, role: str, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> ScoreInfo:
-        state, info = checkpoint.state, holdout.sets[0].info
-        return ScoreInfo(
-            role=role,
-            checkpoint=checkpoint.uri,
-            digest=checkpoint.digest,
-            cycle=state.cycle,
-            step=state.step,
-            split=holdout.split,
-            backend=self.backend.name,
-            device=self.backend.device_name(),
-            precision=self.settings.train.precision,
-            data=tuple(token_set.info.fingerprint for token_set in holdout.sets),
-            labels=info.labels,
-            label_gains=info.label_gains,
-            rows=holdout.order.total,
-            vector_rows=vector_rows,
-            settings_hash=self.ctx.settings_hash,
-            code_version=self.ctx.code_version,
+def evaluate_holdout(
+    score: Outputs,
+    backend: Backend,
+    rows: RowSource,
+    *,
+    label_gains: tuple[float, ...],
+    batch_size: int,
+    limit: int,
+    gang: Gang,
+    stop: StopSignal,
+    search_pad_id: int | None = None,
+) -> HoldoutFigures:
+    """Score at most `limit` rows, spread evenly, on all ranks. Raises DataError for an empty holdout, Preempted.
+
+    `search_pad_id`: when given, also search; product tokens are padded with it. Memory: 8 D bytes a row on every rank.
+    """
+    order = some_rows(rows.sizes, limit)
+    if not order.total:
+        raise DataError(
+            "the holdout is empty",
+            expected="rows in the valid split",
+            next_command="raise data.valid_fraction, or give a split column",
         )
 
+    def kept(arrays: Arrays) -> Arrays:
+        rows_of = {name: arrays[name] for name in ("label", "gain", "query_id", "sample_id")}
+        return rows_of if search_pad_id is None else {**rows_of, "text": text_hashes(arrays["product"], search_pad_id)}
 
-def _architecture(model: ModelConfig) -> str:
-    """Models of one name have the same parameters and graphs."""
-    shape = model.model_dump(mode="json", exclude={"preset", "dropout", "init_from"})
-    return fingerprint({**shape, **model.encoder.model_dump()})
+    def wanted(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        outputs = score(batch)
+        return {"logits": outputs.logits} if search_pad_id is None else outputs._asdict()
+
+    with progress("scoring the holdout", order.total, "rows") as advance:
+        arrays = Scorer(backend, gang, stop, batch_size).loop(wanted, rows, order, kept, None, advance)
+    return figures(arrays, label_gains)
+
+
+def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
+    """Figures from gathered arrays: logits [N, K], label, gain, query_id, all [N].
+
+    With retrieval also embeddings `query` and `product` [N, D], and `text` [N], equal for equal products.
+    """
+    logits = joined["logits"].astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    label = joined["label"].astype(np.int64)
+    labelled = label >= 0
+    classes = class_figures(label[labelled], probabilities[labelled].argmax(axis=1), probabilities.shape[1])
+    chosen = probabilities[labelled, label[labelled]]
+    return HoldoutFigures(
+        rows=len(label),
+        loss=float(-np.log(np.maximum(chosen, 1e-30)).mean()),
+        accuracy=classes.accuracy,
+        macro_f1=classes.macro_f1,
+        positive_f1=classes.positive_f1,
+        ndcg=ndcg(joined["query_id"], joined["gain"].astype(np.float64), probabilities @ np.array(label_gains), 10),
+        retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,
+    )
+
+
+def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
+    """nDCG@10 of each query among the distinct products; None when no query has a gain, or a vector is not finite."""
+    gain = joined["gain"].astype(np.float64)
+    texts, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
+    asked, rows = np.unique(joined["query_id"], return_index=True)
+    query, product = joined["query"][rows], joined["product"][first]
+    if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
+        return None
+    nearest = ExactTopK(_unit(query), min(_DEPTH, len(texts)))
+    nearest.add(0, _unit(product))
+    positive = gain > 0
+    judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
+    name = f"retrieval_ndcg@{_DEPTH}"
+    ranked = np.full((len(asked), _DEPTH), -1, dtype=np.int64)
+    ranked[:, : min(_DEPTH, len(texts))] = nearest.found()[1]
+    report = retrieval_report(asked, ranked, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
+    return report.values.get(name)
+
+
+def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: npt.NDArray[np.float32] = (vectors / np.maximum(length, 1e-12)).astype(np.float32)
+    return unit

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from pipeline.core.arrays import Float32s, Int32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
-from pipeline.evaluate.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.storage import Storage, os_errors
 

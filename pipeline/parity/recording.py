@@ -13,8 +13,8 @@ from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import Selection, open_rows
-from pipeline.evaluate.holdout import figures
 from pipeline.evaluate.parity import Curve, Evaluation
+from pipeline.evaluate.score import figures
 from pipeline.evaluate.scores import ScoreSet, load_scores, save_scores
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest

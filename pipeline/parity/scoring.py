@@ -13,10 +13,10 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.order import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokens import Split
-from pipeline.evaluate.holdout_rows import HoldoutOrder, choose_rows
-from pipeline.evaluate.score import Arrays, PartStore, Score, ScoreProgram, Scorer
+from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
+from pipeline.evaluate.score import PartStore, Score, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample
 from pipeline.io.storage import Storage
 from pipeline.model.flat import FlatLayout, flat_forward
@@ -56,14 +56,14 @@ class PairProgram:
         self._flats = [flat.to(backend.device) for flat in self._layout.pack(weights)]
 
     @torch.no_grad()
-    def vectors(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def vectors(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Query and product embeddings side by side, each of length one: fp32 [B, 2 D] on the device."""
         outputs = flat_forward(
             self._model, self._layout, self._flats, batch, backend=self._backend, precision=self._precision
         )
         both = torch.cat([unit(outputs.query.float()), unit(outputs.product.float())], dim=1)
         self._backend.step_boundary([both])
-        return both
+        return {"logits": both}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ class SideScorer:
         chunk_mib, by_layer = self.task.train.chunk_mib, self.task.train.optimizer.by_layer
         program = ScoreProgram(models[0], backend, precision, self.rows.buckets, chunk_mib=chunk_mib, by_layer=by_layer)
         program.load(weights)
-        scored = self._score(backend, program.scores, order, SCORE_PARTS)
+
+        def logits(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            return {"logits": program.outputs(batch).logits}
+
+        scored = self._score(backend, logits, order, SCORE_PARTS)
         pairs = PairProgram(models[1], backend, precision, weights, chunk_mib=chunk_mib, by_layer=by_layer)
         embedded = self._score(backend, pairs.vectors, self._sample(order), VECTOR_PARTS)
         return self._score_set(backend, scored, embedded)

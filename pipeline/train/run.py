@@ -10,7 +10,7 @@ from pipeline.checkpoint.state import Best
 from pipeline.checkpoint.store import prefix_of
 from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
 from pipeline.data.shards import TokenRows
-from pipeline.evaluate.holdout import HoldoutFigures, evaluate_holdout
+from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.telemetry.console import TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.batches import BatchStream

@@ -18,8 +18,7 @@ from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.program import EmbedProgram
-from pipeline.evaluate.holdout import Score, evaluate_holdout
-from pipeline.evaluate.score import ScoreProgram
+from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
@@ -195,7 +194,7 @@ class Trial:
         del program
         self.embed_blank()
 
-    def _score(self, score: Score) -> None:
+    def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
         rows = TrialRows(self.spec, self.buckets, size * self.gang.world.world_size)

@@ -1,7 +1,5 @@
 """Batches of ranks: together the same global batch whatever the world, and the same tail after a restart."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,11 @@ import torch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.loader import (
     MicroBatch,
-    evaluation_batches,
     group_tensors,
     sample_digest,
     training_batches,
 )
 from pipeline.data.sampler import TrainingPools
-from pipeline.data.shards import TokenRows
 from pipeline.train.batches import add_digests
 from tests.train.rows import make_rows, mined_from
 
@@ -127,43 +123,6 @@ def test_keys_use_all_bits_of_the_id() -> None:
     keys = tensors["query_key"].tolist()
     assert keys[0] == keys[2] and len(set(keys)) == 3
     assert tensors["product_key"].tolist() == keys[::-1]
-
-
-@pytest.mark.parametrize("limit", [1, 5, 7, 12, 1000])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_covers_what_it_may_once(tmp_path: Path, limit: int, world_size: int) -> None:
-    rows: TokenRows = make_rows(tmp_path, [(5, 4), (1, 9)])
-    seen: list[int] = []
-    for rank in range(world_size):
-        for arrays, tensors in evaluation_batches(rows, batch_size=4, limit=limit, share=RankShare(rank, world_size)):
-            assert len(tensors["query"]) == 4  # full batches: one static shape a bucket
-            assert 1 <= len(arrays["sample_id"]) <= 4
-            assert all(len(values) == len(arrays["sample_id"]) for values in arrays.values())
-            seen += arrays["sample_id"].tolist()
-    assert len(set(seen)) == len(seen) <= limit
-    if limit >= 19:
-        assert sorted(seen) == list(range(1, 20))
-    assert seen
-
-
-def test_the_limit_holds_over_many_small_buckets(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(4, 4)])
-    found = [len(arrays["label"]) for arrays, _ in evaluation_batches(rows, batch_size=4, limit=3, share=RankShare())]
-    assert sum(found) <= 3
-
-
-def test_which_rows_are_evaluated_does_not_depend_on_the_world(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(17, 13)])
-    worlds = [
-        sorted(
-            int(i)
-            for rank in range(size)
-            for arrays, _ in evaluation_batches(rows, batch_size=3, limit=9, share=RankShare(rank, size))
-            for i in arrays["sample_id"]
-        )
-        for size in (1, 2, 5)
-    ]
-    assert worlds[0] == worlds[1] == worlds[2]
 
 
 def test_digests_add_up_and_notice_a_swap() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
+from pipeline.evaluate import baselines as baselines_module
 from pipeline.evaluate import baselines as evaluate_baselines
-from pipeline.evaluate import boosting, scores
+from pipeline.evaluate import scores
 from pipeline.evaluate.report import BaselineReport
 from pipeline.evaluate.scores import ARRAYS_FILE
 from pipeline.io.commit import commit_dir
@@ -52,7 +53,7 @@ def baselines(case: Case, cycle: str = "c1") -> dict[str, BaselineReport]:
 
 def forbid_work(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(evaluate_baselines, "lexical_search", lambda *args: pytest.fail("searched again"))
-    patch.setattr(boosting, "fit", lambda *args: pytest.fail("fitted again"))
+    patch.setattr(baselines_module, "fit", lambda *args: pytest.fail("fitted again"))
 
 
 def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case: Case) -> None:

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from scipy.stats import bootstrap, t
 
 from pipeline.core.arrays import Float64s, Int64s
-from pipeline.evaluate import bootstrap as module
-from pipeline.evaluate.bootstrap import PairedDifference, paired_bootstrap, t_quantile
-from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.config import MetricName, MetricsConfig
+from pipeline.evaluate.gate import compare as module
+from pipeline.evaluate.gate.compare import PairedDifference, paired_bootstrap, t_quantile
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics
-from pipeline.evaluate.metrics.names import MetricName
-from pipeline.evaluate.metrics.statistic import Statistic, mean_over_queries
-from pipeline.evaluate.scored import ScoredRows
+from pipeline.evaluate.metrics.scored import ScoredRows, Statistic, mean_over_queries
 from tests.evaluate.holdouts import holdouts
 
 NAMES = ("accuracy", "macro_f1", "f1:exact", "ndcg@5", "mrr", "recall@1", "precision@1", "ece", "loss")

@@ -14,9 +14,9 @@ from bench.gate_pairs import METRICS, Population, equal, evenly_worse, populatio
 from pipeline.core.arrays import Bools, Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricsConfig
+from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.gate.verdict import GateCheck, Verdict
-from pipeline.evaluate.scored import PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 
 QUERIES = 2000

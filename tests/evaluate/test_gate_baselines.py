@@ -9,9 +9,9 @@ from bench.gate_pairs import METRICS, Population, equal, evenly_worse, populatio
 from pipeline.core.arrays import Float64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig
+from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
-from pipeline.evaluate.gate.verdict import GateCheck, Verdict
-from pipeline.evaluate.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
 
 QUERIES = 1000
 NDCG = "retrieval_ndcg@10"

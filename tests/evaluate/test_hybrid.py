@@ -8,10 +8,11 @@ import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
+from pipeline.evaluate.baselines import hybrid_reports, lexical_search
+from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.fusion import Ranked
-from pipeline.evaluate.metrics.retrieval import Judgements
-from pipeline.evaluate.retrieval import Queries, RetrievalTask, hybrid_reports, lexical_search
+from pipeline.evaluate.metrics.ranking import Judgements
+from pipeline.evaluate.retrieval_sources import Queries, RetrievalTask
 
 pytestmark = pytest.mark.unit
 

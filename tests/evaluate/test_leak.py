@@ -12,7 +12,7 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.evaluate.holdout_rows import HoldoutQueries, Leak, find_leak, judge_leak
+from pipeline.evaluate.holdout import HoldoutQueries, Leak, find_leak, judge_leak
 from pipeline.evaluate.products import text_hashes
 from tests.evaluate.gangs import alone, on_ranks
 from tests.shown import Shown

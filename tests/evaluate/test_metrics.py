@@ -12,11 +12,10 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, f1_score, log_loss
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import class_figures
 from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
-from pipeline.evaluate.metrics.names import MetricName
-from pipeline.evaluate.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 
 NUM_CLASSES = 4

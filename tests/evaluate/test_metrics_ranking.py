@@ -18,7 +18,7 @@ from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import ndcg
-from pipeline.evaluate.scored import ScoredRows
+from pipeline.evaluate.metrics.scored import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9

@@ -11,7 +11,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import retrieval_report
-from pipeline.evaluate.metrics.retrieval import Judgements
+from pipeline.evaluate.metrics.ranking import Judgements
 
 EXACT = 1e-9
 CUTOFFS = (1, 3, 10)

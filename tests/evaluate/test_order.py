@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluate.holdout_rows import HoldoutOrder, Span, choose_rows
+from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, some_rows
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 
@@ -59,3 +59,13 @@ def test_which_queries_stay_does_not_depend_on_the_others() -> None:
 
 def test_no_limit() -> None:
     assert choose_rows([np.zeros(5, dtype=np.int64)], 0).total == 5
+
+
+@given(SIZES, st.integers(1, 100))
+def test_a_limit_takes_rows_evenly(sizes: list[int], limit: int) -> None:
+    found = some_rows(sizes, limit)
+    every = np.concatenate([rows + sum(sizes[:bucket]) for bucket, rows in enumerate(found.rows)])
+    assert found.total <= limit and (found.total > 0) == (sum(sizes) > 0)
+    assert len(np.unique(np.diff(every))) <= 1, "one stride over all buckets"
+    if limit >= sum(sizes):
+        assert every.tolist() == list(range(sum(sizes)))

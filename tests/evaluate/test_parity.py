@@ -12,6 +12,7 @@ from scipy import stats
 
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import ParityBars, ParityConfig, ReducedBars
+from pipeline.evaluate.metrics.scored import ScoredRows
 from pipeline.evaluate.parity import (
     TIE,
     TOP_K,
@@ -31,7 +32,6 @@ from pipeline.evaluate.parity import (
     relative_difference,
     spearman,
 )
-from pipeline.evaluate.scored import ScoredRows
 
 Floats = npt.NDArray[np.float64]
 numbers = st.floats(-100, 100, allow_nan=False).map(lambda value: round(value, 2))

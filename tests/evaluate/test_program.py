@@ -43,11 +43,11 @@ def test_the_logits_of_training_and_of_another_model(batch: dict[str, torch.Tens
     program = empty_program(watch)
     trained = make_program(CpuBackend())
     program.load(trained.snapshot()[0])
-    torch.testing.assert_close(program.scores(batch), trained.outputs(batch).logits, rtol=0, atol=0)
+    torch.testing.assert_close(program.outputs(batch).logits, trained.outputs(batch).logits, rtol=0, atol=0)
     assert watch.seen == [Place("evaluate", "6x8", 5)]
     other = build_model(MODEL, SPEC, seed=9)
     program.load(other.state_dict())
-    assert not torch.equal(program.scores(batch), trained.outputs(batch).logits)
+    assert not torch.equal(program.outputs(batch).logits, trained.outputs(batch).logits)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name() -> None:
@@ -63,4 +63,4 @@ def test_only_known_shapes(batch: dict[str, torch.Tensor]) -> None:
     program = empty_program()
     program.load(build_model(MODEL, SPEC, 1).state_dict())
     with pytest.raises(DataError, match="a batch of 6x7 tokens"):
-        program.scores({**batch, "product": batch["product"][:, :7]})
+        program.outputs({**batch, "product": batch["product"][:, :7]})

@@ -17,12 +17,12 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.data.tokens import TokenSet
 from pipeline.embed.output import shorten_vectors
+from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RetrievalConfig
-from pipeline.evaluate.fusion import Ranked
-from pipeline.evaluate.holdout_rows import Holdout, HoldoutOrder
+from pipeline.evaluate.holdout import Holdout, HoldoutOrder
 from pipeline.evaluate.products import distinct_products, join_tokens
-from pipeline.evaluate.retrieval import RetrievalTask, search
-from pipeline.evaluate.retrieval_sources import from_catalogue, from_products, open_catalogue
+from pipeline.evaluate.retrieval import search
+from pipeline.evaluate.retrieval_sources import RetrievalTask, from_catalogue, from_products, open_catalogue
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from tests.evaluate.gangs import on_ranks

@@ -1,6 +1,6 @@
 """Scoring a holdout: all rows once, however many ranks share them, and stopped anywhere it goes on."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count, islice
 from pathlib import Path
@@ -14,9 +14,9 @@ from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
-from pipeline.evaluate.holdout_rows import HoldoutOrder, choose_rows
-from pipeline.evaluate.score import Arrays, PartStore, Scorer
+from pipeline.data.shards import Arrays, TokenRows
+from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
+from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
 from tests.evaluate.gangs import alone, on_ranks
@@ -33,10 +33,10 @@ def order(rows: TokenRows) -> HoldoutOrder:
     return HoldoutOrder(tuple(np.arange(size, dtype=np.int64) for size in rows.sizes))
 
 
-def score(batch: Mapping[str, Tensor]) -> Tensor:
+def score(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A function of each row alone."""
     guess = torch.sin(batch["query"][:, 1].float() * 3 + batch["product"][:, 2].float())
-    return torch.stack([-guess, guess], dim=1)
+    return {"logits": torch.stack([-guess, guess], dim=1)}
 
 
 class Clock:
@@ -62,7 +62,7 @@ def run(
     folder: Path,
     gang: Gang | None = None,
     *,
-    scoring: Callable[[Mapping[str, Tensor]], Tensor] = score,
+    scoring: Score = score,
     stop: StopSignal | None = None,
     save_every_s: float = 1e9,
     backend: CpuBackend | None = None,
@@ -78,7 +78,8 @@ def check(found: Arrays, rows: TokenRows) -> None:
     """Against every row read and scored on its own."""
     every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
     expected = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
-    expected["logits"] = score({name: torch.from_numpy(expected[name]) for name in ("query", "product")}).numpy()
+    logits = score({name: torch.from_numpy(expected[name]) for name in ("query", "product")})["logits"]
+    expected["logits"] = logits.numpy()
     expected["query_tokens"] = (expected["query"] != rows.pad_id).sum(axis=1)
     by_id = np.argsort(expected["sample_id"])
     for name in ("sample_id", "query_id", "label", "gain", "logits", "query_tokens"):
@@ -98,7 +99,7 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
 ) -> None:
     stop, calls = StopSignal(), count(1)
 
-    def stopping(batch: Mapping[str, Tensor]) -> Tensor:
+    def stopping(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if next(calls) == 4:
             stop.set("SIGTERM")
         return score(batch)
@@ -109,7 +110,7 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
     assert 0 < done < order.total
     scored: list[int] = []
 
-    def counting(batch: Mapping[str, Tensor]) -> Tensor:
+    def counting(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scored.append(len(batch["query"]))
         return score(batch)
 
@@ -124,7 +125,7 @@ def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Pat
     place, found = store.load()
     assert place == sum(len(part["sample_id"]) for part in found)
 
-    def never(batch: Mapping[str, Tensor]) -> Tensor:
+    def never(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         assert len(batch["query"]) == 4
         calls.append(1)
         return score(batch)

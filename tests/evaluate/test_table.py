@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.report import (
     BaselineReport,

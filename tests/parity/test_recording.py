@@ -15,6 +15,7 @@ from pipeline.evaluate.score import ScoreProgram
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
 from pipeline.model.hf import from_hf
+from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parity import scoring
 from pipeline.parity.compare import compare_sides
 from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
@@ -163,13 +164,13 @@ def test_a_stopped_recording_goes_on_and_ends_the_same(
 def test_a_stop_while_scoring_goes_on(case: Case, good: RecordedSide, monkeypatch: pytest.MonkeyPatch) -> None:
     task, stop = case.task(place="stopped-scoring"), StopSignal()
     with monkeypatch.context() as patch:
-        scores = ScoreProgram.scores
+        outputs = ScoreProgram.outputs
 
-        def score(self: ScoreProgram, batch: Mapping[str, Tensor]) -> Tensor:
+        def score(self: ScoreProgram, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
             stop.set("test")
-            return scores(self, batch)
+            return outputs(self, batch)
 
-        patch.setattr(ScoreProgram, "scores", score)
+        patch.setattr(ScoreProgram, "outputs", score)
         with pytest.raises(Preempted):
             case.record(task, stop)
     np.testing.assert_array_equal(case.side(task).scores.logits, good.scores.logits)

@@ -16,7 +16,7 @@ import pytest
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from pipeline.evaluate import run as evaluate_work
-from pipeline.evaluate.holdout_rows import Leak
+from pipeline.evaluate.holdout import Leak
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote

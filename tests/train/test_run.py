@@ -416,7 +416,7 @@ def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept
     import pipeline.train.run as module
 
     def without_gains(*args: Any, **kwargs: Any) -> Any:
-        from pipeline.evaluate.holdout import HoldoutFigures
+        from pipeline.evaluate.score import HoldoutFigures
 
         return HoldoutFigures(rows=1, loss=1.0, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=float("nan"))
 

@@ -23,22 +23,22 @@ import numpy as np
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
-from pipeline.evaluate.bootstrap import paired_bootstrap
-from pipeline.evaluate.config import GateConfig, MetricsConfig
+from pipeline.evaluate.config import GateConfig, MetricName, MetricsConfig
 from pipeline.evaluate.gate.compare import (
     Comparison,
+    GateCheck,
+    Outcome,
     Side,
+    Verdict,
     check_same_holdout,
     judge_baseline,
     judge_overall,
     judge_slice,
     not_comparable,
+    paired_bootstrap,
 )
-from pipeline.evaluate.gate.verdict import GateCheck, Outcome, Verdict
 from pipeline.evaluate.metrics.measure import Measured
-from pipeline.evaluate.metrics.names import MetricName
-from pipeline.evaluate.metrics.statistic import Missing
-from pipeline.evaluate.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows
 
 # Floors: values the candidate must reach whatever the incumbent does.
 

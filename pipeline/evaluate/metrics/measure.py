@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
-from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
     Area,
     AtThreshold,
@@ -22,17 +22,25 @@ from pipeline.evaluate.metrics.labels import (
     log_loss,
     macro_f1,
 )
-from pipeline.evaluate.metrics.names import MetricName
 from pipeline.evaluate.metrics.ranking import (
+    Judgements,
     Ranking,
     ndcg_by_query,
     precision_by_query,
     recall_by_query,
     reciprocal_rank_by_query,
+    retrieval_by_query,
 )
-from pipeline.evaluate.metrics.retrieval import Judgements, retrieval_by_query
-from pipeline.evaluate.metrics.statistic import Missing, Queries, Statistic, mean_over_queries, value_of
-from pipeline.evaluate.scored import GAIN_TOLERANCE, PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored import (
+    GAIN_TOLERANCE,
+    Missing,
+    PerQuery,
+    Queries,
+    ScoredRows,
+    Statistic,
+    mean_over_queries,
+    value_of,
+)
 
 _TWO_LABELS = ("precision", "recall", "f1", "roc_auc", "average_precision")
 _AT_THRESHOLD: dict[str, tuple[AtThreshold, str]] = {

@@ -9,7 +9,7 @@ from jobs.cycle.attempt_time import Moment
 from jobs.cycle.page import page
 from jobs.cycle.report import CycleReport, gather, losses_of
 from jobs.cycle.store import CycleStore
-from pipeline.evaluate.gate.verdict import GateCheck, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.io.storage import open_storage
 from pipeline.telemetry.events import EventName

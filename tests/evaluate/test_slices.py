@@ -9,8 +9,8 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.slices import NO_VALUE
 from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
-from pipeline.evaluate.holdout_rows import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
-from pipeline.evaluate.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
+from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
 from tests.data.test_token_store import commit
 from tests.train.rows import make_rows, token_set_info
