@@ -12,9 +12,10 @@ from jobs.config import JobsConfig, StageJob
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cost import Prices
 from jobs.plan.cycle import plan_cycle
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
+from jobs.targets.batch.placement import placed
 from jobs.targets.local.slots import Slots
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
@@ -47,7 +48,7 @@ def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
     return CycleStore(storage, cycle_of(settings), time.time)
 
 
-def make_plan(settings: CycleSettings) -> CyclePlan:
+def make_plan(settings: CycleSettings) -> Plan:
     """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
     for mined negatives that nobody mines.
     """
@@ -61,7 +62,7 @@ def make_plan(settings: CycleSettings) -> CyclePlan:
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
-    return plan_cycle(
+    plan = plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),
         workspace=_workspace_uri(settings.workspace),
@@ -69,6 +70,7 @@ def make_plan(settings: CycleSettings) -> CyclePlan:
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
+    return placed(plan, settings.jobs)
 
 
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
@@ -121,7 +123,7 @@ def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
     return may_use_neuron(settings.backend) and job.instance in NODES
 
 
-def submitted_plan(store: CycleStore) -> CyclePlan:
+def submitted_plan(store: CycleStore) -> Plan:
     """The plan that was submitted. Raises ConfigError when none was."""
     plan = store.plan()
     if plan is None:

@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     first = _next_cycle(settings.jobs.schedule)
     plan = make_plan(settings.model_copy(update={"cycle": settings.cycle or first}))
     check_plan(plan)
-    problems = list(dict.fromkeys(account_problems(plan.jobs, planned.account)))
+    problems = list(dict.fromkeys(account_problems(plan, planned.account)))
     if problems:
         raise ConfigError(
             "\n  ".join(["a cycle of these settings would not run on the planned machines:", *problems]),
             expected="queues and compute environments that can hold every job",
             next_command="correct [jobs] or the variables of infra/, then make deploy",
         )
-    for warning in dict.fromkeys(account_warnings(plan.jobs, planned.account)):
+    for warning in dict.fromkeys(account_warnings(plan, planned.account)):
         say(f"warning: {warning}")
     say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
     return EXIT_OK

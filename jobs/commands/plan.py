@@ -10,7 +10,7 @@ from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_ra
 from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.setup import make_plan, open_cycle, prices_of
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import Request, definition_request, submit_request
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     return EXIT_OK
 
 
-def requests_of(plan: CyclePlan) -> list[dict[str, Request]]:
+def requests_of(plan: Plan) -> list[dict[str, Request]]:
     """Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs."""
     ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
     shown = []

@@ -9,7 +9,7 @@ from jobs.cycle.report import read_ledger, report_key
 from jobs.cycle.show import cost_lines, status_lines
 from jobs.cycle.states import exit_code_of_cycle, outcome_of
 from jobs.cycle.store import CycleStore
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import make_plan, open_cycle, open_target, prices_of, submitter
 from jobs.targets.batch.limits import check_plan
@@ -62,7 +62,7 @@ class HandOver:
     say: Say
     stop: StopSignal
 
-    def __call__(self, plan: CyclePlan, round_: int, jobs: list[str]) -> int:
+    def __call__(self, plan: Plan, round_: int, jobs: list[str]) -> int:
         """The exit code of the cycle where it has ended, 0 where its jobs are on their way."""
         with self.store.submitting(plan, self.target_name, submitter()) as renew:
             self.store.save_settings(of_all_jobs(self.settings))
@@ -88,7 +88,7 @@ class HandOver:
 def finish(
     settings: CycleSettings,
     store: CycleStore,
-    plan: CyclePlan,
+    plan: Plan,
     records: tuple[JobRecord, ...],
     say: Say,
     cancelled: Closed | None = None,
@@ -114,7 +114,7 @@ def finish(
 def _write_page(
     settings: CycleSettings,
     store: CycleStore,
-    plan: CyclePlan,
+    plan: Plan,
     records: tuple[JobRecord, ...],
     closed: Closed,
     say: Say,

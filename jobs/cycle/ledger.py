@@ -13,7 +13,8 @@ from pydantic import Field
 from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, spent_in, with_kept_until
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Outcome
 from jobs.plan.cost import Prices, node_usd_per_hour
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
 
@@ -97,7 +98,7 @@ class Success(Record):
 
 
 def ledger_of(
-    plan: CyclePlan,
+    plan: Plan,
     records: Sequence[JobRecord],
     moments: Sequence[Moment],
     prices: Prices,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from pipeline.core.format import aligned, format_count, usd
 from pipeline.core.machines import NODES, usd_per_million
 
@@ -28,7 +29,7 @@ def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
-def critical_seconds(plan: CyclePlan, seconds: Mapping[str, float]) -> float | None:
+def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
     """From the first job to the end of the last, without waiting for machines; None when one is unknown."""
     ends: dict[str, float] = {}
     for job in plan.jobs:  # each after those it depends on
@@ -92,9 +93,7 @@ def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> Embed
     return EmbedRun(cycle, _machine(job), titles, seconds * _share(job))
 
 
-def embed_rates(
-    plan: CyclePlan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices
-) -> list[EmbedRate]:
+def embed_rates(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices) -> list[EmbedRate]:
     """The machine that this plan embeds on, vCPUs, the machine that it trains on, and those of which a rate is known.
 
     `runs`: oldest first. `stated`: titles a second by machine, for what was not measured.

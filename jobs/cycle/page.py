@@ -13,7 +13,7 @@ from jobs.cycle.show import DEADLINES, GOODPUT, money, ran_seconds
 from jobs.cycle.states import exit_code, reason_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.report import table_lines
 
@@ -220,7 +220,7 @@ def _stamp(seconds: float | None) -> str:
 
 
 def write_page(
-    store: CycleStore, plan: CyclePlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
+    store: CycleStore, plan: Plan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> CycleReport:
     """Write reports/<cycle>.html, over an earlier one; what it shows. `closed`: the end, on record or not yet.
 

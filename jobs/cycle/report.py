@@ -11,7 +11,7 @@ from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.schedule import cycle_name
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError
@@ -37,7 +37,7 @@ def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
 
 def read_ledger(
     store: CycleStore,
-    plan: CyclePlan,
+    plan: Plan,
     records: Sequence[JobRecord],
     prices: Prices,
     *,

@@ -8,14 +8,15 @@ from jobs.cycle.outlook import critical_seconds
 from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import exit_code, reason_of
 from jobs.plan.cost import Prices, job_usd
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from pipeline.core.format import aligned, format_duration, format_share, usd
 
 _PLAN = ("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")
 _STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
-def plan_lines(plan: CyclePlan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
+def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
     """One row a job, and what the whole cycle will take as far as earlier ones tell."""
     rows: list[tuple[str, ...]] = [_PLAN, *(_plan_row(job, seconds.get(job.name), prices) for job in plan.jobs)]
     total = critical_seconds(plan, seconds)

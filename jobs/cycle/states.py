@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
-from jobs.plan.retry import AttemptEnd, after_attempt
-from jobs.plan.spec import Action, CyclePlan, DependencyType, JobSpec, RetryStrategy
+from jobs.plan.dag import Plan
+from jobs.plan.spec import DependencyType, JobSpec, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, TransientError
 
 EXITED = "Essential container in task exited"
@@ -31,6 +31,15 @@ MOVES: Mapping[JobState, frozenset[JobState]] = {
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset(),
 }
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ended. `exit_code` None: no container ran. `status_reason`: one of those above, or a user's."""
+
+    exit_code: int | None
+    status_reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def running(record: JobRecord, at: float) -> JobRecord:
     return _move(record, JobState.RUNNING, attempts=attempts, started_at=record.started_at or at)
 
 
-def ended(record: JobRecord, strategy: RetryStrategy, end: AttemptEnd, at: float) -> JobRecord:
+def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float) -> JobRecord:
     """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one."""
     attempts = _last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
@@ -115,9 +124,18 @@ def ended(record: JobRecord, strategy: RetryStrategy, end: AttemptEnd, at: float
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in attempts)
-    if after_attempt(strategy, counted, end) is Action.RETRY:
+    if is_tried_again(retry, counted, end):
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed(record, end.status_reason, at)
+
+
+def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
+    """After attempt number `attempt` (from 1) failed. Those that were timed out or cancelled never are."""
+    if attempt >= retry.attempts:
+        return False
+    if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED):
+        return True
+    return end.status_reason == EXITED and end.exit_code in retry.exit_codes
 
 
 def succeeded(end: AttemptEnd) -> bool:
@@ -192,7 +210,7 @@ CANCELLED = "cancelled: "
 _MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
-def outcome_of(plan: CyclePlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
+def outcome_of(plan: Plan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
     """None while a job is not final, or was never submitted.
 
     A cycle that was submitted half also ends when it is cancelled: a record tells, or whoever cancels now (`cancelled`;

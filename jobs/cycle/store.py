@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from jobs.cycle.blocked import Sighting
 from jobs.cycle.records import Closed, JobRecord, Submission
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import KeyNotFound, Storage
 
@@ -52,7 +52,7 @@ class CycleStore:
         return f"cycles/{self.cycle}/jobs/{name}"
 
     @contextmanager
-    def submitting(self, plan: CyclePlan, target: str, owner: str) -> Iterator[Callable[[], None]]:
+    def submitting(self, plan: Plan, target: str, owner: str) -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
 
         A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
@@ -82,9 +82,9 @@ class CycleStore:
         """None when nobody has claimed the cycle."""
         return self._claim() if self.storage.stat(self.key("claim.json")) else None
 
-    def plan(self) -> CyclePlan | None:
+    def plan(self) -> Plan | None:
         """The plan that was submitted; None before. Raises DataError when it cannot be read."""
-        return self._read("plan.json", CyclePlan.model_validate_json)
+        return self._read("plan.json", Plan.model_validate_json)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
         """The settings of the pipeline with which every job of the cycle runs. The first to write wins."""
@@ -148,7 +148,7 @@ class CycleStore:
         """A retry of jobs that failed: the cycle is under way again."""
         self.storage.delete([self.key("closed.json")])
 
-    def _take(self, plan: CyclePlan, target: str, owner: str) -> str:
+    def _take(self, plan: Plan, target: str, owner: str) -> str:
         now = self.clock()
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
         key = self.key("claim.json")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jobs.config import JobsConfig, StageJob
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.dag import Plan
+from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, Node
 
@@ -55,14 +55,14 @@ def plan_cycle(
     settings: str = "",
     mines: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
-) -> CyclePlan:
+) -> Plan:
     """The plan of a cycle. `mines`: whether it mines hard negatives. `stage_limits_s`: how long stages allow themselves
     at most, where they have such a limit.
 
     Raises ConfigError for a shape that no stage has, an unknown instance, or a job that would end its stage too early.
     """
     specs = tuple(_job(jobs, name, after, stage_limits_s.get(name, 0.0)) for name, after in stages(mines).items())
-    return CyclePlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
+    return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
 
 def stages(mines: bool) -> dict[str, tuple[str, ...]]:
@@ -86,14 +86,9 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
         num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
         array_size=wanted.workers if wanted.workers > 1 else 0,
         environment=jobs.environment,
-        retry=retry_strategy(wanted.attempts),
+        retry=Retry.of(wanted.attempts),
         timeout_s=_timeout_s(name, wanted, stage_limit_s),
-        queue=wanted.queue or jobs.queue,
-        share_identifier=jobs.share_identifier,
-        priority=jobs.priority,
         depends_on=tuple(Dependency(job=one) for one in after),
-        job_role=wanted.role or jobs.role,
-        log_group=jobs.log_group,
     )
 
 

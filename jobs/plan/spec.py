@@ -1,35 +1,58 @@
-"""What a job is, whatever runs it: this machine or AWS Batch."""
+"""What a job is, whatever runs it. Where it runs (queue, role, log group, ...) is a placement of the target."""
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_serializer, model_validator
 
-from pipeline.core.fingerprint import fingerprint
+from pipeline.core.errors import EXIT_TABLE
 from pipeline.core.record import Record
 
 
-class Action(StrEnum):
-    """What to do after an attempt that failed."""
+class Retry(Record):
+    """When a job is tried again: after a lost machine, a container that did not start, and these exit codes.
 
-    RETRY = "RETRY"
-    EXIT = "EXIT"
-
-
-class RetryRule(Record):
-    """One entry of evaluateOnExit: all conditions given must hold. A trailing * matches any rest."""
-
-    action: Action
-    on_status_reason: str = ""
-    on_reason: str = ""
-    on_exit_code: str = ""
-
-
-class RetryStrategy(Record):
-    """How often, and after what, a job is tried again."""
+    Everything else is final. Stored as the rules that AWS Batch gets of it (see `as_rules`).
+    """
 
     attempts: int = Field(1, description="Tries in all, the first included")
-    rules: tuple[RetryRule, ...] = Field((), description="The first that matches decides; none: retry")
+    exit_codes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, attempts: int) -> Self:
+        """For any stage: the codes that the table of exit codes calls worth another try."""
+        return cls(attempts=attempts, exit_codes=tuple(sorted(rule.exit_code for rule in EXIT_TABLE if rule.retry)))
+
+    def as_rules(self) -> tuple[dict[str, str], ...]:
+        """Conditions and what follows: the first that matches decides. A trailing * matches any rest.
+
+        Source: the API reference of AWS Batch, EvaluateOnExit. Without a matching entry it would try again, so the last
+        entry matches everything.
+        """
+        return (
+            _rule("RETRY", on_status_reason="Host EC2*"),
+            _rule("RETRY", on_status_reason="Task failed to start*"),  # images not pulled, containers not created
+            *(_rule("RETRY", on_exit_code=str(code)) for code in self.exit_codes),
+            _rule("EXIT", on_reason="*"),
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_rules(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "rules" in data:
+            codes = [int(rule["on_exit_code"]) for rule in data["rules"] if rule["on_exit_code"]]
+            return {"attempts": data["attempts"], "exit_codes": codes}
+        return data
+
+    @model_serializer
+    def _stored(self) -> dict[str, Any]:
+        return {"attempts": self.attempts, "rules": self.as_rules()}
+
+
+def _rule(action: str, *, on_status_reason: str = "", on_reason: str = "", on_exit_code: str = "") -> dict[str, str]:
+    conditions = {"on_status_reason": on_status_reason, "on_reason": on_reason, "on_exit_code": on_exit_code}
+    return {"action": action, **conditions}
 
 
 class DependencyType(StrEnum):
@@ -71,45 +94,21 @@ class Resources(Record):
 
 
 class JobSpec(Record):
-    """One job of a cycle."""
+    """One job: what to run, with how much, and after what."""
 
-    name: str = Field(description="Unique within the cycle")
-    stage: str
+    name: str = Field(description="Unique within the plan")
+    stage: str = Field(description="Kind of job: jobs of one kind share a definition and a line of the ledger")
     command: tuple[str, ...]
     resources: Resources
     image: str = ""
     num_nodes: int = Field(0, description="Nodes that run at once; 0: an ordinary container")
     array_size: int = Field(0, description="Children; 0: no array")
     environment: Mapping[str, str] = Field(default={}, description="Never a secret: it is shown in plans and logs")
-    retry: RetryStrategy = RetryStrategy()
+    retry: Retry = Retry()
     timeout_s: int = Field(description="Of one attempt, over all nodes")
-    queue: str = ""
-    share_identifier: str = ""
-    priority: int = 0
     depends_on: tuple[Dependency, ...] = ()
-    job_role: str = Field("", description="ARN of the credentials that the code sees; empty: none")
-    log_group: str = "/aws/batch/job"
 
     @property
     def vcpus(self) -> int:
         """Of all nodes or children together."""
         return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
-
-
-class CyclePlan(Record):
-    """All jobs of one cycle, each after those it depends on."""
-
-    pipeline: str
-    cycle: str
-    workspace: str
-    settings: str = Field("", description="Fingerprint of the settings of the pipeline that all jobs share")
-    jobs: tuple[JobSpec, ...]
-
-    @property
-    def plan_id(self) -> str:
-        """Names the content: equal plans have equal ids on every machine."""
-        return fingerprint(self.model_dump(mode="json"))
-
-    def job(self, name: str) -> JobSpec:
-        """One job by name. Raises KeyError."""
-        return next(job for job in self.jobs if job.name == name)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from jobs.cycle.records import JobRecord
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 
 
 class Target(Protocol):
@@ -14,17 +14,17 @@ class Target(Protocol):
     def name(self) -> str:
         """`local` or `batch`."""
 
-    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over these jobs of a claimed plan in its order; those handed over in this round before stay as they are.
 
         `local` also runs them, and returns when the last has ended. Dependencies on jobs that are not among `jobs` are
         those of earlier rounds, which have succeeded.
         """
 
-    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         """What is known of every submitted job now, in the order of the plan."""
 
-    def check(self, plan: CyclePlan) -> None:
+    def check(self, plan: Plan) -> None:
         """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
@@ -33,5 +33,5 @@ class Target(Protocol):
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""
 
-    def cancel(self, plan: CyclePlan, reason: str) -> None:
+    def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""

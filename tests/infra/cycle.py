@@ -19,7 +19,7 @@ from moto.batch.models import batch_backends
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from pydantic import TypeAdapter
 
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from tests.fault.harness import DATA, MODEL, TRAIN
@@ -134,9 +134,9 @@ class Account:
         assert ended.returncode == code, f"{role}: {' '.join(words)}: exit {ended.returncode}\n{said}{self._refused()}"
         return said
 
-    def plan(self, cycle: str) -> CyclePlan:
+    def plan(self, cycle: str) -> Plan:
         """As it was submitted."""
-        return CyclePlan.model_validate_json(self.read(f"cycles/{cycle}/jobs/plan.json"))
+        return Plan.model_validate_json(self.read(f"cycles/{cycle}/jobs/plan.json"))
 
     def read(self, key: str) -> bytes:
         found: bytes = self.server.client.get_object(Bucket=FLEET.bucket, Key=f"relevance/{key}")["Body"].read()

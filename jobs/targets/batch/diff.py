@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, Detail, registered
 from jobs.targets.batch.requests import definition_name, definition_request
 
@@ -46,7 +46,7 @@ class DefinitionChange:
     differences: tuple[Difference, ...]
 
 
-def definition_changes(client: BatchClient, plan: CyclePlan) -> tuple[DefinitionChange, ...]:
+def definition_changes(client: BatchClient, plan: Plan) -> tuple[DefinitionChange, ...]:
     """Every definition of the plan against the newest registered revision of its name; registers nothing."""
     users: dict[str, list[str]] = {}
     requests = {}

@@ -6,26 +6,25 @@ array jobs, job retries). A request above a bound fails late and half way throug
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from jobs.plan.retry import MAX_RULES
-from jobs.plan.spec import CyclePlan, DependencyType, JobSpec, RetryRule
+from jobs.plan.dag import Plan, dag_problems
+from jobs.plan.spec import JobSpec
+from jobs.targets.batch.placement import placement_of
 from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 
-MAX_ATTEMPTS, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 60, 20, 1000
+MAX_ATTEMPTS, MAX_RULES, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 5, 60, 20, 1000
 ARRAY_SIZES = range(2, 10_001)
 MAX_PRIORITY = 9999
 MAX_DEFINITION_BYTES, MAX_SUBMIT_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 30 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
 _SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
-_REASON = re.compile(r"^[A-Za-z0-9.: \t]{0,511}\*?$")
-_EXIT_CODE = re.compile(r"^[0-9]{0,511}\*?$")
 
 
-def check_plan(plan: CyclePlan) -> None:
+def check_plan(plan: Plan) -> None:
     """Raises ConfigError with every problem of every job."""
     jobs_of: dict[str, list[str]] = {}
     for job, _, problem in (one.partition(": ") for one in plan_problems(plan)):
@@ -42,18 +41,14 @@ def check_plan(plan: CyclePlan) -> None:
         )
 
 
-def plan_problems(plan: CyclePlan) -> Iterator[str]:
+def plan_problems(plan: Plan) -> Iterator[str]:
     """Everything that is wrong, one line each."""
-    seen = dict[str, JobSpec]()
+    yield from dag_problems(plan.jobs)
     for job in plan.jobs:
-        if job.name in seen:
-            yield f"{job.name}: two jobs have this name"
         yield from (f"{job.name}: {problem}" for problem in job_problems(plan, job))
-        yield from (f"{job.name}: {problem}" for problem in _dependency_problems(job, seen))
-        seen[job.name] = job
 
 
-def job_problems(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
+def job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
     """What is wrong with one job by itself."""
     yield from _names(plan, job)
     yield from _shape(job)
@@ -63,16 +58,16 @@ def job_problems(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
     yield from _sizes(plan, job)
 
 
-def _names(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
-    name = f"{plan.pipeline}-{plan.cycle}-{job.name}"
+def _names(plan: Plan, job: JobSpec) -> Iterator[str]:
+    name, where = f"{plan.pipeline}-{plan.cycle}-{job.name}", placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
-    if not job.queue:
+    if not where.queue:
         yield "no queue; expected its name or ARN (jobs.queue)"
-    if not _SHARE.match(job.share_identifier):
-        yield f"share identifier {job.share_identifier!r}; expected letters and digits only, 1 to 255"
-    if not 0 <= job.priority <= MAX_PRIORITY:
-        yield f"priority {job.priority}; expected 0 to {MAX_PRIORITY}"
+    if not _SHARE.match(where.share_identifier):
+        yield f"share identifier {where.share_identifier!r}; expected letters and digits only, 1 to 255"
+    if not 0 <= where.priority <= MAX_PRIORITY:
+        yield f"priority {where.priority}; expected 0 to {MAX_PRIORITY}"
     if not 0 < len(job.image) <= MAX_IMAGE_CHARACTERS:
         yield f"an image of {len(job.image)} characters; expected 1 to {MAX_IMAGE_CHARACTERS}"
 
@@ -95,23 +90,10 @@ def _shape(job: JobSpec) -> Iterator[str]:
 def _retries(job: JobSpec) -> Iterator[str]:
     if not 1 <= job.retry.attempts <= MAX_ATTEMPTS:
         yield f"{job.retry.attempts} attempts; expected 1 to {MAX_ATTEMPTS}"
-    if len(job.retry.rules) > MAX_RULES:
-        yield f"{len(job.retry.rules)} retry rules; expected at most {MAX_RULES}"
-    for rule in job.retry.rules:
-        yield from _rule(rule)
-    last = job.retry.rules[-1] if job.retry.rules else None
-    if last is None or (last.action, last.on_reason, last.on_status_reason, last.on_exit_code) != ("EXIT", "*", "", ""):
-        yield "no catch-all EXIT as the last retry rule: what matches no rule is retried"
-
-
-def _rule(rule: RetryRule) -> Iterator[str]:
-    if not (rule.on_reason or rule.on_status_reason or rule.on_exit_code):
-        yield "a retry rule without a condition"
-    for text in (rule.on_reason, rule.on_status_reason):
-        if not _REASON.match(text):
-            yield f"retry pattern {text!r}; expected letters, digits, . : and spaces, and * at the end only"
-    if not _EXIT_CODE.match(rule.on_exit_code):
-        yield f"exit code pattern {rule.on_exit_code!r}; expected digits, and * at the end only"
+    if (number := len(job.retry.as_rules())) > MAX_RULES:
+        yield f"{number} retry rules; expected at most {MAX_RULES}"
+    if len(job.depends_on) > MAX_DEPENDENCIES:
+        yield f"{len(job.depends_on)} dependencies; expected at most {MAX_DEPENDENCIES}"
 
 
 def _environment(job: JobSpec) -> Iterator[str]:
@@ -139,7 +121,7 @@ def _resources(job: JobSpec) -> Iterator[str]:
             yield f"{asked[kind]} {kind} devices a node; {needs.instance_type} has {number}"
 
 
-def _sizes(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
+def _sizes(plan: Plan, job: JobSpec) -> Iterator[str]:
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:
         yield f"a job definition of {definition:,} bytes; expected at most {MAX_DEFINITION_BYTES:,}"
@@ -150,16 +132,3 @@ def _sizes(plan: CyclePlan, job: JobSpec) -> Iterator[str]:
         yield f"container overrides of {override:,} characters; expected at most {MAX_OVERRIDE_CHARACTERS:,}"
     if (size := len(json.dumps(request))) > MAX_SUBMIT_BYTES:
         yield f"a SubmitJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
-
-
-def _dependency_problems(job: JobSpec, before: Mapping[str, JobSpec]) -> Iterator[str]:
-    if len(job.depends_on) > MAX_DEPENDENCIES:
-        yield f"{len(job.depends_on)} dependencies; expected at most {MAX_DEPENDENCIES}"
-    for one in job.depends_on:
-        if one.type is DependencyType.SEQUENTIAL:
-            if one.job or not job.array_size:
-                yield "a SEQUENTIAL dependency; expected on an array, naming no job"
-        elif one.job not in before:
-            yield f"depends on {one.job!r}, which is not a job before it"
-        elif one.type is DependencyType.N_TO_N and before[one.job].array_size != job.array_size:
-            yield f"depends child by child on {one.job} of {before[one.job].array_size}, and has {job.array_size}"

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 
 
@@ -19,11 +21,11 @@ class Account:
     policies: Mapping[str, Detail]
 
 
-def preflight(client: BatchClient, plan: CyclePlan) -> tuple[str, ...]:
+def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
     """Warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
-    account = look_up(client, plan.jobs)
-    problems = list(dict.fromkeys(account_problems(plan.jobs, account)))
+    account = look_up(client, plan)
+    problems = list(dict.fromkeys(account_problems(plan, account)))
     if problems:
         raise ConfigError(
             "\n  ".join(["AWS Batch in this account would not run this plan:", *problems]),
@@ -37,12 +39,12 @@ def preflight(client: BatchClient, plan: CyclePlan) -> tuple[str, ...]:
             expected="VALID",
             next_command="run the same command again in a minute",
         )
-    return tuple(dict.fromkeys(account_warnings(plan.jobs, account)))
+    return tuple(dict.fromkeys(account_warnings(plan, account)))
 
 
-def look_up(client: BatchClient, jobs: Sequence[JobSpec]) -> Account:
-    """The queues of these jobs and what stands behind them."""
-    names = list(dict.fromkeys(job.queue for job in jobs))
+def look_up(client: BatchClient, plan: Plan) -> Account:
+    """The queues of the jobs and what stands behind them."""
+    names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
     described = client.queues(names)
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
     arns = {one["computeEnvironment"] for queue in queues.values() for one in queue.get("computeEnvironmentOrder", ())}
@@ -58,47 +60,51 @@ def look_up(client: BatchClient, jobs: Sequence[JobSpec]) -> Account:
     )
 
 
-def account_problems(jobs: Sequence[JobSpec], account: Account) -> Iterator[str]:
+def account_problems(plan: Plan, account: Account) -> Iterator[str]:
     """Why this account would refuse the jobs or never start them, one line each."""
-    for job in jobs:
-        queue = account.queues.get(job.queue)
+    for job in plan.jobs:
+        where = placement_of(plan, job)
+        queue = account.queues.get(where.queue)
         if queue is None:
-            yield f"queue {job.queue}: does not exist in this account and region"
+            yield f"queue {where.queue}: does not exist in this account and region"
             continue
         if queue["state"] != "ENABLED":
-            yield f"queue {job.queue}: {queue['state']}, it takes no jobs"
+            yield f"queue {where.queue}: {queue['state']}, it takes no jobs"
         if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
-            yield f"queue {job.queue}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
-        if job.share_identifier and not queue.get("schedulingPolicyArn"):
+            yield f"queue {where.queue}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
+        if where.share_identifier and not queue.get("schedulingPolicyArn"):
             yield (
-                f"queue {job.queue}: has no scheduling policy, so it refuses share identifiers; "
+                f"queue {where.queue}: has no scheduling policy, so it refuses share identifiers; "
                 "a policy cannot be added later, create the queue with one"
             )
         yield from _room(
-            job, [account.environments[arn] for arn in _environments(queue) if arn in account.environments]
+            job,
+            where.queue,
+            [account.environments[arn] for arn in _environments(queue) if arn in account.environments],
         )
 
 
-def account_warnings(jobs: Sequence[JobSpec], account: Account) -> Iterator[str]:
+def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
     """What is allowed and probably not meant."""
-    for job in jobs:
-        policy = account.policies.get(account.queues[job.queue].get("schedulingPolicyArn", ""))
+    for job in plan.jobs:
+        where = placement_of(plan, job)
+        policy = account.policies.get(account.queues[where.queue].get("schedulingPolicyArn", ""))
         if policy is None:
             continue
         shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
-        if not any(_covers(share, job.share_identifier) for share in shares):
+        if not any(_covers(share, where.share_identifier) for share in shares):
             yield (
-                f"share identifier {job.share_identifier} is not in the policy of queue {job.queue}: it gets weight 1 "
-                f"(there: {', '.join(sorted(shares)) or 'none'})"
+                f"share identifier {where.share_identifier} is not in the policy of queue {where.queue}: "
+                f"it gets weight 1 (there: {', '.join(sorted(shares)) or 'none'})"
             )
 
 
-def _room(job: JobSpec, environments: Sequence[Detail]) -> Iterator[str]:
+def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
     """A gang must fit one compute environment; of an array one child."""
     needs = job.resources.vcpus * max(1, job.num_nodes)
     usable = [one for one in environments if one["state"] == "ENABLED" and one["status"] != "INVALID"]
     if not usable:
-        yield f"queue {job.queue}: no enabled compute environment"
+        yield f"queue {queue}: no enabled compute environment"
         return
     managed = [one.get("computeResources", {}) for one in usable if one.get("type") != "UNMANAGED"]
     if job.num_nodes:
@@ -108,7 +114,7 @@ def _room(job: JobSpec, environments: Sequence[Detail]) -> Iterator[str]:
             return
     most = max((one.get("maxvCpus", 0) for one in managed), default=needs)
     if most < needs:
-        yield f"{job.name}: {needs:,} vCPU at once; the compute environments of {job.queue} go up to {most:,}"
+        yield f"{job.name}: {needs:,} vCPU at once; the compute environments of {queue} go up to {most:,}"
     offered = {kind for one in managed for kind in one.get("instanceTypes", ())}
     wanted = job.resources.instance_type
     if wanted and offered and not offered & {wanted, wanted.split(".")[0], "optimal"}:

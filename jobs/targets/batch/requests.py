@@ -6,24 +6,26 @@ A multi-node definition is one open range of nodes (`0:`), so that one definitio
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.plan.spec import CyclePlan, DependencyType, JobSpec, Resources, RetryStrategy
+from jobs.plan.dag import Plan
+from jobs.plan.spec import DependencyType, JobSpec, Resources, Retry
+from jobs.targets.batch.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 
 Request = dict[str, Any]
 
 
-def definition_name(plan: CyclePlan, job: JobSpec) -> str:
+def definition_name(plan: Plan, job: JobSpec) -> str:
     """One definition a pipeline and kind of job; its revisions are its contents."""
     return f"{plan.pipeline}-{job.stage}"
 
 
-def definition_request(plan: CyclePlan, job: JobSpec) -> Request:
+def definition_request(plan: Plan, job: JobSpec) -> Request:
     """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
     container = _container(plan, job)
     request: Request = {
         "jobDefinitionName": definition_name(plan, job),
         "type": "multinode" if job.num_nodes else "container",
-        "schedulingPriority": job.priority,
+        "schedulingPriority": placement_of(plan, job).priority,
         "retryStrategy": _retry(job.retry),
         "timeout": {"attemptDurationSeconds": job.timeout_s},
         "propagateTags": True,
@@ -39,14 +41,15 @@ def definition_request(plan: CyclePlan, job: JobSpec) -> Request:
     return request | {"tags": {"pipeline": plan.pipeline, "stage": job.stage, "content": fingerprint(request)}}
 
 
-def submit_request(plan: CyclePlan, job: JobSpec, *, definition: str, ids: Mapping[str, str]) -> Request:
+def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str]) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
+    where = placement_of(plan, job)
     request: Request = {
         "jobName": job_name(plan, job),
-        "jobQueue": job.queue,
+        "jobQueue": where.queue,
         "jobDefinition": definition,
-        "shareIdentifier": job.share_identifier,
-        "schedulingPriorityOverride": job.priority,
+        "shareIdentifier": where.share_identifier,
+        "schedulingPriorityOverride": where.priority,
         "dependsOn": [_dependency(one.job, one.type, ids) for one in job.depends_on],
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
@@ -66,18 +69,18 @@ def submit_request(plan: CyclePlan, job: JobSpec, *, definition: str, ids: Mappi
     return request
 
 
-def job_name(plan: CyclePlan, job: JobSpec) -> str:
+def job_name(plan: Plan, job: JobSpec) -> str:
     """Deterministic, so that a driver that died finds its jobs again."""
     return f"{plan.pipeline}-{plan.cycle}-{job.name}"
 
 
-def _of_cycle(plan: CyclePlan, job: JobSpec) -> dict[str, str]:
+def _of_cycle(plan: Plan, job: JobSpec) -> dict[str, str]:
     """What differs between cycles is not part of the definition."""
     return {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
 
 
-def _container(plan: CyclePlan, job: JobSpec) -> Request:
-    needs = job.resources
+def _container(plan: Plan, job: JobSpec) -> Request:
+    needs, where = job.resources, placement_of(plan, job)
     container: Request = {
         "image": job.image,
         "command": ["trnpipe", "--version"],  # every submission says what to run
@@ -91,11 +94,11 @@ def _container(plan: CyclePlan, job: JobSpec) -> Request:
         "privileged": False,
         "logConfiguration": {
             "logDriver": "awslogs",
-            "options": {"awslogs-group": job.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
+            "options": {"awslogs-group": where.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
         },
     }
-    if job.job_role:
-        container["jobRoleArn"] = job.job_role
+    if where.job_role:
+        container["jobRoleArn"] = where.job_role
     return container
 
 
@@ -108,13 +111,13 @@ def _linux(needs: Resources) -> Request:
     }
 
 
-def _retry(strategy: RetryStrategy) -> Request:
-    rules = []
-    for rule in strategy.rules:
-        entry = {"action": rule.action.value}
-        fields = {"onStatusReason": rule.on_status_reason, "onReason": rule.on_reason, "onExitCode": rule.on_exit_code}
-        rules.append(entry | {name: pattern for name, pattern in fields.items() if pattern})
-    return {"attempts": strategy.attempts, "evaluateOnExit": rules}
+def _retry(retry: Retry) -> Request:
+    names = {"action": "action", "on_status_reason": "onStatusReason", "on_reason": "onReason"}
+    rules = [
+        {names.get(name, "onExitCode"): pattern for name, pattern in rule.items() if pattern}
+        for rule in retry.as_rules()
+    ]
+    return {"attempts": retry.attempts, "evaluateOnExit": rules}
 
 
 def _dependency(name: str, kind: DependencyType, ids: Mapping[str, str]) -> Request:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from jobs.cycle.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.cycle.records import JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from jobs.targets.batch import parse
 from jobs.targets.batch.client import BatchClient, Detail, UnknownOutcome, ensure_definition
 from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.placement import placement_of
 from jobs.targets.batch.preflight import preflight
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
 from pipeline.core.errors import ConfigError, TransientError
@@ -20,7 +22,7 @@ PLAN_TAG = "plan"
 CLOCK_SKEW_S = 300.0
 
 
-def name_in_round(plan: CyclePlan, job: JobSpec, round_: int) -> str:
+def name_in_round(plan: Plan, job: JobSpec, round_: int) -> str:
     """The name of a job in AWS Batch: the same on every try to submit it, another one in every round."""
     return job_name(plan, job) + (f"-round-{round_}" if round_ > 1 else "")
 
@@ -96,7 +98,7 @@ class BatchTarget:
     def name(self) -> str:
         return "batch"
 
-    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over the jobs in the plan's order, each recorded before the next.
 
         Killed anywhere and run again, every job exists once: a job that is not on record is looked for by its name
@@ -113,12 +115,12 @@ class BatchTarget:
             ids[job.name] = self._hand_over(finder, plan, round_, _among(job, jobs), ids)
         self._end_unrecorded(finder, plan, [round_], ids)
 
-    def check(self, plan: CyclePlan) -> None:
+    def check(self, plan: Plan) -> None:
         """Ask the account; changes nothing. Raises ConfigError, and TransientError while a queue is changing."""
         for warning in preflight(self.client, plan):
             self.warn(warning)
 
-    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         """The newest submission of each job; of jobs that AWS Batch has forgotten, what was last recorded."""
         current = self.store.current()
         known = {one.id: one for one in self.store.records()}
@@ -137,9 +139,10 @@ class BatchTarget:
                 expected=f"one of {len(record.attempts)} attempts, on one of {max(1, record.num_nodes)} nodes",
                 next_command="trnjobs status",
             )
-        return self.logs_client.lines(plan.job(record.name.partition(":")[0]).log_group, stream)
+        job = plan.job(record.name.partition(":")[0])
+        return self.logs_client.lines(placement_of(plan, job).log_group, stream)
 
-    def cancel(self, plan: CyclePlan, reason: str) -> None:
+    def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that has not ended, from the sinks backwards, so that nothing starts meanwhile.
 
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
@@ -147,7 +150,8 @@ class BatchTarget:
         finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=1) + 1)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
         for job in reversed(plan.jobs):
-            named = [one for round_ in rounds for one in finder.live_ids(job.queue, name_in_round(plan, job, round_))]
+            queue = placement_of(plan, job).queue
+            named = [one for round_ in rounds for one in finder.live_ids(queue, name_in_round(plan, job, round_))]
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
@@ -166,7 +170,7 @@ class BatchTarget:
             self.client.terminate_job(one.id.partition(":")[0], f"blocked for {now - one.since:.0f} s: {one.reason}")
         return tuple(block_lines(sightings, now))
 
-    def _hand_over(self, finder: Finder, plan: CyclePlan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
+    def _hand_over(self, finder: Finder, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = _round_request(plan, round_, job, submit_request(plan, job, definition=definition, ids=ids))
@@ -182,21 +186,22 @@ class BatchTarget:
             raise
         return job_id
 
-    def _end_unrecorded(self, finder: Finder, plan: CyclePlan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+    def _end_unrecorded(self, finder: Finder, plan: Plan, rounds: Iterable[int], jobs: Collection[str]) -> None:
         """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
         recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
         recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
         for round_ in rounds:
             for job in plan.jobs:
-                names = [name_in_round(plan, job, round_)] if job.name in jobs else []
-                for job_id in [one for name in names for one in finder.live_ids(job.queue, name)]:
+                if job.name not in jobs:
+                    continue
+                for job_id in finder.live_ids(placement_of(plan, job).queue, name_in_round(plan, job, round_)):
                     if job_id not in recorded:
                         self.renew()
                         self.client.terminate_job(
                             job_id, f"{job.name} was submitted twice, and this one is not on record"
                         )
 
-    def _finder(self, plan: CyclePlan) -> Finder:
+    def _finder(self, plan: Plan) -> Finder:
         claim = self.store.claim()
         return Finder(self.client, plan.plan_id, since=claim.claimed_at if claim else 0.0)
 
@@ -224,7 +229,7 @@ def _among(job: JobSpec, jobs: Sequence[str]) -> JobSpec:
     return job.model_copy(update={"depends_on": tuple(one for one in job.depends_on if not one.job or one.job in jobs)})
 
 
-def _check_names(plan: CyclePlan, round_: int, jobs: Sequence[JobSpec]) -> None:
+def _check_names(plan: Plan, round_: int, jobs: Sequence[JobSpec]) -> None:
     """The number of the round makes names longer."""
     longest = max((name_in_round(plan, job, round_) for job in jobs), key=len)
     if len(longest) > MAX_NAME_CHARACTERS:
@@ -235,6 +240,6 @@ def _check_names(plan: CyclePlan, round_: int, jobs: Sequence[JobSpec]) -> None:
         )
 
 
-def _round_request(plan: CyclePlan, round_: int, job: JobSpec, request: Request) -> Request:
+def _round_request(plan: Plan, round_: int, job: JobSpec, request: Request) -> Request:
     tags = request["tags"] | {PLAN_TAG: plan.plan_id, "round": str(round_)}
     return request | {"jobName": name_in_round(plan, job, round_), "tags": tags}

@@ -15,7 +15,7 @@ from pathlib import Path
 from jobs.cycle import states
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.states import EXITED, INTERRUPTED, Leaf
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.local.files import LocalFiles
 from jobs.targets.local.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
 from jobs.targets.local.nodes import LOOPBACK, Nodes, NodeStart, Signal, local_command, node_environment
@@ -74,7 +74,7 @@ class Engine:
     `grace_s`: from SIGTERM to SIGKILL, which is what keepers do; what one of them leaves undone, the engine does.
     """
 
-    plan: CyclePlan
+    plan: Plan
     leaves: Sequence[Leaf]
     records: dict[str, JobRecord]
     rounds: Mapping[str, int]

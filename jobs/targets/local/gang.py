@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Literal
 
 from jobs.cycle import states
-from jobs.plan.retry import AttemptEnd
+from jobs.cycle.states import AttemptEnd
 
 SIGKILL_CODE = 137  # 128 + 9, as a container reports it
 
@@ -78,16 +78,16 @@ def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
 
 
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
-    """The end of an attempt in the words of AWS Batch, so that its retry rules match here too.
+    """The end of an attempt in the words of AWS Batch.
 
     `cancelled`: a user's reason. `interrupted`: the engine is being stopped. A SIGKILL that is neither ours nor for
     want of memory did not come from the code: it counts as a lost machine.
     """
     code = main.exit_code
     if cancelled and (main.stopped_by or code != 0):
-        return AttemptEnd(code, cancelled, cancelled=True)
+        return AttemptEnd(code, cancelled)
     if main.stopped_by == "timeout":
-        return AttemptEnd(code, states.TIMED_OUT, timed_out=True)
+        return AttemptEnd(code, states.TIMED_OUT)
     if (main.stopped_by == "SIGINT" and code != 0) or (interrupted and main.error):
         return AttemptEnd(code, states.INTERRUPTED)
     if main.lost:

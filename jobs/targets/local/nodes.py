@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from jobs.cycle.states import Leaf
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.local import keeper
 from jobs.targets.local.files import is_locked, leaf_folder
 from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
@@ -178,7 +178,7 @@ _MODULES = {"trnjobs-entry": "jobs.node", "trnpipe": "pipeline", "trnjobs": "job
 
 
 def node_environment(
-    base: Mapping[str, str], plan: CyclePlan, leaf: Leaf, leaf_id: str, attempt: int, node: int, address: str
+    base: Mapping[str, str], plan: Plan, leaf: Leaf, leaf_id: str, attempt: int, node: int, address: str
 ) -> dict[str, str]:
     """`base`: of this process. `leaf_id`: of an array's child `id:index`. `address`: of the main node."""
     spec = leaf.spec
@@ -192,7 +192,7 @@ def node_environment(
     environment |= {
         "AWS_BATCH_JOB_ID": f"{leaf_id}#{node}" if spec.num_nodes else leaf_id,
         "AWS_BATCH_JOB_ATTEMPT": str(attempt),
-        "AWS_BATCH_JQ_NAME": spec.queue or COMPUTE_ENVIRONMENT,
+        "AWS_BATCH_JQ_NAME": COMPUTE_ENVIRONMENT,
         "AWS_BATCH_CE_NAME": COMPUTE_ENVIRONMENT,
     }
     if leaf.index is not None:

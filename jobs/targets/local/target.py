@@ -11,7 +11,7 @@ import psutil
 from jobs.cycle.records import JobRecord, Submission
 from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
 from jobs.cycle.store import CycleStore
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.local.engine import ACTIVE, Engine
 from jobs.targets.local.files import LocalFiles, is_locked, local_files
 from jobs.targets.local.nodes import Processes, end_leftovers
@@ -54,7 +54,7 @@ class LocalTarget:
     def files(self) -> LocalFiles:
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
-    def submit(self, plan: CyclePlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
@@ -68,7 +68,7 @@ class LocalTarget:
                 self.store.save_submission(round_, submission)
             self._run(plan)
 
-    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         found, _, leaves = self._known(plan)
         newest = self.store.current()
         shown = []
@@ -78,8 +78,8 @@ class LocalTarget:
                 shown.append(parent_record(job, newest[job.name].id, mine) if job.array_size else mine[0])
         return tuple(shown)
 
-    def check(self, plan: CyclePlan) -> None:
-        check_fits(plan.jobs, self.machine)
+    def check(self, plan: Plan) -> None:
+        check_fits(plan.check().jobs, self.machine)
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
         """Nothing here is blocked: what could never run was refused."""
@@ -98,7 +98,7 @@ class LocalTarget:
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from (line.rstrip("\n") for line in lines)
 
-    def cancel(self, plan: CyclePlan, reason: str) -> None:
+    def cancel(self, plan: Plan, reason: str) -> None:
         """Returns when all is final: the engine that runs does it, or this process in its place."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if not ids:
@@ -109,7 +109,7 @@ class LocalTarget:
         with self._only_engine():
             self._run(plan)
 
-    def _run(self, plan: CyclePlan) -> None:
+    def _run(self, plan: Plan) -> None:
         self._end_leftovers()
         found, rounds, leaves = self._known(plan)
         Engine(
@@ -134,7 +134,7 @@ class LocalTarget:
         if number := end_leftovers(over):
             self.say(f"ended {number} processes that earlier attempts had left")
 
-    def _known(self, plan: CyclePlan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
+    def _known(self, plan: Plan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
         """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
         records, rounds, leaves = dict[str, JobRecord](), dict[str, int](), dict[str, Leaf]()
         for round_ in self.store.rounds():

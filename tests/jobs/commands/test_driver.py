@@ -12,7 +12,7 @@ from jobs.commands import driver
 from jobs.config import JobsConfig, MissedPolicy, ScheduleConfig
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.store import CycleStore
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.settings import SCHEMA, CycleSettings
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -36,7 +36,7 @@ class Target:
     def __init__(self, state: JobState) -> None:
         self.state = state
 
-    def records(self, plan: CyclePlan) -> tuple[JobRecord, ...]:
+    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         return tuple(JobRecord(name=one.name, id=one.name, state=self.state, created_at=1.0) for one in plan.jobs)
 
 

@@ -1,7 +1,9 @@
 """Small plans for the tests of jobs."""
 
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from pydantic import JsonValue
+
+from jobs.plan.dag import Plan
+from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
 
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(
@@ -26,21 +28,27 @@ def job(name: str, *after: str, **fields: object) -> JobSpec:
             "command": ("trnpipe", name, "--workspace", "s3://bucket/relevance"),
             "resources": CPU,
             "image": "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64,
-            "retry": retry_strategy(3),
+            "retry": Retry.of(3),
             "timeout_s": 3600,
-            "queue": "relevance",
-            "share_identifier": "production",
             "depends_on": tuple(Dependency(job=one) for one in after),
             **fields,
         }
     )
 
 
-def plan(*jobs: JobSpec) -> CyclePlan:
-    return CyclePlan(pipeline="relevance", cycle="2026-11-20", workspace="s3://bucket/relevance", jobs=jobs)
+def plan(*jobs: JobSpec, **placement: JsonValue) -> Plan:
+    """Every job is placed the same."""
+    where = {"queue": "relevance", "share_identifier": "production"} | placement
+    return Plan(
+        pipeline="relevance",
+        cycle="2026-11-20",
+        workspace="s3://bucket/relevance",
+        jobs=jobs,
+        placements={job.name: where for job in jobs},
+    )
 
 
-def cycle() -> CyclePlan:
+def cycle() -> Plan:
     """A gang, and an array after it."""
     train = job("train", num_nodes=2, resources=TRN1, environment={"TRNPIPE_TRAIN__MAX_STEPS": "100"})
     return plan(train, job("embed", "train", array_size=8), job("verify", "embed"))

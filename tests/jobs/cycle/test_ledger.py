@@ -8,7 +8,7 @@ from jobs.cycle.attempt_time import Category, Moment
 from jobs.cycle.ledger import CycleLedger, deadline_of, ledger_of, success_of
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import TRN1, job, plan
 
@@ -30,7 +30,7 @@ def at(second: float, name: EventName, **fields: Any) -> Moment:
     return Moment(round(1000 * second), str(name), fields)
 
 
-def ledger(shape: CyclePlan, records: list[JobRecord], moments: tuple[Moment, ...] = (), **more: Any) -> CycleLedger:
+def ledger(shape: Plan, records: list[JobRecord], moments: tuple[Moment, ...] = (), **more: Any) -> CycleLedger:
     given: dict[str, Any] = {"now": 10_000.0, "outcome": "succeeded", "deadline_at": None} | more
     return ledger_of(shape, records, moments, PRICES, **given)
 

@@ -4,13 +4,12 @@ import pytest
 
 from jobs.cycle import states
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.states import EXITED, INTERRUPTED, Leaf, leaves_of, settle
-from jobs.plan.retry import AttemptEnd, retry_strategy
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.cycle.states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
+from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
 from tests.jobs.cycle.cases import job
 
 SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED = JobState
-RETRY = retry_strategy(3)
+RETRY = Retry.of(3)
 
 
 def record(name: str, state: JobState, *attempts: AttemptRecord) -> JobRecord:
@@ -142,10 +141,10 @@ def test_an_array_shows_its_times_and_the_first_failure() -> None:
         (0, AttemptEnd(None, "Host EC2 (local) terminated."), RUNNABLE),
         (0, AttemptEnd(None, "Task failed to start", "CannotStartContainerError: x"), RUNNABLE),
         (0, AttemptEnd(137, EXITED, "OutOfMemoryError: Container killed due to memory usage"), FAILED),
-        (0, AttemptEnd(143, "Job attempt duration exceeded timeout", timed_out=True), FAILED),
-        (0, AttemptEnd(0, "Job attempt duration exceeded timeout", timed_out=True), FAILED),
-        (0, AttemptEnd(143, "a user's reason", cancelled=True), FAILED),
-        (0, AttemptEnd(0, "a user's reason", cancelled=True), FAILED),
+        (0, AttemptEnd(143, "Job attempt duration exceeded timeout"), FAILED),
+        (0, AttemptEnd(0, "Job attempt duration exceeded timeout"), FAILED),
+        (0, AttemptEnd(143, "a user's reason"), FAILED),
+        (0, AttemptEnd(0, "a user's reason"), FAILED),
         (0, AttemptEnd(143, INTERRUPTED), RUNNABLE),
         (2, AttemptEnd(143, INTERRUPTED), RUNNABLE),  # does not count
     ],

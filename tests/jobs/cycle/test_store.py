@@ -8,7 +8,7 @@ import pytest
 from jobs.cycle.blocked import Sighting
 from jobs.cycle.records import Closed, JobRecord, JobState, Submission
 from jobs.cycle.store import LEASE_S, CycleStore, claimed_cycles
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
 from tests.jobs.cycle.cases import cycle, job, plan
@@ -38,7 +38,7 @@ def store(storage: Storage, clock: Clock) -> CycleStore:
     return CycleStore(storage, "2026-11-20", clock)
 
 
-def claim(store: CycleStore, of: CyclePlan, owner: str = "a", target: str = "batch") -> None:
+def claim(store: CycleStore, of: Plan, owner: str = "a", target: str = "batch") -> None:
     with store.submitting(of, target, owner):
         pass
 
@@ -98,14 +98,14 @@ def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, cloc
 
 
 @pytest.mark.parametrize(("of", "target"), [(plan(job("other")), "batch"), (cycle(), "local")])
-def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: CyclePlan, target: str) -> None:
+def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: Plan, target: str) -> None:
     claim(store, cycle())
     with pytest.raises(ConfigError, match=f"was submitted to batch with plan {cycle().plan_id[:12]}"):
         claim(store, of, target=target)
     assert store.plan() == cycle()
 
 
-def refused(store: CycleStore, of: CyclePlan) -> None:
+def refused(store: CycleStore, of: Plan) -> None:
     """As the target refuses a queue that does not exist."""
     with pytest.raises(ConfigError, match="no such queue"), store.submitting(of, "batch", "a"):
         store.save_settings({"queue": "typo"})
@@ -113,7 +113,7 @@ def refused(store: CycleStore, of: CyclePlan) -> None:
 
 
 def test_a_plan_that_was_refused_before_any_job_can_be_corrected(store: CycleStore, storage: Storage) -> None:
-    refused(store, plan(job("train", queue="typo")))
+    refused(store, plan(job("train"), queue="typo"))
     assert list(storage.list(store.key(""))) == []
     claim(store, cycle())
     assert store.plan() == cycle()

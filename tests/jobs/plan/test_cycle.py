@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, Dependency, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.placement import placed, placement_of
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from tests.jobs.cycle.cases import job, plan
@@ -32,16 +33,17 @@ TRAINIUM: dict[str, Any] = {
 }
 
 
-def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> CyclePlan:
+def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> Plan:
     config = JobsConfig.model_validate(fields)
-    return plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
+    made = plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
+    return placed(made, config)
 
 
-def trainium(*, mines: bool = False, **fields: Any) -> CyclePlan:
+def trainium(*, mines: bool = False, **fields: Any) -> Plan:
     return planned(mines=mines, **{**TRAINIUM, **fields})
 
 
-def before(jobs: CyclePlan, name: str) -> set[str]:
+def before(jobs: Plan, name: str) -> set[str]:
     """Everything that must have succeeded before."""
     direct = {one.job for one in jobs.job(name).depends_on}
     return direct.union(*(before(jobs, one) for one in direct))
@@ -101,7 +103,7 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
     ]
     assert needs.shared_memory_mib == 490_000 // 8
     assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
-    assert (train.timeout_s, train.retry) == (7200, retry_strategy(5))
+    assert (train.timeout_s, train.retry) == (7200, Retry.of(5))
 
 
 def test_one_machine_alone_needs_no_network_between_machines() -> None:
@@ -124,10 +126,12 @@ def test_what_one_stage_asks_goes_before_what_all_get() -> None:
         evaluate={"role": "arn:one"},
         embed={"image": "cpu@sha256:1"},
     )
-    assert (made.job("prepare").queue, made.job("train").queue) == ("cpu", "trainium")
+    where = {one.name: placement_of(made, one) for one in made.jobs}
+    assert (where["prepare"].queue, where["train"].queue) == ("cpu", "trainium")
     assert (made.job("embed").image, made.job("verify").image) == ("cpu@sha256:1", made.job("train").image)
-    assert (made.job("evaluate").job_role, made.job("train").job_role) == ("arn:one", "arn:all")
-    assert {(one.environment["A"], one.priority, one.share_identifier) for one in made.jobs} == {("1", 7, "production")}
+    assert (where["evaluate"].job_role, where["train"].job_role) == ("arn:one", "arn:all")
+    assert {(one.priority, one.share_identifier) for one in where.values()} == {(7, "production")}
+    assert {one.environment["A"] for one in made.jobs} == {"1"}
     small = trainium(train={"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 96, "memory_mib": 400_000})
     needs = small.job("train").resources
     assert (needs.vcpus, needs.memory_mib, needs.shared_memory_mib) == (96, 400_000, 50_000)
@@ -136,7 +140,7 @@ def test_what_one_stage_asks_goes_before_what_all_get() -> None:
 def test_equal_settings_are_equal_plans_with_equal_ids() -> None:
     assert trainium() == trainium()
     assert trainium().plan_id == trainium().plan_id
-    again = CyclePlan.model_validate_json(trainium().model_dump_json())
+    again = Plan.model_validate_json(trainium().model_dump_json())
     assert (again, again.plan_id) == (trainium(), trainium().plan_id)
     others = [trainium(cycle="2026-11-21"), trainium(priority=101), trainium(train={"timeout_s": 7201}), planned()]
     assert len({trainium().plan_id, *(one.plan_id for one in others)}) == 5
@@ -217,7 +221,7 @@ def test_settings_that_aws_batch_would_refuse(fields: dict[str, Any], seen: str)
         check_plan(trainium(**fields))
 
 
-def last_with(**fields: Any) -> CyclePlan:
+def last_with(**fields: Any) -> Plan:
     made = trainium()
     *others, last = made.jobs
     changed = JobSpec.model_validate({**last.model_dump(), **fields})
@@ -239,7 +243,7 @@ def last_with(**fields: Any) -> CyclePlan:
         ),
     ],
 )
-def test_plans_that_no_settings_make_are_refused_as_well(broken: CyclePlan, seen: str) -> None:
+def test_plans_that_no_settings_make_are_refused_as_well(broken: Plan, seen: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(seen)):
         check_plan(broken)
 

@@ -2,8 +2,9 @@
 
 from hypothesis import strategies as st
 
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.dag import Plan
+from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from tests.jobs.cycle.cases import plan
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=20).filter(
     lambda word: not word.startswith("Ref::")
@@ -39,18 +40,15 @@ def jobs(draw: st.DrawFn, name: str, before: list[JobSpec]) -> JobSpec:
         num_nodes=draw(st.integers(1, 8)) if shape == "gang" else 0,
         array_size=draw(st.integers(2, 20)) if shape == "array" else 0,
         environment=draw(ENVIRONMENTS),
-        retry=retry_strategy(draw(st.integers(1, 10))),
+        retry=Retry.of(draw(st.integers(1, 10))),
         timeout_s=draw(st.integers(60, 10**6)),
-        queue="relevance",
-        share_identifier="production",
-        priority=draw(st.integers(0, 9999)),
         depends_on=tuple(Dependency(job=one.name) for one in after),
     )
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, max_jobs: int = 4) -> CyclePlan:
+def plans(draw: st.DrawFn, *, max_jobs: int = 4) -> Plan:
     made: list[JobSpec] = []
     for index in range(draw(st.integers(1, max_jobs))):
         made.append(draw(jobs(f"stage{index}", made)))
-    return CyclePlan(pipeline="relevance", cycle="2026-11-20", workspace="s3://bucket/relevance", jobs=tuple(made))
+    return plan(*made, priority=draw(st.integers(0, 9999)))

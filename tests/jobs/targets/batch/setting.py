@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cycle.store import LEASE_S, CycleStore
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
@@ -36,7 +36,7 @@ class Setting:
 
     folder: Path
     lag: int = 0
-    plan: CyclePlan = field(default_factory=cycle)
+    plan: Plan = field(default_factory=cycle)
     clock: Clock = field(default_factory=Clock)
     warnings: list[str] = field(default_factory=list)
     logs: Any = None

@@ -9,7 +9,7 @@ from botocore.validate import validate_parameters
 from hypothesis import HealthCheck, given, settings
 from moto import mock_aws
 
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, ensure_definition
 from jobs.targets.batch.diff import change_lines, definition_changes, differences
 from jobs.targets.batch.limits import plan_problems
@@ -26,14 +26,14 @@ def moto_batch() -> Iterator[Any]:
         yield boto3.client("batch", region_name="us-east-1")
 
 
-def register_all(client: BatchClient, of: CyclePlan) -> None:
+def register_all(client: BatchClient, of: Plan) -> None:
     for one in of.jobs:
         ensure_definition(client, definition_request(of, one))
 
 
 @given(plans())
 @settings(max_examples=60, deadline=None)
-def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: CyclePlan) -> None:
+def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: Plan) -> None:
     assert list(plan_problems(of)) == []
     ids = {one.name: f"{index:036d}" for index, one in enumerate(of.jobs)}
     for one in of.jobs:
@@ -46,7 +46,7 @@ def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: Cycl
 
 @given(plans())
 @settings(max_examples=30, deadline=None)
-def test_what_is_registered_compares_equal_and_is_not_registered_again(of: CyclePlan) -> None:
+def test_what_is_registered_compares_equal_and_is_not_registered_again(of: Plan) -> None:
     fake = FakeBatch(Clock())
     client = BatchClient(fake, policy=FAST)
     register_all(client, of)
@@ -61,12 +61,13 @@ def test_what_is_registered_compares_equal_and_is_not_registered_again(of: Cycle
 
 @given(plans(max_jobs=1))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_containers_as_moto_describes_them(moto_batch: Any, of: CyclePlan) -> None:
+def test_containers_as_moto_describes_them(moto_batch: Any, of: Plan) -> None:
     """It drops the priority of definitions, and the nodes of gangs."""
     (only,) = of.jobs
     if only.num_nodes:
         return
-    request = definition_request(of, only.model_copy(update={"priority": 0}))
+    where = {only.name: {**of.placements[only.name], "priority": 0}}
+    request = definition_request(of.model_copy(update={"placements": where}), only)
     client = BatchClient(moto_batch, policy=FAST)
     name, _, revision = ensure_definition(client, request).rpartition(":")
     described = [one for one in client.active_definitions(name) if one["revision"] == int(revision)]
@@ -77,7 +78,6 @@ def test_containers_as_moto_describes_them(moto_batch: Any, of: CyclePlan) -> No
     ("fields", "paths"),
     [
         ({"timeout_s": 7200}, ["timeout.attemptDurationSeconds"]),
-        ({"priority": 5}, ["schedulingPriority"]),
         (
             {"environment": {"A": "1"}},
             ["containerProperties.environment[A].value"],
@@ -92,6 +92,13 @@ def test_what_changed_is_named(fields: dict[str, Any], paths: list[str]) -> None
     (change,) = definition_changes(client, plan(job("train", **fields)))
     assert (change.revision, change.latest) == (0, 1)
     assert [one.path for one in change.differences] == paths
+
+
+def test_a_changed_priority_is_named() -> None:
+    client = BatchClient(FakeBatch(Clock()), policy=FAST)
+    register_all(client, plan(job("train")))
+    (change,) = definition_changes(client, plan(job("train"), priority=5))
+    assert [one.path for one in change.differences] == ["schedulingPriority"]
 
 
 def test_lines_for_new_equal_and_changed_definitions() -> None:

@@ -11,7 +11,7 @@ import boto3
 import pytest
 
 from jobs.cycle.store import LEASE_S, CycleStore
-from jobs.plan.spec import CyclePlan
+from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, connect
 from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
@@ -37,7 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
         yield made
 
 
-def drive(of: CyclePlan, clock: Clock, owner: str) -> CycleStore:
+def drive(of: Plan, clock: Clock, owner: str) -> CycleStore:
     store = CycleStore(open_storage("s3://workspace/relevance"), of.cycle, clock)
     with store.submitting(of, "batch", owner) as renew:
         target = BatchTarget(BatchClient(connect("batch")), LogsClient(connect("logs")), store, renew)
@@ -70,7 +70,7 @@ def test_killed_at_each_submission_the_next_driver_makes_one_dag(server: MotoSer
         assert {f"relevance-{of.cycle}-{name}": job_id for name, job_id in recorded.items()} == whole_jobs(of)
 
 
-def whole_jobs(of: CyclePlan) -> dict[str, str]:
+def whole_jobs(of: Plan) -> dict[str, str]:
     """Id by name; fails when there are two of one name."""
     listed: list[dict[str, Any]] = boto3.client("batch").list_jobs(jobQueue="relevance")["jobSummaryList"]
     ours = [one for one in listed if of.cycle in one["jobName"] and ":" not in one["jobId"]]

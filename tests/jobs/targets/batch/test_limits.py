@@ -7,18 +7,14 @@ import pytest
 from botocore.session import Session
 from botocore.validate import validate_parameters
 
-from jobs.plan.spec import CyclePlan, Dependency, DependencyType, JobSpec, RetryRule, RetryStrategy
+from jobs.plan.dag import Plan
+from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
 from jobs.targets.batch.limits import check_plan, plan_problems
 from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import CPU, TRN1, cycle, job, plan
 
-LAST = RetryRule.model_validate({"action": "EXIT", "on_reason": "*"})
-
-
-def retry(*rules: dict[str, str], attempts: int = 2, last: bool = True) -> RetryStrategy:
-    made = tuple(RetryRule.model_validate({"action": "RETRY", **rule}) for rule in rules)
-    return RetryStrategy(attempts=attempts, rules=(*made, LAST) if last else made)
+PLACEMENT = {"share_identifier", "queue", "priority"}
 
 
 def test_a_sound_plan_has_no_problem() -> None:
@@ -45,15 +41,9 @@ def test_a_sound_plan_has_no_problem() -> None:
         ({"command": ()}, "a command that is empty"),
         ({"command": ("trnpipe", "")}, "has an empty word"),
         ({"command": ("trnpipe", "Ref::cycle")}, "Ref::"),
-        ({"retry": retry(attempts=11)}, "11 attempts"),
-        ({"retry": retry(attempts=0)}, "0 attempts"),
-        ({"retry": retry(*({"on_exit_code": str(i)} for i in range(5)))}, "6 retry rules"),
-        ({"retry": retry({"on_exit_code": "75"}, last=False)}, "no catch-all EXIT"),
-        ({"retry": RetryStrategy()}, "no catch-all EXIT"),
-        ({"retry": retry({})}, "a retry rule without a condition"),
-        ({"retry": retry({"on_reason": "*terminated*"})}, "retry pattern '*terminated*'"),
-        ({"retry": retry({"on_status_reason": "Host (EC2)"})}, "retry pattern 'Host (EC2)'"),
-        ({"retry": retry({"on_exit_code": "7a"})}, "exit code pattern '7a'"),
+        ({"retry": Retry(attempts=11)}, "11 attempts"),
+        ({"retry": Retry(attempts=0)}, "0 attempts"),
+        ({"retry": Retry(attempts=1, exit_codes=(1, 2, 3))}, "6 retry rules"),
         ({"environment": {"AWS_BATCH_X": "1"}}, "environment variable AWS_BATCH_X"),
         ({"environment": {f"V{i}": "x" * 1000 for i in range(30)}}, "a job definition of"),
         ({"command": ("x" * 8_192,)}, "container overrides of"),
@@ -79,11 +69,13 @@ def test_a_sound_plan_has_no_problem() -> None:
     ],
 )
 def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) -> None:
-    broken = JobSpec.model_validate({**job("train").model_dump(), **fields})
-    found = list(plan_problems(plan(job("a", array_size=2), broken)))
+    what = {name: value for name, value in fields.items() if name not in PLACEMENT}
+    where = {name: value for name, value in fields.items() if name in PLACEMENT}
+    broken = plan(job("a", array_size=2), JobSpec.model_validate({**job("train").model_dump(), **what}), **where)
+    found = list(plan_problems(broken))
     assert any(problem in one for one in found), found
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        check_plan(plan(job("a", array_size=2), broken))
+        check_plan(broken)
 
 
 def test_two_jobs_of_one_name() -> None:
@@ -94,7 +86,7 @@ def validate(operation: str, request: dict[str, Any]) -> None:
     validate_parameters(request, Session().get_service_model("batch").operation_model(operation).input_shape)
 
 
-def requests(of: CyclePlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def requests(of: Plan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ids = {one.name: f"id-of-{one.name}" for one in of.jobs}
     return [(definition_request(of, one), submit_request(of, one, definition="d:3", ids=ids)) for one in of.jobs]
 

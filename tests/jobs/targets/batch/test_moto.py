@@ -69,7 +69,7 @@ def test_a_job_that_is_not_on_record_is_found_by_its_name(account: Any, tmp_path
     [("nobody", "does not exist"), ("off", "DISABLED, it takes no jobs"), ("fifo", "has no scheduling policy")],
 )
 def test_a_queue_that_would_not_take_the_cycle(account: Any, tmp_path: Path, queue: str, message: str) -> None:
-    of = plan(job("train", queue=queue))
+    of = plan(job("train"), queue=queue)
     store = CycleStore(open_storage(str(tmp_path)), of.cycle, Clock())
     with pytest.raises(ConfigError, match=message):
         _target(store).submit(of, 1, ["train"])
@@ -77,7 +77,7 @@ def test_a_queue_that_would_not_take_the_cycle(account: Any, tmp_path: Path, que
 
 
 def test_a_share_that_the_policy_does_not_name_is_a_warning(account: Any, tmp_path: Path) -> None:
-    of = plan(job("train", share_identifier="experiments"))
+    of = plan(job("train"), share_identifier="experiments")
     warnings: list[str] = []
     _target(CycleStore(open_storage(str(tmp_path)), of.cycle, Clock()), warnings).check(of)
     assert warnings == [

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
@@ -16,7 +17,7 @@ GANG = job("train", num_nodes=10, resources=TRN1)
 WIDE = job("train", num_nodes=2, resources={"vcpus": 96, "memory_mib": 1000, "instance_type": "p4d.24xlarge"})
 
 
-def ask(fake: FakeBatch, of: CyclePlan) -> tuple[str, ...]:
+def ask(fake: FakeBatch, of: Plan) -> tuple[str, ...]:
     return preflight(BatchClient(fake, policy=FAST), of)
 
 
@@ -33,13 +34,12 @@ def test_a_sound_account_has_nothing_to_say() -> None:
     assert ask(account(), cycle()) == ()
     assert ask(account(), plan(GANG)) == ()
     by_arn = account().queues[0]["jobQueueArn"]
-    assert ask(account(), plan(job("train", queue=by_arn))) == ()
+    assert ask(account(), plan(job("train"), queue=by_arn)) == ()
 
 
 @pytest.mark.parametrize(
     ("changes", "spec", "problem"),
     [
-        ({}, job("train", queue="nobody"), "queue nobody: does not exist"),
         ({"queue": {"state": "DISABLED"}}, GANG, "queue relevance: DISABLED, it takes no jobs"),
         ({"queue": {"status": "INVALID", "statusReason": "role"}}, GANG, "queue relevance: INVALID (role)"),
         ({"queue": {"schedulingPolicyArn": None}}, GANG, "has no scheduling policy"),
@@ -71,9 +71,10 @@ def test_instance_types_by_name_family_or_any(kinds: list[str]) -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    specs = (job("a", queue="x"), job("b", queue="y"), job("c", num_nodes=99, resources=TRN1))
+    of = plan(job("a"), job("b"), job("c", num_nodes=99, resources=TRN1))
+    where = {"a": {**of.placements["a"], "queue": "x"}, "b": {**of.placements["b"], "queue": "y"}}
     with pytest.raises(ConfigError) as caught:
-        ask(account(), plan(*specs))
+        ask(account(), of.model_copy(update={"placements": {**of.placements, **where}}))
     assert all(word in str(caught.value) for word in ("queue x", "queue y", "c: 12,672 vCPU"))
 
 
@@ -87,7 +88,7 @@ def test_a_queue_that_is_changing_is_worth_another_try(status: str) -> None:
     ("share", "warned"), [("production", False), ("experiment7", False), ("experiment", False), ("other", True)]
 )
 def test_shares_that_the_policy_does_not_name(share: str, warned: bool) -> None:
-    assert bool(ask(account(), plan(job("train", share_identifier=share)))) is warned
+    assert bool(ask(account(), plan(job("train"), share_identifier=share))) is warned
 
 
 def test_an_array_needs_room_for_one_child() -> None:

@@ -6,7 +6,7 @@ import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 from jobs.cycle.store import LEASE_S
-from jobs.plan.spec import JobSpec
+from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
@@ -249,17 +249,17 @@ def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(t
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("bad", "message"),
     [
-        (job("train", queue="nobody"), "queue nobody: does not exist"),
-        (job("train", share_identifier="prod-1"), "share identifier 'prod-1'"),
-        (job("train", array_size=1), "an array of 1"),
-        (job("train", command=("x" * 9000,)), "container overrides of"),
-        (job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000}), "1,408 vCPU at once"),
+        (plan(job("train"), queue="nobody"), "queue nobody: does not exist"),
+        (plan(job("train"), share_identifier="prod-1"), "share identifier 'prod-1'"),
+        (plan(job("train", array_size=1)), "an array of 1"),
+        (plan(job("train", command=("x" * 9000,))), "container overrides of"),
+        (plan(job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000})), "1,408 vCPU at once"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_sent(tmp_path: Path, spec: JobSpec, message: str) -> None:
-    setting = Setting(tmp_path, plan=plan(spec))
+def test_bad_input_is_refused_before_anything_is_sent(tmp_path: Path, bad: Plan, message: str) -> None:
+    setting = Setting(tmp_path, plan=bad)
     with pytest.raises(ConfigError, match=message):
         setting.drive()
     assert (setting.batch.definitions, setting.batch.submitted) == ([], [])

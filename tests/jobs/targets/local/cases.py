@@ -7,7 +7,8 @@ from pathlib import Path
 
 from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import Leaf, leaves_of, new_record
-from jobs.plan.spec import CyclePlan, JobSpec
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from jobs.targets.local.engine import Engine
 from jobs.targets.local.files import LocalFiles
 from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
@@ -169,7 +170,7 @@ class FakeNodes:
 class World:
     """What outlives an engine: the nodes and the files."""
 
-    plan: CyclePlan
+    plan: Plan
     nodes: FakeNodes
     files: MemoryFiles
     said: list[str]
@@ -207,7 +208,7 @@ def world(
     vcpus: int = 6,
 ) -> World:
     leaves = {leaf.name: leaf for one in jobs for leaf in leaves_of(one)}
-    plan = CyclePlan(pipeline="p", cycle="c", workspace="/workspace", jobs=tuple(jobs))
+    plan = Plan(pipeline="p", cycle="c", workspace="/workspace", jobs=tuple(jobs))
     return World(
         plan, FakeNodes(leaves, Slots(vcpus=vcpus, memory_mib=10**6, gangs=1), fate), MemoryFiles(Path("/jobs")), []
     )

@@ -14,8 +14,8 @@ import pytest
 
 from jobs.cycle.records import JobState
 from jobs.cycle.store import CycleStore
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, JobSpec, Resources
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local.slots import Slots
 from jobs.targets.local.target import LocalTarget
 from pipeline.core.stop import StopSignal
@@ -50,10 +50,10 @@ MAX_KILLS = 8
 def work(name: str, *after: str, **fields: object) -> JobSpec:
     small = Resources(vcpus=1, memory_mib=64)
     command = (sys.executable, "-S", "-c", CODE)
-    return job(name, *after, command=command, resources=small, retry=retry_strategy(10), **fields)
+    return job(name, *after, command=command, resources=small, retry=Retry.of(10), **fields)
 
 
-PLAN = CyclePlan(
+PLAN = Plan(
     pipeline="p",
     cycle="c1",
     workspace="unused",

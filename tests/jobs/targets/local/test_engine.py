@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.cycle.records import JobState
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
 from jobs.targets.local import engine
 from jobs.targets.local.gang import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
@@ -121,7 +120,7 @@ def interrupt(made: World) -> None:
 
 def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
     fates = {1: Fate(hangs="running")}
-    made = world([job("a", retry=retry_strategy(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
+    made = world([job("a", retry=Retry.of(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
     interrupt(made)
     assert made.nodes.kills == [(("a", 1, 0), "SIGINT")]
     made.engine().run()
@@ -171,7 +170,7 @@ def test_cancelled_jobs_are_not_tried_again() -> None:
 
 
 def test_interrupted_it_ends_what_runs_and_the_next_engine_goes_on() -> None:
-    made = world([job("a", retry=retry_strategy(1)), job("b", "a")], lambda name, attempt, node: Fate(after_s=5.0))
+    made = world([job("a", retry=Retry.of(1)), job("b", "a")], lambda name, attempt, node: Fate(after_s=5.0))
     interrupt(made)
     assert made.nodes.stops == [(("a", 1, 0), "SIGINT")]
     assert made.ends() == {"a": JobState.RUNNABLE, "b": JobState.PENDING}
@@ -244,7 +243,7 @@ def dags(draw: st.DrawFn) -> list[JobSpec]:
                 array_size=size,
                 num_nodes=nodes,
                 depends_on=tuple(on),
-                retry=retry_strategy(attempts),
+                retry=Retry.of(attempts),
             )
         )
     return made

@@ -12,7 +12,7 @@ from pipeline.parallel.network import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
 MAIN_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-COMMON = {"AWS_BATCH_JOB_ATTEMPT": "2", "AWS_BATCH_JQ_NAME": "relevance", "AWS_BATCH_CE_NAME": "local"}
+COMMON = {"AWS_BATCH_JOB_ATTEMPT": "2", "AWS_BATCH_JQ_NAME": "local", "AWS_BATCH_CE_NAME": "local"}
 GANG = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"}
 
 

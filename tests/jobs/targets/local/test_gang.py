@@ -2,8 +2,7 @@
 
 import pytest
 
-from jobs.cycle.states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT
-from jobs.plan.retry import AttemptEnd
+from jobs.cycle.states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
 from jobs.targets.local.gang import NodeEnd, NodeView, Phase, Step, attempt_end, next_step
 
 A, S, R, E = Phase.ABSENT, Phase.STARTING, Phase.RUNNING, Phase.ENDED
@@ -49,9 +48,9 @@ OOM = "OutOfMemoryError: Container killed due to memory usage"
         (NodeEnd(exit_code=137), AttemptEnd(137, HOST_TERMINATED, "Killed from outside")),
         (NodeEnd(exit_code=137, stopped_by="SIGTERM"), AttemptEnd(137, EXITED)),
         (NodeEnd(exit_code=143, stopped_by="SIGTERM"), AttemptEnd(143, EXITED)),
-        (NodeEnd(exit_code=143, stopped_by="timeout"), AttemptEnd(143, TIMED_OUT, timed_out=True)),
-        (NodeEnd(exit_code=137, stopped_by="timeout"), AttemptEnd(137, TIMED_OUT, timed_out=True)),
-        (NodeEnd(exit_code=0, stopped_by="timeout"), AttemptEnd(0, TIMED_OUT, timed_out=True)),
+        (NodeEnd(exit_code=143, stopped_by="timeout"), AttemptEnd(143, TIMED_OUT)),
+        (NodeEnd(exit_code=137, stopped_by="timeout"), AttemptEnd(137, TIMED_OUT)),
+        (NodeEnd(exit_code=0, stopped_by="timeout"), AttemptEnd(0, TIMED_OUT)),
         (NodeEnd(exit_code=143, stopped_by="SIGINT"), AttemptEnd(143, INTERRUPTED)),
         (NodeEnd(exit_code=0, stopped_by="SIGINT"), AttemptEnd(0, EXITED)),  # it was ready just then
         (NodeEnd(lost=True), AttemptEnd(None, HOST_TERMINATED)),
@@ -65,10 +64,10 @@ def test_the_end_of_an_attempt_in_the_words_of_batch(end: NodeEnd, expected: Att
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        (NodeEnd(exit_code=143, stopped_by="SIGTERM"), AttemptEnd(143, "why", cancelled=True)),
-        (NodeEnd(exit_code=0, stopped_by="SIGTERM"), AttemptEnd(0, "why", cancelled=True)),
-        (NodeEnd(exit_code=75), AttemptEnd(75, "why", cancelled=True)),
-        (NodeEnd(lost=True), AttemptEnd(None, "why", cancelled=True)),
+        (NodeEnd(exit_code=143, stopped_by="SIGTERM"), AttemptEnd(143, "why")),
+        (NodeEnd(exit_code=0, stopped_by="SIGTERM"), AttemptEnd(0, "why")),
+        (NodeEnd(exit_code=75), AttemptEnd(75, "why")),
+        (NodeEnd(lost=True), AttemptEnd(None, "why")),
         (NodeEnd(exit_code=0), AttemptEnd(0, EXITED)),  # it had ended before
     ],
 )

@@ -16,8 +16,8 @@ import pytest
 
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.store import CycleStore
-from jobs.plan.retry import retry_strategy
-from jobs.plan.spec import CyclePlan, JobSpec, Resources
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local import keeper
 from jobs.targets.local.engine import MARGIN_S
 from jobs.targets.local.files import local_files
@@ -54,8 +54,8 @@ def sleeps(name: str, *after: str, **fields: object) -> JobSpec:
     return job(name, *after, command=(sys.executable, "-S", "-c", SLEEP), resources=SMALL, **fields)
 
 
-def plan_of(*jobs: JobSpec) -> CyclePlan:
-    return CyclePlan(pipeline="p", cycle="c1", workspace="unused", jobs=jobs)
+def plan_of(*jobs: JobSpec) -> Plan:
+    return Plan(pipeline="p", cycle="c1", workspace="unused", jobs=jobs)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def target(place: Path, *, grace_s: float = 10.0, say: Callable[[str], None] = l
     return LocalTarget(store, place / "scratch", MACHINE, say, stop, grace_s=grace_s, poll_s=0.01)
 
 
-def submit(to: LocalTarget, plan: CyclePlan, round_: int = 1) -> dict[str, JobRecord]:
+def submit(to: LocalTarget, plan: Plan, round_: int = 1) -> dict[str, JobRecord]:
     to.submit(plan, round_, [one.name for one in plan.jobs])
     return {record.name: record for record in to.records(plan)}
 
@@ -117,6 +117,14 @@ def test_a_cycle_of_jobs_gangs_and_arrays(place: Path) -> None:
     stream = Path(found["a"].attempts[0].log_streams[0])
     assert (place / stream).is_file()  # named relative to the workspace
     assert [one.state for one in target(place).records(plan)] == [one.state for one in found.values()]
+
+
+def test_any_command_is_a_plan_of_one_job(place: Path) -> None:
+    command = ("sh", "-c", 'echo "$1" > made', "sh", "two words")
+    plan = plan_of(JobSpec(name="script", stage="script", command=command, resources=SMALL, timeout_s=60))
+    to = target(place)
+    to.check(plan)
+    assert (submit(to, plan)["script"].state, Path("made").read_text()) == (SUCCEEDED, "two words\n")
 
 
 def test_submitted_again_nothing_runs_again(place: Path) -> None:
@@ -169,9 +177,7 @@ def test_the_timeout_of_a_gang_ends_all_its_nodes_and_is_final(place: Path) -> N
 
 def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(place: Path) -> None:
     plan = plan_of(
-        work(
-            "a", retry=retry_strategy(1), code="if not os.path.exists('again'):\n    import time\n    time.sleep(600)"
-        ),
+        work("a", retry=Retry.of(1), code="if not os.path.exists('again'):\n    import time\n    time.sleep(600)"),
         work("b", "a"),
     )
     stop = StopSignal()

@@ -1,0 +1,90 @@
+"""A plan: any DAG of jobs, of which a cycle is one and a single command another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from jobs.plan.spec import DependencyType, JobSpec
+from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import Record
+
+
+class Plan(Record):
+    """Jobs that belong together, each after those it depends on.
+
+    Stored with each placement beside the fields of its job: so cycles that an earlier revision planned are read, and
+    keep their id.
+    """
+
+    pipeline: str = Field(description="First word of all names of jobs")
+    cycle: str
+    workspace: str
+    settings: str = Field("", description="Fingerprint of the settings of the pipeline that all jobs share")
+    jobs: tuple[JobSpec, ...]
+    placements: Mapping[str, Mapping[str, JsonValue]] = Field(
+        default={}, description="Where a job runs, by its name, in the words of the target that made the placement"
+    )
+
+    @property
+    def plan_id(self) -> str:
+        """Names the content: equal plans have equal ids on every machine."""
+        return fingerprint(self.model_dump(mode="json"))
+
+    def job(self, name: str) -> JobSpec:
+        """One job by name. Raises KeyError."""
+        return next(job for job in self.jobs if job.name == name)
+
+    def check(self) -> Self:
+        """The plan itself. Raises ConfigError with everything that makes it no DAG in order."""
+        if problems := list(dag_problems(self.jobs)):
+            raise ConfigError(
+                "\n  ".join([f"plan {self.pipeline} {self.cycle} cannot be run in order:", *problems]),
+                expected="unique names, and every job after those it depends on",
+                next_command="correct the jobs of the plan",
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_placements(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "placements" in data:
+            return data
+        jobs = [one if isinstance(one, Mapping) else None for one in data.get("jobs", ())]
+        if None in jobs:
+            return data  # made in Python
+        known = JobSpec.model_fields.keys()
+        return {
+            **data,
+            "jobs": [{key: value for key, value in job.items() if key in known} for job in jobs if job],
+            "placements": {
+                job.get("name", ""): placement
+                for job in jobs
+                if job and (placement := {key: value for key, value in job.items() if key not in known})
+            },
+        }
+
+    @model_serializer(mode="wrap")
+    def _stored(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree: dict[str, Any] = handler(self)
+        placements = tree.pop("placements")
+        return tree | {"jobs": [job | dict(placements.get(job["name"], {})) for job in tree["jobs"]]}
+
+
+def dag_problems(jobs: Sequence[JobSpec]) -> Iterator[str]:
+    """What keeps jobs from being run in this order, one line each: names, unknown jobs and circles, sizes of arrays."""
+    before: dict[str, JobSpec] = {}
+    for job in jobs:
+        if job.name in before:
+            yield f"{job.name}: two jobs have this name"
+        for one in job.depends_on:
+            if one.type is DependencyType.SEQUENTIAL:
+                if one.job or not job.array_size:
+                    yield f"{job.name}: a SEQUENTIAL dependency; expected on an array, naming no job"
+            elif one.job not in before:
+                yield f"{job.name}: depends on {one.job!r}, which is not a job before it"
+            elif one.type is DependencyType.N_TO_N and before[one.job].array_size != job.array_size:
+                sizes = f"{one.job} of {before[one.job].array_size}, and has {job.array_size}"
+                yield f"{job.name}: depends child by child on {sizes}"
+        before[job.name] = job

@@ -1,0 +1,65 @@
+"""Any DAG of jobs is a plan; plans that the revision before has stored are read and keep their ids."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.plan.dag import Plan, dag_problems
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.targets.batch.placement import placement_of
+from pipeline.core.errors import ConfigError
+from tests.jobs.cycle.cases import job, plan
+from tests.jobs.plan.test_cycle import planned, trainium
+
+STORED = Path(__file__).parent / "stored_plan.json"
+
+
+def test_a_plan_of_the_revision_before_is_read_and_keeps_its_id() -> None:
+    found = Plan.model_validate_json(STORED.read_bytes())
+    assert found.plan_id == "b9fff577585e38fabce2f906425f4b5c"
+    assert found == trainium(
+        mines=True, role="arn:all", environment={"A": "1"}, priority=7, evaluate={"role": "arn:one"}
+    )
+    assert Plan.model_validate_json(found.model_dump_json()) == found
+    assert (planned().plan_id, trainium().plan_id) == (
+        "a4dd49e58013b504bd4a633311605bfc",
+        "21fc4d73e920a02f25de339c93074948",
+    )
+
+
+def test_where_a_job_runs_is_no_part_of_what_it_runs() -> None:
+    one, other = plan(job("a"), queue="x"), plan(job("a"), queue="y")
+    assert one.jobs == other.jobs
+    assert one.plan_id != other.plan_id
+    assert placement_of(one, one.job("a")).queue == "x"
+    assert not {"queue", "share_identifier", "priority", "job_role", "log_group"} & JobSpec.model_fields.keys()
+
+
+def of(*depends_on: Dependency, **fields: Any) -> JobSpec:
+    return job("b", **{"depends_on": depends_on, **fields})
+
+
+@pytest.mark.parametrize(
+    ("jobs", "problem"),
+    [
+        ([job("a"), job("a")], "a: two jobs have this name"),
+        ([job("a"), job("b", "nobody")], "b: depends on 'nobody', which is not a job before it"),
+        ([job("a", "b"), job("b", "a")], "a: depends on 'b', which is not a job before it"),
+        ([job("a", "a")], "a: depends on 'a', which is not a job before it"),
+        ([of(Dependency(type=DependencyType.SEQUENTIAL))], "b: a SEQUENTIAL dependency; expected on an array"),
+        (
+            [job("a", array_size=2), of(Dependency(job="a", type=DependencyType.N_TO_N), array_size=3)],
+            "b: depends child by child on a of 2, and has 3",
+        ),
+    ],
+)
+def test_what_is_no_dag_in_order(jobs: list[JobSpec], problem: str) -> None:
+    assert [one for one in dag_problems(jobs) if one.startswith(problem)]
+    with pytest.raises(ConfigError, match="cannot be run in order"):
+        plan(*jobs).check()
+
+
+def test_a_single_command_is_a_plan() -> None:
+    one = Plan(pipeline="p", cycle="c", workspace="w", jobs=(job("script"),)).check()
+    assert Plan.model_validate_json(one.model_dump_json()) == one
