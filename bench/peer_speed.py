@@ -8,10 +8,13 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from bench.results import ROOT, Figure, Result, Target, figure, finish
 from bench.side_process import Side
@@ -89,6 +92,22 @@ def alternate(commands: dict[str, list[str]], turns: Turns, pairs: int = BATCH) 
     return found
 
 
+def measure(
+    sides_of: Mapping[str, Callable[[Path], dict[str, list[str]]]], quick: bool, data: Path | None, model: Path | None
+) -> tuple[dict[str, Sides], dict[str, str | int | float]]:
+    """What the sides of each name reach on the same pairs, and the settings of the result.
+
+    The callables give the commands of the sides, from the folder with what they share.
+    """
+    turns = Turns(1, 1, 2) if quick else Turns(3, 4, 8)
+    pairs = 4 * BATCH if quick else turns.blocks * turns.block * BATCH
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name), data, model, pairs)
+        found = {key: alternate(commands(Path(name)), turns) for key, commands in sides_of.items()}
+    texts = "made up" if data is None else data.stem
+    return found, {"pairs": pairs, "texts": texts, "steps_per_block": turns.block}
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Repeat by repeat."""
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
@@ -124,17 +143,18 @@ def run(
     *, quick: bool, data: Path | None, model: Path | None, precisions: Sequence[str], devices: Sequence[str]
 ) -> Result:
     """Every precision: the peer and ours on every device in turn."""
-    turns = Turns(1, 1, 2) if quick else Turns(3, 4, 8)
-    pairs = 4 * BATCH if quick else turns.blocks * turns.block * BATCH
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(folder, data, model, pairs)
-        for precision in precisions:
-            commands = {PEER: command("peer", folder, "--precision", precision)}
-            for device in of_precision(precision, devices):
-                commands[device] = command("ours", folder, "--precision", precision, "--device", device)
-            figures += figures_of(precision, alternate(commands, turns))
+
+    def commands_of(precision: str) -> Callable[[Path], dict[str, list[str]]]:
+        words = ("--precision", precision)
+        ours = of_precision(precision, devices)
+        return lambda folder: {
+            PEER: command("peer", folder, *words),
+            **{device: command("ours", folder, *words, "--device", device) for device in ours},
+        }
+
+    sides_of = {precision: commands_of(precision) for precision in precisions}
+    found, settings = measure(sides_of, quick, data, model)
+    figures = [one for precision, sides in found.items() for one in figures_of(precision, sides)]
     targets = [
         Target(figure=f"{precision}_{device}_ratio", comparison=">", value=1.0)
         for precision in precisions
@@ -149,16 +169,38 @@ def run(
         target=targets[0],
         further=targets[1:],
         also=[target.figure for target in targets],
-        settings={"pairs": pairs, "texts": "made up" if data is None else data.stem, "steps_per_block": turns.block},
+        settings=settings,
     )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=__doc__)
+def texts_file(name: str) -> Path:
+    """Value of --data. Raises ArgumentTypeError for anything but a Parquet file with the columns that are read."""
+    path = Path(name)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not a file, expected a Parquet file of judgements")
+    try:
+        missing = {"query", "title", "gain", "split"} - set(pq.read_schema(path).names)
+    except pa.ArrowInvalid as error:
+        raise argparse.ArgumentTypeError(f"{path} is not a Parquet file: {error}") from error
+    if missing:
+        raise argparse.ArgumentTypeError(f"{path} has no column {', '.join(sorted(missing))}")
+    return path
+
+
+def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The flags that bench.two_pass has too."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=text)
     parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument(
+        "--data", type=texts_file, help="Parquet file with query, title, gain, split; none: made-up texts"
+    )
+    parser.add_argument("--model", type=Path, help="folder of a MiniLM of Hugging Face; none: random weights")
     parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES), help="of ours")
-    told = parser.parse_args()
-    run(quick=told.quick, data=told.data, model=told.model, precisions=told.precision, devices=told.device)
+    return parser
+
+
+if __name__ == "__main__":
+    parser = parser_of(NAME, __doc__)
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    flags = parser.parse_args()
+    run(quick=flags.quick, data=flags.data, model=flags.model, precisions=flags.precision, devices=flags.device)

@@ -1,11 +1,9 @@
 """Cost of the loss over a whole global batch under accumulation: `python -m bench.two_pass`."""
 
-import argparse
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.peer_speed import BATCH, DEVICES, Sides, Turns, alternate, command, make, ratios
+from bench.peer_speed import BATCH, Sides, command, measure, parser_of, ratios
 from bench.results import Figure, Result, figure, finish
 
 NAME = "two_pass"
@@ -37,26 +35,17 @@ def figures_of(device: str, sides: Sides) -> list[Figure]:
 
 def run(*, quick: bool, data: Path | None, model: Path | None, devices: Sequence[str]) -> Result:
     """Every device: three cuts in turn."""
-    turns = Turns(1, 1, 2) if quick else Turns(3, 4, 8)
-    pairs = 4 * BATCH if quick else turns.blocks * turns.block * BATCH
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(folder, data, model, pairs)
-        for device in devices:
-            commands = {
-                str(micro): command("ours", folder, "--device", device, "--micro", str(micro)) for micro in MICROS
-            }
-            figures += figures_of(device, alternate(commands, turns))
-    settings: dict[str, str | int | float] = {"pairs": pairs, "texts": "made up" if data is None else data.stem}
+
+    def commands_of(device: str) -> Callable[[Path], dict[str, list[str]]]:
+        return lambda folder: {
+            str(micro): command("ours", folder, "--device", device, "--micro", str(micro)) for micro in MICROS
+        }
+
+    found, settings = measure({device: commands_of(device) for device in devices}, quick, data, model)
+    figures = [one for device, sides in found.items() for one in figures_of(device, sides)]
     return finish(NAME, TITLE, METHOD, figures, quick=quick, settings=settings)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
-    parser.add_argument("--data", type=Path, help="Parquet file with query, title, gain, split; none: made-up texts")
-    parser.add_argument("--model", type=Path, help="folder of a MiniLM of Hugging Face; none: random weights")
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES))
-    told = parser.parse_args()
-    run(quick=told.quick, data=told.data, model=told.model, devices=told.device)
+    flags = parser_of(NAME, __doc__).parse_args()
+    run(quick=flags.quick, data=flags.data, model=flags.model, devices=flags.device)
