@@ -22,7 +22,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.health.limits import stage_limit_s as health_limit_s
+from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import World
 from pipeline.train.share import batch_share

@@ -19,6 +19,8 @@ from pipeline.settings import Settings
 from pipeline.settings_fields import ENV_PREFIX, Leaf, leaves, nearest
 
 DEFAULT = "default"
+RETIRED = frozenset({"health.max_clock_skew_s", "health.nccom_across_nodes"})
+"""Settings of earlier versions: files that were stored with a cycle may still name them, and they do nothing."""
 S = TypeVar("S", bound=Settings)
 
 
@@ -150,6 +152,8 @@ class Schema(Generic[S]):
             name = f"{parent}.{key}" if parent else key
             if name in self.fields:
                 yield name, Given(value, source)
+            elif name in RETIRED:
+                continue
             elif name not in self.sections:
                 raise self._unknown(name, source)
             elif not isinstance(value, Mapping):

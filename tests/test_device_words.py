@@ -26,8 +26,7 @@ ALLOWED = {
     ("pipeline/compile/config.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/compile/neuron_command.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/compile/lint_rules.py", "xla"): "the compiler stack that a graph is written for",
-    ("pipeline/health/neuron_ls.py", "neuron"): "device files and folders of the driver, neuron0",
-    ("pipeline/health/neuron_monitor.py", "neuron"): "device files and folders of the driver, neuron0",
+    ("pipeline/health/neuron.py", "neuron"): "device files and folders of the driver, neuron0",
 }
 
 

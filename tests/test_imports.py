@@ -65,7 +65,6 @@ ONLY_IN = {
         "pipeline/convert/",
         "pipeline/health/collectives.py",
         "pipeline/health/device.py",
-        "pipeline/health/device.py",
         "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",

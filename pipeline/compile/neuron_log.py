@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from pipeline.compile.cache import Compilers, live_compilers
+from pipeline.core.neuron_errors import COMPILER_KILLED
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,6 @@ _FAILURE = re.compile(
     r"Failed compilation with \[|failed compilation: |encountered error: |Compiler status (?!PASS)\w+"
     r"|neuronx-cc (?:compilation )?failed with|\[F13\d\]|\[NCC_[A-Z]+\d+\]"
 )
-# -9 is what Python calls a process ended by SIGKILL; F137 is neuronx-cc's own word when that hit one of its children.
-_KILLED = re.compile(
-    r"neuronx-cc was forcibly killed|\[F137\]|neuronx-cc.*Signals\.SIGKILL"
-    r"|(?:neuronx-cc|[Cc]ompil\w*)\b.*(?:failed|exited|returned|status|code|terminated)\D{0,20}(?<![\w.])-9(?!\.?\w)"
-    r"|failed compilation:\D{0,80}(?<![\w.])-9(?!\.?\w)"
-)
 _CRASHED = re.compile(r"sub-process \d+ got exception:")
 _ENTRY = re.compile(r"neuronxcc-[^/\s]+/MODULE_[0-9A-Za-z]+(?:\+[0-9a-f]+)?")
 
@@ -210,7 +205,7 @@ def _report_in(text: str) -> CompileReport | None:
 
 def _says_killed(line: str) -> bool:
     # The cheap look first: lists of hundreds of paths, with "compile" in each, come on one line.
-    return ("-9" in line or "kill" in line.lower() or "[F137]" in line) and bool(_KILLED.search(line))
+    return ("-9" in line or "kill" in line.lower() or "[F137]" in line) and bool(COMPILER_KILLED.search(line))
 
 
 def _total(what: str, text: str) -> int | None:

@@ -21,7 +21,7 @@ from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import Found, ModelSearch
 from pipeline.evaluate.scores import ScoreSet, to_rows
-from pipeline.health.after_error import informed
+from pipeline.health.device import informed
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import open_ranks
 from pipeline.settings import Settings

@@ -3,30 +3,26 @@
 A check runs in a daemon thread, not in a child process. A child can be killed, but what hangs on a sick machine hangs
 in the kernel (a dead mount, an ioctl of the driver), where nothing can be killed; a spawned child costs seconds of
 imports for each check, and a forked one inherits the locks of our threads. What can be killed are the programs that a
-check starts: it is told through its stop signal, and what it leaves running is killed here. A thread that stays behind
-cannot keep the process from ending.
+check starts with `run_tool`: the stop signal of the check ends them. A thread that stays behind cannot keep the process
+from ending.
 """
 
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-
-import psutil
 
 from pipeline.core.errors import Preempted, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import Group, HealthConfig, Profile
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict
+from pipeline.health.report import CheckResult, NodeReport, Verdict
 
 BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05
-LEAVE_S = 5.0  # for a check that is told to stop, of the 15 s that runtime_signals gives the process
-KILLED_LEAVE_S = 1.0
+LEAVE_S = 5.0  # for a check that is asked to stop, of the 15 s that a stopped process has
 EXPENSIVE_S = 10.0
 _TEXT_LENGTH = 1000
 
@@ -56,41 +52,6 @@ class Check:
     """Seconds it usually takes; the order. From `EXPENSIVE_S` on it is skipped on a node that has failed already."""
 
 
-@dataclass
-class _Call:
-    """One run of one check, in a thread of its own."""
-
-    check: Check
-    context: CheckContext
-    results: tuple[CheckResult, ...] = ()
-    error: BaseException | None = None
-    thread: threading.Thread = field(init=False)
-    earlier: set[psutil.Process] = field(init=False)
-
-    def start(self) -> None:
-        self.earlier = set(_children())
-        self.thread = threading.Thread(target=self._work, name=f"check {self.check.name}", daemon=True)
-        self.thread.start()
-
-    def end(self, reason: str) -> None:
-        """Tell it to stop; what it started and did not end is killed."""
-        self.context.stop.set(reason)
-        self.thread.join(LEAVE_S)
-        for process in set(_children()) - self.earlier:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-                process.wait(KILLED_LEAVE_S)
-        self.thread.join(KILLED_LEAVE_S)
-
-    def _work(self) -> None:
-        try:
-            found = self.check.run(self.context)
-            for result in (found,) if isinstance(found, CheckResult) else found:
-                self.results = (*self.results, result)
-        except BaseException as error:
-            self.error = error
-
-
 def run_checks(
     checks: Iterable[Check],
     config: HealthConfig,
@@ -109,38 +70,60 @@ def run_checks(
     chosen = [check for check in checks if config.profile in check.profiles and config.wants(check.group)]
     for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
-        unfit = any(result.verdict >= Verdict.RETRY for result in results)
-        found = _skipped(check) if unfit and check.cost_s >= EXPENSIVE_S else _run(check, config, stop, clock)
+        if check.cost_s >= EXPENSIVE_S and any(result.verdict >= Verdict.RETRY for result in results):
+            found = [CheckResult(check.name, Verdict.WARN, "not run: this node has failed already")]
+        else:
+            found = _run(check, config, stop, clock)
         for result in found:
             seen(result)
         results += found
     return NodeReport(node_rank, host, tuple(results))
 
 
-def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[], float]) -> Sequence[CheckResult]:
+def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[], float]) -> list[CheckResult]:
     """The results of one check; its time is written into the first. Raises Preempted."""
     limit_s = config.check_limit_s if check.time_limit_s is None else check.time_limit_s
-    call = _Call(check, CheckContext(StopSignal(), limit_s))
+    context = CheckContext(StopSignal(), limit_s)
+    results: list[CheckResult] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found = check.run(context)
+            for result in (found,) if isinstance(found, CheckResult) else found:
+                results.append(result)  # one by one: what a check says before it fails is kept
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name=f"check {check.name}", daemon=True)
     started = clock()
-    call.start()
-    while call.thread.is_alive() and not stop.is_set() and clock() - started < limit_s:
-        call.thread.join(POLL_S)
-    hangs = call.thread.is_alive()
-    results, doing = call.results, call.context.doing  # before it is told to stop
+    thread.start()
+    while thread.is_alive() and not stop.is_set() and clock() - started < limit_s:
+        thread.join(POLL_S)
+    hangs, found, doing = thread.is_alive(), [*results], context.doing  # before it is asked to stop
     if hangs:
-        call.end(stop.reason or "its time limit")
+        context.stop.set(stop.reason or "its time limit")
+        thread.join(LEAVE_S)
     stop.raise_if_set(f"in health check {check.name}: {doing}")
     if hangs:
-        results = (*results, _hung(check.name, limit_s, doing, ended=not call.thread.is_alive()))
-    elif isinstance(call.error, Preempted):
-        raise call.error
-    elif call.error is not None:
-        results = (*results, failed(check.name, call.error))
-    timed = (replace(one, seconds=clock() - started) if index == 0 else one for index, one in enumerate(results))
+        still = "; it does not end either" if thread.is_alive() else ""
+        hung = CheckResult(
+            check.name,
+            Verdict.RETRY,
+            f"not done after {format_duration(limit_s)}, still {doing}{still}",
+            expected="an answer within that time",
+            next_command="look at dmesg of that machine; raise --health.check-limit-s when it is only slow",
+        )
+        found.append(hung)
+    elif errors:
+        if isinstance(errors[0], Preempted):
+            raise errors[0]
+        found.append(_failed(check.name, errors[0]))
+    timed = (replace(one, seconds=clock() - started) if index == 0 else one for index, one in enumerate(found))
     return [_clean(one) for one in timed]
 
 
-def failed(name: str, error: BaseException) -> CheckResult:
+def _failed(name: str, error: BaseException) -> CheckResult:
     """The verdict on an exception.
 
     One of ours says itself whether another machine may do better. Of any other one nobody knows; RETRY, because a
@@ -162,11 +145,11 @@ def failed(name: str, error: BaseException) -> CheckResult:
 
 def _clean(result: CheckResult) -> CheckResult:
     """What tools of a sick machine print may be no text: it must not spoil a terminal or the report."""
-    figures = {name: printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
-    return replace(result, seen=printable(result.seen), expected=printable(result.expected), figures=figures)
+    figures = {name: _printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
+    return replace(result, seen=_printable(result.seen), expected=_printable(result.expected), figures=figures)
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """One line of it, not too long, with a ? for each character that is none."""
     return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
 
@@ -174,23 +157,3 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text with every run of white space, line ends included, as one space."""
     return " ".join(text.split())
-
-
-def _hung(name: str, limit_s: float, doing: str, *, ended: bool) -> CheckResult:
-    return CheckResult(
-        name,
-        Verdict.RETRY,
-        f"not done after {format_duration(limit_s)}, still {doing}" + ("" if ended else "; it does not end either"),
-        expected="an answer within that time",
-        next_command="look at dmesg of that machine; raise --health.check-limit-s when it is only slow",
-    )
-
-
-def _skipped(check: Check) -> Sequence[CheckResult]:
-    return [CheckResult(check.name, Verdict.WARN, "not run: this node has failed already")]
-
-
-def _children() -> list[psutil.Process]:
-    with suppress(psutil.Error):
-        return psutil.Process().children(recursive=True)
-    return []

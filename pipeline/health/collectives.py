@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +18,17 @@ from torch import Tensor
 from pipeline.backends import Backend, device_guard
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import one_line
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.report import CheckResult, Verdict
 
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
 FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
 """With a whole gradient bucket (50 MB on Neuron: torch_xla/_internal/neuron.py)."""
-CHUNKED = frozenset({"all-gather", "reduce-scatter", "all-to-all"})
+CHUNKED = frozenset({"all-gather", "reduce-scatter"})
 """One buffer of these holds a chunk for each rank."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _STORE_LIMIT_S = 60.0
 _REASON_LENGTH = 200
-
-
-class Store(Protocol):
-    """What is needed of torch.distributed's TCPStore."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,8 @@ class Ranks:
 
     rank: int
     ranks: range
-    store: Store
+    store: Any
+    """torch.distributed's TCPStore, which has no types."""
     device: torch.device
     limit_s: float
     stop: StopSignal
@@ -124,10 +116,8 @@ Prepared = tuple[Callable[[], Tensor], Tensor]
 """What runs a collective and gives what arrived here; and what should have arrived."""
 
 
-class Collective(Protocol):
-    """Makes one ready. `count`: numbers in each buffer, or in each chunk of one; `turn` makes contents new."""
-
-    def __call__(self, ranks: Ranks, count: int, turn: int) -> Prepared: ...
+Collective = Callable[["Ranks", int, int], Prepared]
+"""Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
 
 
 def _from_all(ranks: Ranks, target: int, turn: int, count: int) -> Tensor:
@@ -166,29 +156,15 @@ def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
     return _run(ranks, found, dist.all_gather_into_tensor, found, mine), _from_all(ranks, 0, turn, count)
 
 
-def broadcast(ranks: Ranks, count: int, turn: int) -> Prepared:
-    root = ranks.ranks[turn % len(ranks.ranks)]
-    sent = contents(root, 0, turn, count)
-    mine = sent.to(ranks.device) if ranks.rank == root else torch.zeros(count, device=ranks.device)
-    return _run(ranks, mine, dist.broadcast, mine, root), sent
-
-
 def reduce_scatter(ranks: Ranks, count: int, turn: int) -> Prepared:
     found, mine = torch.zeros(count, device=ranks.device), _for_all(ranks, turn, count)
     return _run(ranks, found, dist.reduce_scatter_tensor, found, mine), _sum_for(ranks, ranks.rank, turn, count)
-
-
-def all_to_all(ranks: Ranks, count: int, turn: int) -> Prepared:
-    found, mine = torch.zeros(count * len(ranks.ranks), device=ranks.device), _for_all(ranks, turn, count)
-    return _run(ranks, found, dist.all_to_all_single, found, mine), _from_all(ranks, ranks.rank, turn, count)
 
 
 COLLECTIVES: dict[str, Collective] = {
     "all-gather": all_gather,
     "all-reduce": all_reduce,
     "reduce-scatter": reduce_scatter,
-    "broadcast": broadcast,
-    "all-to-all": all_to_all,
 }
 
 
@@ -280,17 +256,6 @@ def check_collectives(
     return CheckResult(ranks.name, Verdict.PASS, figures=figures)
 
 
-def exchange_times(ranks: Ranks, rounds: int, wall: Callable[[], float] = time.time) -> list[dict[int, float]]:
-    """In each round the time of every rank on its own clock, by rank; see clocks.py. Over gloo. Raises RuntimeError."""
-    found = []
-    for _ in range(rounds):
-        times = torch.zeros(len(ranks.ranks), dtype=torch.float64)
-        mine = torch.tensor([wall()], dtype=torch.float64)
-        _run(ranks, times, dist.all_gather_into_tensor, times, mine)()
-        found.append(dict(zip(ranks.ranks, times.tolist(), strict=True)))
-    return found
-
-
 class _Stuck(RuntimeError):
     """A call that has not come back."""
 
@@ -343,7 +308,7 @@ def _wrong(
     wrong = (found != expected).nonzero().reshape(-1)
     first = int(wrong[0])
     chunk = first * len(ranks.ranks) // len(expected)
-    whose = f" (from rank {ranks.ranks[chunk]})" if place.startswith(("all-gather", "all-to-all")) else ""
+    whose = f" (from rank {ranks.ranks[chunk]})" if place.startswith("all-gather") else ""
     return _problem(
         ranks,
         f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "

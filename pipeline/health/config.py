@@ -20,7 +20,7 @@ OperationName = Literal[
     "reductions",
     "optimizer step",
 ]
-"""Of operations.py, which needs torch."""
+"""Of device.py, which needs torch."""
 _LONGER = 10
 
 
@@ -48,7 +48,6 @@ class HealthConfig(BaseModel):
     min_shm_gib: float = Field(
         1.0, ge=0, le=1e5, description="Size (GiB) of /dev/shm, through which loader workers hand over batches"
     )
-    max_clock_skew_s: float = Field(30.0, gt=0, le=86_400, description="Seconds the clocks of two nodes may be apart")
     check_limit_s: float = Field(
         60.0,
         gt=0,
@@ -79,10 +78,6 @@ class HealthConfig(BaseModel):
     )
     nodes_wait_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"
-    )
-    nccom_across_nodes: bool = Field(
-        False,
-        description="Run nccom-test over all nodes of a job, too; needs mpirun, and ssh without a password",
     )
     expected_instance: str = Field(
         "", description="Instance type this must run on, such as trn1.32xlarge; empty: do not compare"

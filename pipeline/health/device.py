@@ -1,4 +1,7 @@
-"""Is this core right, whole and as fast as its peers: operations against float64, a memory sweep, a short burn."""
+"""Is this core right, whole and as fast as its peers: operations against float64, a memory sweep, a short burn.
+
+The operations again after an error of the device in training: is it the machine, the settings, or a bug of ours?
+"""
 
 import math
 import time
@@ -12,17 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, device_guard
+from pipeline.core.errors import TransientError
 from pipeline.core.format import format_bytes
+from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.config import OperationName
-from pipeline.health.tolerance import OPERATIONS as NAME
-from pipeline.health.tolerance import beyond_tolerance, error_figures
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.check import Check, CheckContext, run_checks
+from pipeline.health.config import HealthConfig, OperationName
+from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, beyond_tolerance, error_figures
+from pipeline.health.report import CheckResult, Verdict
 
 # The tensor operations a model of ours really uses, each with the same in float64 on the host to hold it against.
 
 ROWS, WIDTH, TABLE = 128, 256, 512  # small: what is looked for is a wrong core, not a slow one
+Tensors = tuple[Tensor, ...]
+Inputs = Callable[[torch.Generator], Tensors]
 
 
 @dataclass(frozen=True)
@@ -30,49 +37,23 @@ class Operation:
     """`compute(*inputs)` gives the tensors to compare; `tolerance` is relative to the largest reference value."""
 
     name: OperationName
-    inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
-    compute: Callable[..., tuple[Tensor, ...]]
-    dtype: torch.dtype
-    tolerance: float
+    inputs: Inputs
+    compute: Callable[..., Tensors]
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-4
 
 
-def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
-    return lambda generator: torch.randn(shape, generator=generator)
+def _normal(*shapes: tuple[int, ...]) -> Inputs:
+    return lambda generator: tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def _many(*makers: Callable[[torch.Generator], Tensor]) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
-    return lambda generator: tuple(make(generator) for make in makers)
+def _embedding_inputs(generator: torch.Generator) -> Tensors:
+    ids = torch.randint(0, TABLE, (ROWS,), generator=generator, dtype=torch.int32)
+    table, direction = _normal((TABLE, WIDTH), (ROWS, WIDTH))(generator)
+    return table, ids, direction
 
 
-def _ids(generator: torch.Generator) -> Tensor:
-    return torch.randint(0, TABLE, (ROWS,), generator=generator, dtype=torch.int32)
-
-
-def _positive(generator: torch.Generator) -> Tensor:
-    return torch.rand(WIDTH, generator=generator) + 0.5
-
-
-def _matmul(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
-    return (left @ right,)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    return (torch.softmax(query @ key.transpose(0, 1) * WIDTH**-0.5, dim=-1) @ value,)
-
-
-def _layer_norm(values: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    return (F.layer_norm(values, (WIDTH,), weight, bias, 1e-5),)
-
-
-def _softmax(values: Tensor) -> tuple[Tensor, ...]:
-    return torch.softmax(values, dim=1), torch.log_softmax(values, dim=1)
-
-
-def _gelu(values: Tensor) -> tuple[Tensor, ...]:
-    return (F.gelu(values),)
-
-
-def _embedding(table: Tensor, ids: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
+def _embedding(table: Tensor, ids: Tensor, direction: Tensor) -> Tensors:
     """Rows of a table, and the gradient of the table: a scatter with rows that meet."""
     table = table.detach().requires_grad_()
     rows = F.embedding(ids, table)
@@ -80,34 +61,41 @@ def _embedding(table: Tensor, ids: Tensor, direction: Tensor) -> tuple[Tensor, .
     return rows.detach(), gradient
 
 
-def _reductions(values: Tensor) -> tuple[Tensor, ...]:
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
+    return (torch.softmax(query @ key.transpose(0, 1) * WIDTH**-0.5, dim=-1) @ value,)
+
+
+def _reductions(values: Tensor) -> Tensors:
     return values.sum(dim=0), values.mean(dim=1), values.amax(dim=1), (values * values).sum()
 
 
-def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+def _optimizer_inputs(generator: torch.Generator) -> Tensors:
+    return (*_normal(*[(WIDTH,)] * 3)(generator), torch.rand(WIDTH, generator=generator) + 0.5)
+
+
+def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor) -> Tensors:
     """AdamW (Loshchilov and Hutter 2019) without bias correction."""
     average = 0.9 * average + 0.1 * gradient
     square = 0.999 * square + 0.001 * gradient * gradient
     return weight * 0.99 - 1e-3 * average / (torch.sqrt(square) + 1e-8), average, square
 
 
-_SQUARES = _many(_normal(WIDTH), _normal(WIDTH), _normal(WIDTH), _positive)
+_ONE, _FACTORS, _TRIPLE = _normal((ROWS, WIDTH)), _normal((ROWS, WIDTH), (WIDTH, WIDTH)), _normal(*[(ROWS, WIDTH)] * 3)
+_SCALED = _normal((ROWS, WIDTH), (WIDTH,), (WIDTH,))
 
 # Relative errors: fp32 sums of a few hundred products, and bf16 with 8 bits of mantissa. Hardware may multiply fp32 in
 # pieces, so these leave room; a flipped bit of weight is far outside.
 OPERATIONS = (
-    Operation("matmul fp32", _many(_normal(ROWS, WIDTH), _normal(WIDTH, WIDTH)), _matmul, torch.float32, 1e-4),
-    Operation("matmul bf16", _many(_normal(ROWS, WIDTH), _normal(WIDTH, WIDTH)), _matmul, torch.bfloat16, 2e-2),
-    Operation("attention fp32", _many(*[_normal(ROWS, WIDTH)] * 3), _attention, torch.float32, 1e-4),
-    Operation("attention bf16", _many(*[_normal(ROWS, WIDTH)] * 3), _attention, torch.bfloat16, 4e-2),
-    Operation(
-        "layer norm", _many(_normal(ROWS, WIDTH), _normal(WIDTH), _normal(WIDTH)), _layer_norm, torch.float32, 1e-4
-    ),
-    Operation("softmax", _many(_normal(ROWS, WIDTH)), _softmax, torch.float32, 1e-4),
-    Operation("gelu", _many(_normal(ROWS, WIDTH)), _gelu, torch.float32, 1e-3),
-    Operation("embedding", _many(_normal(TABLE, WIDTH), _ids, _normal(ROWS, WIDTH)), _embedding, torch.float32, 1e-4),
-    Operation("reductions", _many(_normal(ROWS, WIDTH)), _reductions, torch.float32, 1e-4),
-    Operation("optimizer step", _SQUARES, _optimizer_step, torch.float32, 1e-4),
+    Operation("matmul fp32", _FACTORS, lambda left, right: (left @ right,)),
+    Operation("matmul bf16", _FACTORS, lambda left, right: (left @ right,), torch.bfloat16, 2e-2),
+    Operation("attention fp32", _TRIPLE, _attention),
+    Operation("attention bf16", _TRIPLE, _attention, torch.bfloat16, 4e-2),
+    Operation("layer norm", _SCALED, lambda values, weight, bias: (F.layer_norm(values, (WIDTH,), weight, bias),)),
+    Operation("softmax", _ONE, lambda values: (torch.softmax(values, dim=1), torch.log_softmax(values, dim=1))),
+    Operation("gelu", _ONE, lambda values: (F.gelu(values),), tolerance=1e-3),
+    Operation("embedding", _embedding_inputs, _embedding),
+    Operation("reductions", _ONE, _reductions),
+    Operation("optimizer step", _optimizer_inputs, _optimizer_step),
 )
 
 
@@ -126,13 +114,9 @@ def worst_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max()) / scale
 
 
-Clock = Callable[[], float]
-
 BURN_WIDTH, BURN_DEPTH = 1024, 8
 CHUNK_BYTES = 64 * 2**20
 PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, zeros
-
-_ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
 
 
 def check_operations(
@@ -145,8 +129,8 @@ def check_operations(
 ) -> CheckResult:
     """Every operation on random inputs: right within its tolerance, and the same bits each time.
 
-    `tolerances`: in place of the usual ones. An error beyond one is told with all such operations (see tolerance.py);
-    whether it is this core's is seen when ranks are compared, which takes the same seed on all.
+    `tolerances`: in place of the usual ones. An error beyond one is reported with all such operations; whether it is
+    this core's is seen when ranks are compared (nodes.py), which takes the same seed on all.
     """
     worst: dict[str, float] = {}
     beyond: dict[str, float] = {}
@@ -170,7 +154,7 @@ def check_operations(
             beyond[operation.name] = tolerance
     if beyond:
         return beyond_tolerance(worst, beyond)
-    return CheckResult(NAME, Verdict.PASS, figures=error_figures(worst))
+    return CheckResult(OPERATIONS_CHECK, Verdict.PASS, figures=error_figures(worst))
 
 
 def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> CheckResult:
@@ -194,14 +178,16 @@ def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> Che
                     Verdict.RETRY,
                     seen=f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed",
                     expected=f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}",
-                    next_command=_ELSEWHERE,
+                    next_command=ELSEWHERE,
                     figures=figures,
                 )
         del chunks, chunk
     return CheckResult("device memory", Verdict.PASS, figures=figures)
 
 
-def check_burn(backend: Backend, *, seconds: float, stop: StopSignal, clock: Clock = time.monotonic) -> CheckResult:
+def check_burn(
+    backend: Backend, *, seconds: float, stop: StopSignal, clock: Callable[[], float] = time.monotonic
+) -> CheckResult:
     """Matrix products for a while. Figures: rounds, fastest and median; slow against whom is the gang's to say."""
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator) / BURN_WIDTH**0.5).to(backend.device)
@@ -221,7 +207,7 @@ def check_burn(backend: Backend, *, seconds: float, stop: StopSignal, clock: Clo
         "median_round_s": median(times),
         "tflops": flops / min(times) / 1e12,
     }
-    return CheckResult("burn", Verdict.PASS, figures=figures)
+    return CheckResult(BURN, Verdict.PASS, figures=figures)
 
 
 def _round(backend: Backend, values: Tensor, weight: Tensor) -> None:
@@ -255,4 +241,38 @@ def _full_precision() -> Iterator[None]:
 
 
 def _wrong(seen: str, expected: str, worst: dict[str, float]) -> CheckResult:
-    return CheckResult(NAME, Verdict.RETRY, seen, expected, _ELSEWHERE, error_figures(worst))
+    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, seen, expected, ELSEWHERE, error_figures(worst))
+
+
+_ASSERT = "device-side assert triggered"
+"""Of CUDA, for an index beyond a table and the like: a bug, after which the process cannot use the device any more."""
+
+
+def informed(
+    error: RuntimeError, backend: Backend, config: HealthConfig, *, num_nodes: int, stop: StopSignal
+) -> BaseException:
+    """What to raise for `error`: that of the table of Neuron errors, else TransientError on a device that fails the
+    short checks, else the error itself. Never raises for what it finds; Preempted when stopped.
+    """
+    known = device_error(str(error), num_nodes=num_nodes)
+    if known is not None:
+        return known
+    if _ASSERT in str(error):
+        return error
+
+    def operations(ctx: CheckContext) -> CheckResult:
+        ctx.doing = "checking tensor operations after an error of the device"
+        with device_guard(backend.device):
+            return check_operations(backend, seed=1, repeats=1, stop=ctx.stop, tolerances=config.tolerances)
+
+    limit_s = config.check_limit_s * config.patience(on_neuron=backend.is_neuron)
+    check = Check(OPERATIONS_CHECK, operations, time_limit_s=limit_s)
+    report = run_checks([check], config, node_rank=0, host="this rank", stop=stop)
+    if report.verdict < Verdict.RETRY:
+        return error
+    (result,) = report.results
+    return TransientError(
+        f"{str(error).splitlines()[0]}; and the device fails its check: {result.seen}",
+        expected="a device that computes",
+        next_command="trnpipe health on that machine; the job itself may be retried elsewhere",
+    )

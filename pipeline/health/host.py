@@ -24,9 +24,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import GIB, MACHINES
 from pipeline.health.check import Check, CheckContext
 from pipeline.health.config import HealthConfig
-from pipeline.health.nccom import COLLECTOR_PORT, ROOT_PORT
-from pipeline.health.nccom import NAME as NCCOM
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.report import CheckResult, Verdict
 from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.network import MASTER_PORT
 from pipeline.proc.tree import host_memory_bytes
@@ -466,12 +464,8 @@ def usual_places(scratch: Path, cache_root: str, workspace: Storage) -> tuple[Pl
     return tuple(places)
 
 
-def usual_ports(
-    env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool, nccom: bool = False
-) -> tuple[Port, ...]:
+def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool) -> tuple[Port, ...]:
     """Ports of a run: only the main node listens on them; on others one in use is a sign of an earlier job.
-
-    `nccom`: nccom-test is to run over all nodes.
 
     Raises ConfigError when NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a machine alone.
     """
@@ -488,8 +482,6 @@ def usual_ports(
                 next_command="unset it: it is derived from MASTER_ADDR",
             )
         ports.append(Port(int(number), "Neuron runtime", main))
-    if nccom:
-        ports += [Port(number, NCCOM, main) for number in (ROOT_PORT, COLLECTOR_PORT)]
     return tuple(ports)
 
 

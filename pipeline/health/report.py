@@ -1,73 +1,116 @@
-"""Reports for machines (JSON in the workspace) and for people (a table on a terminal, else plain lines)."""
+"""What health checks say: verdicts and reports, the error that follows from them, and both for machines and people.
+
+For machines JSON in the workspace, for people a table on a terminal, else plain lines.
+"""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Literal, TextIO
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, ClassVar, Literal, TextIO
 
 import rich.box
 import rich.console
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.format import format_duration
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict
 from pipeline.io.storage import Storage
 
-VerdictName = Literal["pass", "warn", "retry", "fix"]
-NAMES: dict[Verdict, VerdictName] = {
-    Verdict.PASS: "pass",
-    Verdict.WARN: "warn",
-    Verdict.RETRY: "retry",
-    Verdict.FIX: "fix",
-}
-VERDICTS = {name: verdict for verdict, name in NAMES.items()}
+
+class Verdict(IntEnum):
+    """From harmless to grave; the gravest of a node is the node's."""
+
+    PASS = 0
+    WARN = 1
+    RETRY = 2
+    """This machine is unfit: the same work may pass on another one."""
+    FIX = 3
+    """No machine would do: settings, image or permissions must change first."""
+
+    @property
+    def text(self) -> str:
+        return self.name.lower()
+
+
 STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.RETRY: "bold red", Verdict.FIX: "bold magenta"}
 
 
-class _StoredResult(BaseModel):
-    # Not a number is a figure, too: it is written as NaN, which Python's readers take.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+def _verdict(value: object) -> object:
+    """From its name in JSON."""
+    return next((one for one in Verdict if one.text == value), "no verdict") if isinstance(value, str) else value
+
+
+Named = Annotated[Verdict, BeforeValidator(_verdict), PlainSerializer(lambda verdict: verdict.text)]
+# Not a number is a figure, too: it is written as NaN, which Python's readers take.
+_STORED = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check on one rank or node."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STORED
 
     name: str
-    verdict: VerdictName
-    seen: str
-    expected: str
-    next_command: str
-    figures: dict[str, float | int | str]
-    seconds: float
+    verdict: Named
+    seen: str = ""
+    """What was found, one line; empty for a plain pass."""
+    expected: str = ""
+    next_command: str = ""
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    """The unit is in the name."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """All checks of one node. `host`: instance id, or host name where there is none."""
+
+    node_rank: int
+    host: str
+    results: tuple[CheckResult, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return max((result.verdict for result in self.results), default=Verdict.PASS)
+
+
+def gang_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
+    """What every node of the gang raises; None when all may work.
+
+    A configuration problem stops the job whatever else is wrong: no other machine would help. Else one unfit node
+    sends all back, as a gang is started as a whole. The message names host, check and reason, the gravest first.
+    """
+    bad = [(report, result) for report in reports for result in report.results if result.verdict >= Verdict.RETRY]
+    if not bad:
+        return None
+    report, first = min(bad, key=lambda one: (-one[1].verdict, one[0].node_rank))
+    more = f" (and {len(bad) - 1} more failed checks)" if len(bad) > 1 else ""
+    kind = ConfigError if first.verdict is Verdict.FIX else TransientError
+    return kind(
+        f"node {report.node_rank} ({report.host}), check {first.name}: {first.seen}{more}",
+        expected=first.expected,
+        next_command=first.next_command or "trnpipe health on that machine; the job itself may be retried elsewhere",
+    )
 
 
 class _StoredReport(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = _STORED
 
     schema_version: Literal[1] = 1
     node_rank: int = Field(ge=0)
     host: str
-    verdict: VerdictName
-    results: tuple[_StoredResult, ...]
+    verdict: Named
+    results: tuple[CheckResult, ...]
 
 
 def to_json(report: NodeReport) -> str:
     """The report as indented JSON, verdicts by name."""
-    return _StoredReport(
-        node_rank=report.node_rank,
-        host=report.host,
-        verdict=NAMES[report.verdict],
-        results=tuple(
-            _StoredResult(
-                name=one.name,
-                verdict=NAMES[one.verdict],
-                seen=one.seen,
-                expected=one.expected,
-                next_command=one.next_command,
-                figures=dict(one.figures),
-                seconds=one.seconds,
-            )
-            for one in report.results
-        ),
-    ).model_dump_json(indent=2)
+    stored = _StoredReport(node_rank=report.node_rank, host=report.host, verdict=report.verdict, results=report.results)
+    return stored.model_dump_json(indent=2)
 
 
 def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
@@ -80,13 +123,7 @@ def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
             expected="a report written by trnpipe health",
             next_command="run the same version of trnpipe on all nodes",
         ) from error
-    results = (
-        CheckResult(
-            one.name, VERDICTS[one.verdict], one.seen, one.expected, one.next_command, dict(one.figures), one.seconds
-        )
-        for one in stored.results
-    )
-    return NodeReport(stored.node_rank, stored.host, tuple(results))
+    return NodeReport(stored.node_rank, stored.host, stored.results)
 
 
 def report_key(cycle: str, report: NodeReport) -> str:
@@ -115,7 +152,7 @@ def show(report: NodeReport, stream: TextIO) -> None:
     table.add_column("seen", ratio=1)
     table.add_column("time", justify="right", no_wrap=True)
     for result in report.results:
-        verdict = Text(NAMES[result.verdict], style=STYLES[result.verdict])
+        verdict = Text(result.verdict.text, style=STYLES[result.verdict])
         seen = Text("\n".join([result.seen or _figures(result), *_help(result)]))
         table.add_row(Text(result.name), verdict, seen, format_duration(result.seconds))
     console.print(table)
@@ -126,13 +163,13 @@ def report_lines(report: NodeReport) -> Iterator[str]:
     yield _title(report)
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
-        parts = (f"  {NAMES[result.verdict]:<5}  {result.name:<{width}}", result.seen or _figures(result))
+        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or _figures(result))
         yield f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})"
         yield from (f"         {line}" for line in _help(result))
 
 
 def _title(report: NodeReport) -> str:
-    return f"node {report.node_rank} ({report.host}): {NAMES[report.verdict]}"
+    return f"node {report.node_rank} ({report.host}): {report.verdict.text}"
 
 
 def _help(result: CheckResult) -> Iterable[str]:

@@ -1,88 +1,239 @@
-"""AWS tools as checks of a node: devices, error counters, the kernel log, EFA, and collectives within it."""
+"""AWS's tools as checks of a node; of them nccom-test: do the cores of this machine add up right and fast.
 
+Its exit code is not documented: a run is good only when every size asked for was measured and it reports no failure.
+"""
+
+import math
 import os
-from collections.abc import Iterable
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from pydantic import BaseModel, Field
+
+from pipeline.core.errors import ConfigError
 from pipeline.core.machines import GIB
+from pipeline.core.neuron_errors import Evidence, classify
+from pipeline.core.stop import StopSignal
 from pipeline.health.check import BOTH, Check, CheckContext
 from pipeline.health.config import HealthConfig, Profile
-from pipeline.health.instances import NeuronInstance, judge_rank_count
-from pipeline.health.kernel_log import check_kernel_log
-from pipeline.health.nccom import NAME as NCCOM
-from pipeline.health.nccom import NccomTest, check_nccom
-from pipeline.health.neuron_ls import check_neuron_ls, numbered
-from pipeline.health.neuron_monitor import check_neuron_monitor
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.neuron import (
+    WAIT_S,
+    NeuronInstance,
+    check_counters,
+    check_efa,
+    check_kernel_log,
+    check_neuron_ls,
+    judge_rank_count,
+    neuron_instance,
+    without_answer,
+)
+from pipeline.health.report import CheckResult, Verdict
+from pipeline.proc.tool import ToolRun, json_in, last_line, run_tool
 
-# Is the network for many nodes there: EFA devices against the instance table.
-#
-# Read from sysfs, which shows those of the host, and from /dev/infiniband, which shows those this container may open.
-
-NAME = "efa"
-INFINIBAND = Path("/sys/class/infiniband")
-DEV = Path("/dev/infiniband")
-_AMAZON = "0x1d0f"  # PCI vendor
+NAME = "nccom-test"
+_SIZE_TOLERANCE = 0.01  # sizes may be rounded to whole elements of every rank,
+_SMALL_BYTES, _SMALL_TOLERANCE = 1024, 2.0  # which says more of small ones (AWS shows 32 where 64 was asked for)
+_USUAL_SHARE = 0.5
 
 
-def num_efa(infiniband: Path = INFINIBAND) -> int:
-    """RDMA devices of Amazon's; one whose vendor cannot be read counts too."""
+@dataclass(frozen=True)
+class NccomTest:
+    """One test: an operation over sizes, each `step_factor` times the one before.
+
+    check: results are compared with those of the host, which makes them for each rank; that takes long for large sizes.
+    """
+
+    num_ranks: int
+    operation: str = "all_reduce"
+    min_bytes: int = 2**20
+    max_bytes: int = 2**26
+    step_factor: int = 8
+    datatype: str = "fp32"
+    iters: int = 20
+    warmup_iters: int = 5
+    check: bool = True
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        found = [self.min_bytes]
+        while self.step_factor > 1 and found[-1] * self.step_factor <= self.max_bytes:
+            found.append(found[-1] * self.step_factor)
+        return tuple(found)
+
+
+class Measurement(BaseModel):
+    """One size. GB here is 2^30 bytes; times of other statistics than the average are passed over."""
+
+    size_bytes: float = Field(alias="size(B)")
+    algbw_gib_s: float = Field(alias="algbw(GB/s)")
+    busbw_gib_s: float = Field(alias="busbw(GB/s)")
+    time_us: float | None = Field(None, alias="time:avg(us)")
+
+
+class _Report(BaseModel):
+    results: list[Measurement]
+
+
+def command(test: NccomTest, *, report: Path | None = None) -> list[str]:
+    """The operation first, and a flag after --check, which would take the next word for its value."""
+    words = ["nccom-test", test.operation, "-r", str(test.num_ranks)]
+    words += ["-b", str(test.min_bytes), "-e", str(test.max_bytes), "-f", str(test.step_factor)]
+    words += ["-d", test.datatype, "-n", str(test.iters), "-w", str(test.warmup_iters)]
+    words += ["--check"] if test.check else []
+    words += ["--report-to-json-file", str(report)] if report else []
+    return [*words, "--non-interactive"]
+
+
+def parse_table(text: str) -> tuple[Measurement, ...]:
+    """The rows of the printed table, by the names of its columns.
+
+    A row of another length tells of a failure; one without an end of line may be cut in the middle of a number.
+    """
+    header: list[str] = []
+    found: list[Measurement] = []
+    for cells in (line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")):
+        if "size(B)" in cells:
+            header = ["time:avg(us)" if cell == "time(us)" else cell for cell in cells]
+        elif header and len(cells) == len(header):
+            found += _measurement(dict(zip(header, cells, strict=True)))
+    return tuple(found)
+
+
+def parse_report(text: str) -> tuple[Measurement, ...] | None:
+    """The JSON report; None where it is cut off or something else."""
     try:
-        devices = list(infiniband.iterdir())
-    except OSError:  # no RDMA device: then the kernel makes no such folder
-        return 0
-    return sum(_vendor(device) in (_AMAZON, "") for device in devices)
+        return tuple(_Report.model_validate(json_in(text)).results)
+    except ValueError:
+        return None
 
 
-def judge_efa(count: int, openable: int, instance: NeuronInstance | None, *, num_nodes: int) -> CheckResult:
-    """One node needs no EFA, so that a fault is only a WARN there."""
-    figures = {"num_efa": count, "num_openable": openable}
-    if instance is None:
-        return CheckResult(NAME, Verdict.PASS, f"not a Neuron machine; {count} EFA devices", figures=figures)
-    gang = num_nodes > 1
-    wanted = instance.num_efa
-    expected = f"{'some' if wanted is None else wanted} on {instance.name}"
-
-    def bad(verdict: Verdict, seen: str, next_command: str) -> CheckResult:
-        return CheckResult(NAME, verdict if gang else Verdict.WARN, seen, expected, next_command, figures)
-
-    if wanted == 0 and gang:
-        return bad(Verdict.FIX, f"{instance.name} has no EFA", "run on one node, or choose trn1.32xlarge")
-    if count == 0 and wanted != 0 and (gang or wanted):
-        # An instance loses one device, not all: then it was started without.
-        return bad(Verdict.FIX, "no EFA device", "launch template: network interfaces with InterfaceType efa")
-    if wanted and count < wanted:
-        return bad(
-            Verdict.RETRY, f"{count} EFA devices", "this job elsewhere; launch template if all machines have as few"
-        )
-    if openable < count:
-        return bad(
-            Verdict.FIX,
-            f"{openable} of {count} EFA devices are mapped into this container",
-            "add /dev/infiniband/uverbs0.. to linuxParameters.devices of the job definition",
-        )
-    return CheckResult(NAME, Verdict.PASS, f"{count} EFA devices", figures=figures)
-
-
-def check_efa(
-    instance: NeuronInstance | None, *, num_nodes: int, infiniband: Path = INFINIBAND, dev: Path = DEV
+def judge_nccom(
+    run: ToolRun,
+    report: str | None,
+    test: NccomTest,
+    *,
+    min_busbw_gib_s: float | None = None,
+    usual_busbw_gib_s: float | None = None,
 ) -> CheckResult:
-    """Count and judge."""
-    return judge_efa(num_efa(infiniband), len(numbered(dev, "uverbs")), instance, num_nodes=num_nodes)
+    """Right results and enough bandwidth. `report`: text of the JSON file, None where none was written.
+
+    min_busbw_gib_s: bus bandwidth at the largest size, in 2^30 bytes a second, below which a machine is unfit; usual:
+    what others reach, of which less than half is a warning.
+    """
+    reported = parse_report(report) if report is not None else None
+    rows = reported if reported is not None else parse_table(run.stdout)
+    largest = max(rows, key=lambda row: row.size_bytes, default=None)
+    figures = {"num_sizes": len(rows)} | (_figures(largest) if largest else {})
+    what = "right results" if test.check else "times"
+    wanted = f"{what} for {len(test.sizes)} sizes of {test.operation} over {test.num_ranks} ranks"
+
+    def bad(verdict: Verdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
+        return CheckResult(NAME, verdict, seen, expected, do, figures, run.seconds)
+
+    if _USAGE.search(run.output) and not rows:
+        return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")
+    told = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
+    cause = [match for match in classify(run.output) if match.error]
+    if run.timed_out and rows and not (told or cause or run.num_left):
+        sizes = ", ".join(f"{row.size_bytes:.0f}" for row in rows)
+        return bad(Verdict.WARN, f"{run.failure}; no fault in the sizes it came to: {sizes} bytes", do=_SLOW)
+    if run.failure or told:
+        proof = any(match.row.evidence is Evidence.PROOF for match in cause)
+        fix = next((match for match in cause if match.error is ConfigError), None)
+        if fix and not proof:
+            return bad(Verdict.FIX, f"{fix.row.name}: {fix.line}", do=fix.row.action)
+        return bad(Verdict.RETRY, told or run.told())
+    missing = [size for size in test.sizes if not any(_same_size(size, row.size_bytes) for row in rows)]
+    if missing:
+        return bad(Verdict.RETRY, f"no result for {len(missing)} sizes, first {missing[0]} bytes ({run.told()})")
+    if report is not None and reported is None:
+        return bad(Verdict.RETRY, "its JSON report is broken off", "a whole report")
+    # That of small sizes is printed as 0.00.
+    fine = largest is not None and all(0 <= row.busbw_gib_s < math.inf for row in rows) and largest.busbw_gib_s > 0
+    if largest is None or not fine:
+        return bad(Verdict.RETRY, "a bandwidth that is no positive number")
+    if min_busbw_gib_s is not None and largest.busbw_gib_s < min_busbw_gib_s:
+        seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
+        return bad(Verdict.RETRY, seen, f"at least {min_busbw_gib_s:g} GiB/s")
+    if usual_busbw_gib_s is not None and largest.busbw_gib_s < _USUAL_SHARE * usual_busbw_gib_s:
+        seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
+        return bad(Verdict.WARN, seen, f"about {usual_busbw_gib_s:g} GiB/s, as AWS measured", "compare other machines")
+    if run.exit_code != 0:
+        return bad(Verdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output")
+    return CheckResult(
+        NAME, Verdict.PASS, f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s", figures=figures, seconds=run.seconds
+    )
 
 
-def _vendor(device: Path) -> str:
+def check_nccom(
+    instance: NeuronInstance | None,
+    test: NccomTest,
+    *,
+    env: Mapping[str, str],
+    stop: StopSignal,
+    timeout_s: float,
+    min_busbw_gib_s: float | None = None,
+    usual_busbw_gib_s: float | None = None,
+    free_s: float = WAIT_S,
+) -> CheckResult:
+    """Run it and judge; again without the report where this version of the tool has none.
+
+    On return no process of it holds a core, or the verdict is RETRY.
+    """
     try:
-        return (device / "device" / "vendor").read_text().strip().lower()
-    except (OSError, ValueError):
-        return ""
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "report.json"
+            run = run_tool(command(test, report=path), timeout_s=timeout_s, stop=stop, env=env)
+            report = path.read_text(errors="replace") if path.exists() else None
+    except OSError as error:  # no space for the report
+        return without_answer(NAME, ToolRun((NAME,), failure=f"no place for its report: {error}"), instance)
+    if _NO_REPORT.search(run.output):
+        run = run_tool(command(test), timeout_s=timeout_s, stop=stop, env=env)
+    if run.missing or (instance is None and not run.stdout):
+        return without_answer(NAME, run, instance)
+    result = judge_nccom(run, report, test, min_busbw_gib_s=min_busbw_gib_s, usual_busbw_gib_s=usual_busbw_gib_s)
+    if not run.timed_out or result.verdict is Verdict.RETRY:
+        return result
+    stop.wait(free_s)  # a killed process keeps its cores for a while; whoever opens one meanwhile fails
+    held = [one for one in check_neuron_ls(instance, stop=stop, wait_s=free_s, env=env) if one.verdict >= Verdict.RETRY]
+    return replace(result, verdict=Verdict.RETRY, seen=f"{result.seen}; then {held[0].seen}") if held else result
 
+
+_ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
+_SLOW = "run the same size by hand; it compiles each one first, and with --check its ranks share the host's CPUs"
+_USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
+_NO_REPORT = re.compile(r"unrecognized arguments[^\n]*--report-to-json-file")
+_FAILED = re.compile(
+    r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
+)
+
+
+def _measurement(cells: Mapping[str, str]) -> Iterable[Measurement]:
+    try:
+        return (Measurement.model_validate(cells),)
+    except ValueError:  # the row of a failure may have as many words as there are columns
+        return ()
+
+
+def _figures(row: Measurement) -> dict[str, float]:
+    figures = {"size_bytes": row.size_bytes, "algbw_gib_s": row.algbw_gib_s, "busbw_gib_s": row.busbw_gib_s}
+    return figures if row.time_us is None else figures | {"time_us": row.time_us}
+
+
+def _same_size(wanted: int, found: float) -> bool:
+    if wanted < _SMALL_BYTES:
+        return wanted / _SMALL_TOLERANCE <= found <= wanted * _SMALL_TOLERANCE
+    return abs(found - wanted) <= _SIZE_TOLERANCE * wanted
+
+
+# All tools as checks of a node, and how long the health stage may take with them.
 
 NCCOM_LIMIT_S = 300.0  # each size is compiled first
 NCCOM_LEAVE_S = 60.0  # for one that is killed to leave its cores
-MORE_OPERATIONS = ("reduce_scatter", "alltoall")
-BANDWIDTH = "bandwidth"
+START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
 CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # then the numbers of cores are others than the usual ones
 
 
@@ -99,19 +250,14 @@ def tool_checks(
         ctx.doing = "running neuron-ls"
         return check_neuron_ls(instance, stop=ctx.stop)
 
-    def monitor(ctx: CheckContext) -> tuple[CheckResult, ...]:
-        ctx.doing = "running neuron-monitor"
-        return check_neuron_monitor(instance, stop=ctx.stop)
-
-    def kernel(ctx: CheckContext) -> CheckResult:
+    def kernel(ctx: CheckContext) -> tuple[CheckResult, ...]:
         ctx.doing = "reading the kernel log"
-        return check_kernel_log(instance, stop=ctx.stop)
+        return check_kernel_log(instance, stop=ctx.stop), check_counters()
 
     opens_cores = on_neuron and config.wants("cores", "collectives")
     checks = (
         Check("kernel log", kernel, "tools", cost_s=0.5),
         Check("neuron devices", devices, None if opens_cores else "tools", cost_s=1.0),
-        Check("neuron monitor", monitor, "tools", cost_s=2.0),
     )
     if instance is None:
         return checks
@@ -129,17 +275,16 @@ def tool_checks(
 
 
 def nccom_checks(instance: NeuronInstance, config: HealthConfig, num_ranks: int) -> tuple[Check, ...]:
-    """All-reduce and all-gather; all-reduce again for its bandwidth; in the full profile the other operations, too."""
-    usual_gib_s = instance.bus_gib_s if (num_ranks,) == instance.rank_counts[-1:] else None
+    """All-reduce and all-gather; all-reduce again for its bandwidth; in the full profile the other operations, too.
 
-    def check(
-        test: NccomTest,
-        profiles: frozenset[Profile] = BOTH,
-        *,
-        least: float | None = None,
-        usual: float | None = None,
-    ) -> Check:
-        name = f"{NCCOM} {test.operation}" if test.check else f"{NCCOM} {test.operation} {BANDWIDTH}"
+    Results are checked at 8 KiB and 8 MiB, those of all-reduce from 8 bytes on, which is one number for every rank; the
+    bandwidth is that of 128 MiB, more than a gradient bucket.
+    """
+    least = config.min_bus_gb_s * 1e9 / GIB or None
+    usual = instance.bus_gib_s if (num_ranks,) == instance.rank_counts[-1:] else None
+
+    def check(test: NccomTest, profiles: frozenset[Profile] = BOTH) -> Check:
+        name = f"{NAME} {test.operation}" if test.check else f"{NAME} {test.operation} bandwidth"
 
         def run(ctx: CheckContext) -> CheckResult:
             ctx.doing = f"running {name}"
@@ -149,30 +294,23 @@ def nccom_checks(instance: NeuronInstance, config: HealthConfig, num_ranks: int)
                 env=os.environ,
                 stop=ctx.stop,
                 timeout_s=NCCOM_LIMIT_S,
-                min_busbw_gib_s=least,
-                usual_busbw_gib_s=usual,
+                min_busbw_gib_s=None if test.check else least,
+                usual_busbw_gib_s=None if test.check else usual,
             )
             return replace(found, name=name)
 
         return Check(name, run, "tools", profiles, time_limit_s=NCCOM_LIMIT_S + NCCOM_LEAVE_S, cost_s=20.0)
 
+    def right(operation: str, min_bytes: int = 2**13) -> NccomTest:
+        return NccomTest(num_ranks, operation, min_bytes=min_bytes, max_bytes=2**23, step_factor=2**10)
+
     return (
-        check(correctness_test(num_ranks, "all_reduce")),
-        check(correctness_test(num_ranks, "all_gather")),
-        check(bandwidth_test(num_ranks), least=least_gib_s(config), usual=usual_gib_s),
-        *(check(correctness_test(num_ranks, one), frozenset(("full",))) for one in MORE_OPERATIONS),
+        check(right("all_reduce", 8)),
+        check(right("all_gather")),
+        check(NccomTest(num_ranks, "all_reduce", min_bytes=2**27, max_bytes=2**27, check=False)),
+        check(right("reduce_scatter"), frozenset({"full"})),
+        check(right("alltoall"), frozenset({"full"})),
     )
-
-
-def correctness_test(num_ranks: int, operation: str, hosts: tuple[str, ...] = ()) -> NccomTest:
-    """8 KiB and 8 MiB, with results checked; all-reduce from 8 bytes on, which is one number for every rank."""
-    least = 8 if operation == "all_reduce" else 2**13
-    return NccomTest(num_ranks, operation, min_bytes=least, max_bytes=2**23, step_factor=2**10, hosts=hosts)
-
-
-def bandwidth_test(num_ranks: int, hosts: tuple[str, ...] = ()) -> NccomTest:
-    """An all-reduce of 128 MiB, more than a gradient bucket."""
-    return NccomTest(num_ranks, "all_reduce", min_bytes=2**27, max_bytes=2**27, check=False, hosts=hosts)
 
 
 def tools_limit_s(checks: Iterable[Check], config: HealthConfig) -> float:
@@ -181,6 +319,18 @@ def tools_limit_s(checks: Iterable[Check], config: HealthConfig) -> float:
     return sum(one.time_limit_s or 0.0 for one in chosen)
 
 
-def least_gib_s(config: HealthConfig) -> float | None:
-    """The setting, in the unit of the tool."""
-    return config.min_bus_gb_s * 1e9 / GIB or None
+def ranks_limit_s(config: HealthConfig, *, on_neuron: bool) -> float:
+    """For all checks of the ranks of a node; the stage ends them then. 0 where no check of theirs is chosen."""
+    if not config.wants("cores", "collectives"):
+        return 0.0
+    patience = config.patience(on_neuron=on_neuron)
+    return START_LIMIT_S + patience * (5 * config.check_limit_s + 3 * config.collective_limit_s)
+
+
+def stage_limit_s(config: HealthConfig, *, instance: str, on_neuron: bool, num_nodes: int, processes: int) -> float:
+    """For the stage on a machine of that type, empty for any other: the tools with a limit of their own, the ranks,
+    and the wait for the other nodes. The short checks of the host are not in it."""
+    machine = neuron_instance(instance) if on_neuron else None
+    tools = tool_checks(machine, config, num_nodes=num_nodes, processes=processes)
+    nodes_s = config.nodes_wait_s if num_nodes > 1 else 0.0
+    return tools_limit_s(tools, config) + ranks_limit_s(config, on_neuron=on_neuron) + nodes_s

@@ -7,10 +7,9 @@ takes nobody with it. Nodes meet after each part, so that no rank waits for a no
 import math
 import os
 import sys
-import threading
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,19 +18,12 @@ from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
-from pipeline.health.across_nodes import across_check, address_check
 from pipeline.health.check import Check, run_checks
-from pipeline.health.gang import meet
 from pipeline.health.host import HostChecks, read_identity, usual_places, usual_ports
-from pipeline.health.instances import NeuronInstance, neuron_instance
-from pipeline.health.limits import ranks_limit_s
-from pipeline.health.ranks import results_of, with_slow_ranks
-from pipeline.health.report import report_key, show, store_report
-from pipeline.health.tolerance import with_shared_errors
-from pipeline.health.tools import tool_checks, tools_limit_s
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
-from pipeline.health.versions import versions_check
+from pipeline.health.neuron import neuron_instance, versions_check
+from pipeline.health.nodes import exchange_reports, results_of, with_shared_errors, with_slow_ranks
+from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error, report_key, show, store_report
+from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
 from pipeline.parallel.launch import launch
 from pipeline.parallel.nodes import Nodes
 from pipeline.parallel.world import RANK_REPORTS
@@ -48,15 +40,15 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        return _result(ctx, [_be_a_rank(settings, ctx, Path(folder))], started)
+        return _result(ctx, [_check_rank(settings, ctx, Path(folder))], started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded() as temporary:
-        reports = _Node(settings, ctx, nodes, temporary).check()
+        reports = _Node(settings, ctx, nodes).check(temporary)
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-def _be_a_rank(settings: Settings, ctx: StageContext, folder: Path) -> NodeReport:
+def _check_rank(settings: Settings, ctx: StageContext, folder: Path) -> NodeReport:
     """Ends the process where something is wrong: a thread may hang, and gloo aborts when a peer is gone."""
     from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
 
@@ -72,39 +64,33 @@ def _be_a_rank(settings: Settings, ctx: StageContext, folder: Path) -> NodeRepor
 class _Node:
     """One node of the job, one part after the other."""
 
-    def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes, temporary: Path) -> None:
-        self._settings, self._ctx, self._nodes, self._temporary = settings, ctx, nodes, temporary
-        self._config = settings.health
+    def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes) -> None:
+        self._settings, self._ctx, self._nodes, self._config = settings, ctx, nodes, settings.health
         self._on_neuron = on_neuron(settings.backend, os.environ)
         self._identity = read_identity(os.environ)
         self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 
-    def check(self) -> Reports:
+    def check(self, temporary: Path) -> Reports:
         """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
-        parts: list[tuple[str, Callable[[Reports], Results], float]] = [
-            ("hosts", self._host, tools_limit_s(self._tools, self._config))
-        ]
-        if self._across_nodes:
-            parts.append(("nccom-test", self._nccom, ACROSS_LIMIT_S))
-        if self._config.wants("cores", "collectives"):
-            parts.append(("ranks", self._ranks, self._limit_s))
-        reports: Reports = ()
-        for name, part, limit_s in parts:
-            reports = self._do(name, part, reports, limit_s, is_last=name == parts[-1][0])
+        tools, with_ranks = self._tools(), self._config.wants("cores", "collectives")
+        host_limit_s, limit_s = (
+            tools_limit_s(tools, self._config),
+            ranks_limit_s(self._config, on_neuron=self._on_neuron),
+        )
+        reports = self._meet("hosts", self._host(tools), host_limit_s, is_last=not with_ranks)
+        if with_ranks:
+            reports = self._meet("ranks", self._ranks(temporary / "ranks", limit_s), limit_s, is_last=True)
         return reports
 
-    def _do(
-        self, name: str, part: Callable[[Reports], Results], before: Reports, limit_s: float, *, is_last: bool
-    ) -> Reports:
-        """One part, `limit_s` at most, and what all nodes say after it."""
-        self._report = replace(self._report, results=(*self._report.results, *part(before)))
-        self._keep()  # before anything that may wait for others
-        reports = meet(self._nodes, name, self._report, self._config.nodes_wait_s + limit_s)
+    def _meet(self, part: str, results: Results, limit_s: float, *, is_last: bool) -> Reports:
+        """What all nodes say after a part that takes each of them `limit_s` at most."""
+        self._report = replace(self._report, results=(*self._report.results, *results))
+        self._store()  # before anything that may wait for others
+        reports = exchange_reports(self._nodes, part, self._report, self._config.nodes_wait_s + limit_s)
         reports = with_slow_ranks(reports, self._config.slow_ratio)
-        num_ranks = self._ctx.world.world_size * self._settings.launch.processes
-        reports = with_shared_errors(reports, num_ranks)
+        reports = with_shared_errors(reports, self._ctx.world.world_size * self._settings.launch.processes)
         self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
-        self._keep()
+        self._store()
         error = gang_error(reports)
         if is_last or error is not None:
             for report in reports:
@@ -113,8 +99,8 @@ class _Node:
             raise error
         return reports
 
-    def _keep(self) -> None:
-        """Store it. What the host checks say of a workspace that cannot be written says more than the failing write."""
+    def _store(self) -> None:
+        """What the host checks say of a workspace that cannot be written says more than the failing write."""
         try:
             store_report(self._ctx.workspace, self._ctx.cycle, self._report)
         except TrnpipeError:
@@ -123,117 +109,73 @@ class _Node:
                 raise error from None
             raise
 
-    def _host(self, before: Reports) -> Results:
-        settings, ctx, nodes = self._settings, self._ctx, self._ctx.world.world_size
-        host = HostChecks(
-            config=self._config,
-            identity=self._identity,
-            workspace=ctx.workspace,
-            after_stop=ctx.workspace_after_stop,
-            probes=f"cycles/{ctx.cycle}/health/probe-{ctx.world.node_rank}-",
-            places=usual_places(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
-            ports=usual_ports(
-                os.environ,
-                node_rank=ctx.world.node_rank,
-                num_nodes=nodes,
-                on_neuron=self._on_neuron,
-                nccom=self._across_nodes,
-            ),
-            on_neuron=self._on_neuron,
-        )
-        more = {"code": ctx.code_version, "settings": ctx.settings_hash}
-        if self._on_neuron:
-            more["compiler flags"] = settings.compile.flags.text()
-        address = (address_check(),) if self._across_nodes else ()
-        return self._run(versions_check(more), *host.checks(), *self._tools, *address)
-
-    def _nccom(self, before: Reports) -> Results:
-        """By the main node; what it finds reaches the others in its report."""
-        if self._instance is None or not self._ctx.world.is_main:
-            return ()
-        processes = self._settings.launch.processes
-        return self._run(across_check(self._instance, self._config, before, processes=processes))
-
-    def _ranks(self, before: Reports) -> Results:
-        """Start the ranks of this node with this very command; they leave their results in a folder."""
-        ctx, processes = self._ctx, self._settings.launch.processes
-        folder = self._temporary / "ranks"
-        folder.mkdir()
-        env = {RANK_REPORTS: str(folder)}
-        if self._on_neuron:  # tolerances are those of the types as they are written
-            env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
-            env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
-        with exported(env), _limited(ctx.stop, self._limit_s) as stop:
-            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, stop)
-        ctx.stop.raise_if_set("checking the ranks of this node")
-        first = ctx.world.node_rank * processes
-        return results_of(folder, range(first, first + processes))
-
-    def _run(self, *checks: Check) -> Results:
-        report = run_checks(
-            checks, self._config, node_rank=self._report.node_rank, host=self._report.host, stop=self._ctx.stop
-        )
-        return report.results
-
-    @property
     def _tools(self) -> tuple[Check, ...]:
+        """For what this machine should be; no Neuron tool is expected on any other."""
+        expected = self._config.expected_instance or self._identity.instance_type
         return tool_checks(
-            self._instance,
+            neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None,
             self._config,
             num_nodes=self._ctx.world.world_size,
             processes=self._settings.launch.processes,
             on_neuron=self._on_neuron,
         )
 
-    @property
-    def _instance(self) -> NeuronInstance | None:
-        """What this machine should be; None where no Neuron tool is expected."""
-        expected = self._config.expected_instance or self._identity.instance_type
-        return neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None
+    def _host(self, tools: tuple[Check, ...]) -> Results:
+        settings, ctx, rank = self._settings, self._ctx, self._ctx.world.node_rank
+        host = HostChecks(
+            config=self._config,
+            identity=self._identity,
+            workspace=ctx.workspace,
+            after_stop=ctx.workspace_after_stop,
+            probes=f"cycles/{ctx.cycle}/health/probe-{rank}-",
+            places=usual_places(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+            ports=usual_ports(os.environ, node_rank=rank, num_nodes=ctx.world.world_size, on_neuron=self._on_neuron),
+            on_neuron=self._on_neuron,
+        )
+        more = {"code": ctx.code_version, "settings": ctx.settings_hash}
+        if self._on_neuron:
+            more["compiler flags"] = settings.compile.flags.text()
+        checks = (versions_check(more), *host.checks(), *tools)
+        return run_checks(checks, self._config, node_rank=rank, host=self._report.host, stop=ctx.stop).results
 
-    @property
-    def _across_nodes(self) -> bool:
-        wanted = self._config.nccom_across_nodes and self._config.wants("tools")
-        return wanted and self._ctx.world.world_size > 1 and self._instance is not None
+    def _ranks(self, folder: Path, limit_s: float) -> Results:
+        """Start the ranks of this node with this very command; they leave their results in a folder."""
+        ctx, processes = self._ctx, self._settings.launch.processes
+        folder.mkdir()
+        env = {RANK_REPORTS: str(folder)}
+        if self._on_neuron:  # tolerances are those of the types as they are written
+            env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
+            env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
+        with exported(env):
+            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, _TimeLimit(ctx.stop, limit_s))
+        ctx.stop.raise_if_set("checking the ranks of this node")
+        first = ctx.world.node_rank * processes
+        return results_of(folder, range(first, first + processes))
 
-    @property
-    def _limit_s(self) -> float:
-        """For all checks of a rank."""
-        return ranks_limit_s(self._config, on_neuron=self._on_neuron)
 
+class _TimeLimit(StopSignal):
+    """Set with the outer signal, and when all ranks together take too long."""
 
-@contextmanager
-def _limited(outer: StopSignal, limit_s: float) -> Iterator[StopSignal]:
-    """A stop signal that is set with the outer one, and when all ranks together take too long."""
-    inner, left = StopSignal(), threading.Event()
+    def __init__(self, outer: StopSignal, limit_s: float) -> None:
+        super().__init__()
+        self._outer, self._end = outer, time.monotonic() + limit_s
 
-    def watch() -> None:
-        waited = 0.0
-        while not left.wait(0.2):
-            waited += 0.2
-            if outer.is_set() or waited > limit_s:
-                inner.set(outer.reason or "the time limit of all checks")
-                return
+    def is_set(self) -> bool:
+        if self._outer.is_set() or time.monotonic() > self._end:
+            self._event.set()
+        return super().is_set()
 
-    threading.Thread(target=watch, name="health limit", daemon=True).start()
-    try:
-        yield inner
-    finally:
-        left.set()
+    def wait(self, timeout_s: float) -> bool:
+        self._outer.wait(max(0.0, min(timeout_s, self._end - time.monotonic())))
+        return self.is_set()
 
 
 def _result(ctx: StageContext, reports: Iterable[NodeReport], started: datetime) -> StageResult:
     reports = tuple(reports)
-    warnings = sum(result.verdict is Verdict.WARN for report in reports for result in report.results)
     figures: dict[str, Figure] = {
         "nodes": len(reports),
         "checks": sum(len(report.results) for report in reports),
-        "warnings": warnings,
+        "warnings": sum(result.verdict is Verdict.WARN for report in reports for result in report.results),
     }
-    return ctx.finish(
-        NAME,
-        started,
-        inputs={},
-        outputs={f"node_{report.node_rank}": report_key(ctx.cycle, report) for report in reports},
-        figures=figures,
-    )
+    outputs = {f"node_{report.node_rank}": report_key(ctx.cycle, report) for report in reports}
+    return ctx.finish(NAME, started, inputs={}, outputs=outputs, figures=figures)

@@ -22,7 +22,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.sampler import MinedProducts, TrainingPools
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokens import Split, open_rows
-from pipeline.health.after_error import informed
+from pipeline.health.device import informed
 from pipeline.mine.negatives import open_negatives
 from pipeline.model.hf import initial_model
 from pipeline.model.temperature import start_values

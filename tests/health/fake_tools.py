@@ -51,34 +51,6 @@ def neuron_ls(
     return devices
 
 
-def neuron_monitor(num_devices: int = 16, *, new: bool = True, **counts: int) -> dict[str, Any]:
-    """A line of neuron-monitor; `counts` are those of the last device."""
-    ecc = {"mem_ecc_corrected": 0, "mem_ecc_uncorrected": 0, "sram_ecc_uncorrected": 0}
-    if new:
-        ecc["sram_ecc_corrected"] = 0
-    devices = [{"neuron_device_index": index, **ecc} for index in range(num_devices)]
-    devices[-1].update(counts)
-    hardware: dict[str, Any] = {"neuron_device_count": num_devices, "neuroncore_per_device_count": 2, "error": ""}
-    if new:
-        hardware |= {"neuron_device_type": "trainium", "neuroncore_version": "v2", "logical_neuroncore_config": 1}
-        hardware["neuron_device_memory_size"] = 32 * GIB
-    return {
-        "neuron_runtime_data": [],
-        "system_data": {
-            "neuron_hw_counters": {"period": 1.000217, "neuron_devices": devices, "error": ""},
-            "memory_info": {"period": 1.0, "memory_total_bytes": 512 * GIB, "memory_used_bytes": GIB, "error": ""},
-        },
-        "instance_info": {
-            "instance_id": "i-0123456789abcdef0",
-            "instance_type": "trn1.32xlarge" if num_devices == 16 else "trn1.2xlarge",
-            "instance_region": "us-east-1",
-            "ami_id": "ami-0123456789abcdef0",
-            "error": "",
-        },
-        "neuron_hardware_info": hardware,
-    }
-
-
 NCCOM_TABLE_OLD = """\
      size(B)    count(elems)     type    time(us)    algbw(GB/s)    busbw(GB/s)
      1048576          262144     fp32          95          10.28          19.92

@@ -27,12 +27,11 @@ from pipeline.health.collectives import (
     Ranks,
     agent_store,
     check_collectives,
-    exchange_times,
     in_graph,
 )
 from pipeline.health.config import HealthConfig
 from pipeline.health.ranks import RankChecks
-from pipeline.health.verdict import CheckResult
+from pipeline.health.report import CheckResult
 from pipeline.parallel.world import World
 
 LIMIT_S = 3.0
@@ -110,12 +109,6 @@ def collectives(rank: int, world: int, store: Any, fault: str) -> CheckResult:
     if rank == 1 and name in FAULTS:
         chosen["all-gather"] = partial(FAULTS[name], chosen["all-gather"])
     return check_collectives(ranks, sizes_bytes=SIZES_BYTES, collectives=chosen)
-
-
-def clocks(rank: int, world: int, store: Any, ahead_s: float) -> list[dict[int, float]]:
-    """Times of all ranks; rank 1 is ahead."""
-    ranks = Ranks(rank, range(world), store, torch.device("cpu"), LIMIT_S, StopSignal())
-    return exchange_times(ranks, 5, lambda: time.time() + ahead_s * (rank == 1))
 
 
 def node(rank: int, world: int, store: Any, per_node: int) -> list[CheckResult]:

@@ -8,8 +8,8 @@ import torch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.after_error import informed
 from pipeline.health.config import HealthConfig, OperationName
+from pipeline.health.device import informed
 from tests.health.test_device import Faulty, not_a_number
 
 

@@ -1,6 +1,5 @@
 """Collectives between real processes, with seeded faults: the verdict names the rank."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -8,15 +7,14 @@ import pytest
 import torch
 
 from pipeline.health.collectives import bus_factor, contents
-from pipeline.health.ranks import skew
-from pipeline.health.verdict import CheckResult, Verdict
-from tests.health.gang import SIZES_BYTES, clocks, collectives, gang, node
+from pipeline.health.report import CheckResult, Verdict
+from tests.health.gang import SIZES_BYTES, collectives, gang, node
 
 WORLD = 3
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize(("fault", "num"), [("none", 5), ("device none", 2)])
+@pytest.mark.parametrize(("fault", "num"), [("none", 3), ("device none", 2)])
 def test_sound_ranks_pass_with_their_bandwidth(fault: str, num: int) -> None:
     with gang(collectives, WORLD, fault) as told:
         results: list[CheckResult] = [told(rank) for rank in range(WORLD)]
@@ -58,22 +56,12 @@ def test_a_fault_is_a_verdict_that_names_the_rank(gangs: dict[str, Callable[[int
 
 
 @pytest.mark.stage
-def test_within_nodes_then_across_then_on_the_device_then_clocks() -> None:
+def test_within_nodes_then_across_then_on_the_device() -> None:
     with gang(node, 4, 2) as told:
         found: list[list[CheckResult]] = [told(rank) for rank in range(4)]
     names = ["collectives in the node", "collectives", "device collectives"]
-    assert [[result.name for result in results] for results in found] == [names, names, [*names, "clock"], names]
+    assert [[result.name for result in results] for results in found] == [names] * 4
     assert {result.verdict for results in found for result in results} == {Verdict.PASS}, found
-
-
-@pytest.mark.stage
-def test_a_clock_is_measured_much_finer_than_the_limit() -> None:
-    with gang(clocks, 2, 7.25) as told:
-        rounds = told(0)
-        assert rounds == told(1)
-    found = skew(rounds, 0, 1)
-    assert found.ahead_s == pytest.approx(7.25, abs=found.uncertainty_s)
-    assert found.uncertainty_s < 0.5 and abs(rounds[0][0] - time.time()) < 60
 
 
 def test_contents_tell_source_target_turn_and_place_apart_and_add_up_exactly() -> None:
@@ -86,4 +74,4 @@ def test_contents_tell_source_target_turn_and_place_apart_and_add_up_exactly() -
 
 
 def test_bus_factors() -> None:
-    assert [bus_factor(name, 4) for name in ("all-reduce", "all-gather", "broadcast")] == [1.5, 0.75, 1.0]
+    assert [bus_factor(name, 4) for name in ("all-reduce", "all-gather")] == [1.5, 0.75]

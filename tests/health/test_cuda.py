@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.collectives import COLLECTIVES, SIZES_BYTES, Ranks, agent_store, check_collectives
 from pipeline.health.config import HealthConfig
 from pipeline.health.ranks import RankChecks, report_rank
-from pipeline.health.verdict import Verdict
+from pipeline.health.report import Verdict
 from pipeline.parallel.world import World
 
 pytestmark = [pytest.mark.stage, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -18,7 +18,8 @@ from pipeline.health.device import (
     reference,
     worst_error,
 )
-from pipeline.health.verdict import Verdict, slow_ranks
+from pipeline.health.nodes import slow_ranks
+from pipeline.health.report import Verdict
 
 MIB = 2**20
 

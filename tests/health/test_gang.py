@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.gang import meet, version_faults
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
-from pipeline.health.versions import VERSIONS, find_versions
+from pipeline.health.neuron import VERSIONS, find_versions
+from pipeline.health.nodes import exchange_reports, version_faults
+from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.io.local import LocalStorage
 from pipeline.parallel import nodes as node_barrier
 from pipeline.parallel.nodes import Nodes
@@ -56,7 +56,7 @@ def gather(*work: Callable[[], tuple[NodeReport, ...]]) -> list[Outcome]:
 def judged(me: Nodes, mine: NodeReport, wait_s: float = 30.0, phase: str = "reports") -> tuple[NodeReport, ...]:
     """As the stage does it."""
     with me.telling():
-        reports = meet(me, phase, mine, wait_s)
+        reports = exchange_reports(me, phase, mine, wait_s)
         if error := gang_error(reports):
             raise error
         return reports
@@ -134,8 +134,8 @@ def test_a_configuration_fault_is_told_though_a_node_is_missing(tmp_path: Path) 
 
 def test_who_has_waited_in_vain_tells_the_others(tmp_path: Path) -> None:
     outcomes = gather(
-        lambda: meet(nodes(tmp_path, 0, 3), "reports", report(0), 0.2),
-        lambda: meet(nodes(tmp_path, 1, 3), "reports", report(1), 20.0),
+        lambda: exchange_reports(nodes(tmp_path, 0, 3), "reports", report(0), 0.2),
+        lambda: exchange_reports(nodes(tmp_path, 1, 3), "reports", report(1), 20.0),
     )
     for outcome in outcomes:
         assert isinstance(outcome, tuple)
@@ -155,7 +155,7 @@ def test_a_node_that_fails_on_the_way_is_named(tmp_path: Path, reported: bool) -
         me = nodes(tmp_path, 1, 2)
         with me.telling():
             if reported:
-                meet(me, "reports", report(1), 20.0)
+                exchange_reports(me, "reports", report(1), 20.0)
             raise RuntimeError("gone")
 
     failed, healthy = gather(failing, lambda: judged(nodes(tmp_path, 0, 2), report(0)))
@@ -170,7 +170,7 @@ def test_a_node_that_fails_on_the_way_is_named(tmp_path: Path, reported: bool) -
 def test_a_node_that_is_only_late_is_not_blamed_for_one_that_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), nodes(tmp_path, 1, 3).telling():
         raise RuntimeError("gone")
-    reports = meet(nodes(tmp_path, 0, 3), "reports", report(0), 30.0)
+    reports = exchange_reports(nodes(tmp_path, 0, 3), "reports", report(0), 30.0)
     assert [(one.node_rank, one.verdict) for one in reports] == [(0, Verdict.PASS), (1, Verdict.RETRY)]
 
 

@@ -27,7 +27,7 @@ from pipeline.health.host import (
     usual_places,
     usual_ports,
 )
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict
+from pipeline.health.report import CheckResult, NodeReport, Verdict
 from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
 
@@ -286,8 +286,6 @@ def test_ports_of_a_run() -> None:
     assert ports(0, 2) == [(41000, True), (62182, True)]
     assert ports(1, 2) == [(41000, False), (62182, False)]
     assert ports(0, 1, root="[fe80::1]:700") == [(700, True)]
-    nccom = usual_ports({}, node_rank=0, num_nodes=2, on_neuron=False, nccom=True)
-    assert [port.number for port in nccom] == [41000, 45654, 60006]
     for wrong in ("localhost", "a:b", "a:0", "a:65536"):
         with pytest.raises(ConfigError, match="NEURON_RT_ROOT_COMM_ID"):
             ports(0, 1, root=wrong)

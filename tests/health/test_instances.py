@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.core.machines import MACHINES
-from pipeline.health.instances import NeuronInstance, judge_rank_count, neuron_instance, without_answer
-from pipeline.health.verdict import Verdict
+from pipeline.health.neuron import NeuronInstance, judge_rank_count, neuron_instance, without_answer
+from pipeline.health.report import Verdict
 from pipeline.proc.tool import ToolRun
 
 GIB = 2**30

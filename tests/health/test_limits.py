@@ -2,9 +2,8 @@
 
 import pytest
 
-from pipeline.health.across_nodes import LIMIT_S as ACROSS_LIMIT_S
 from pipeline.health.config import HealthConfig
-from pipeline.health.limits import ranks_limit_s, stage_limit_s
+from pipeline.health.tools import ranks_limit_s, stage_limit_s
 
 QUICK = HealthConfig()
 HOST_ONLY = HealthConfig.model_validate({"only": ["host"]})
@@ -31,6 +30,5 @@ def test_the_stage_may_take_what_its_parts_may() -> None:
     assert limit_s(instance="") == 450
     assert limit_s(HOST_ONLY) == 0
     assert limit_s(nodes=4) == limit_s() + QUICK.nodes_wait_s
-    assert limit_s(HealthConfig(nccom_across_nodes=True), nodes=4) == limit_s(nodes=4) + ACROSS_LIMIT_S
     assert limit_s(HealthConfig(profile="full")) > limit_s() > 3960  # nccom-test has a limit of its own
     assert limit_s(HealthConfig.model_validate({"only": ["cores"]})) == 3960

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.stop import StopSignal
-from pipeline.health.instances import neuron_instance
-from pipeline.health.nccom import (
+from pipeline.health.neuron import neuron_instance
+from pipeline.health.report import CheckResult, Verdict
+from pipeline.health.tools import (
     NccomTest,
     check_nccom,
     command,
-    environment,
     judge_nccom,
     parse_report,
     parse_table,
 )
-from pipeline.health.verdict import CheckResult, Verdict
 from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
 from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_report
@@ -49,17 +48,6 @@ def test_command() -> None:
     assert words[words.index("--check") + 1].startswith("--")
     assert command(TEST)[-2:] == ["--check", "--non-interactive"]
     assert words[-3:] == ["--report-to-json-file", "/tmp/r.json", "--non-interactive"]
-    assert "--hosts" not in words and environment(TEST, {"A": "b"}) == {"A": "b"}
-
-
-@pytest.mark.unit
-def test_command_for_many_hosts() -> None:
-    test = NccomTest(64, hosts=("10.1.4.145", "10.1.4.138"))
-    words = command(test)
-    assert words[words.index("-N") + 1] == "2"
-    place = words.index("--hosts")
-    assert words[place + 1 : place + 3] == list(test.hosts) and words[place + 3].startswith("-")
-    assert environment(test, {}) == {"NEURON_RT_ROOT_COMM_ID": "10.1.4.145:45654"}
 
 
 @pytest.mark.unit
@@ -106,8 +94,6 @@ def test_report() -> None:
         (ran(NCCOM_TABLE_NEW), nccom_report(0.0, 50.4, 63.97), PASS, "bus bandwidth 63.97"),
         (ran(NCCOM_TABLE_NEW), nccom_report(-1.0, 50.4, 63.97), RETRY, "a bandwidth that is no positive"),
         (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 47.0), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
-        (ran("", exit_code=1, stderr="Host key verification failed.\n"), None, FIX, "Host key verification failed."),
-        (ran("", exit_code=1, stderr="a@b: Permission denied (publickey).\n"), None, FIX, "a@b: Permission denied"),
         (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 41.0), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
         (
             ran("", exit_code=None, failure="did not end within 60 s"),
@@ -160,12 +146,6 @@ def test_output_cut_at_any_byte() -> None:
             assert judge_nccom(ran(text[:end]), None, TEST).verdict is (RETRY if end < whole else PASS), text[:end]
     for end in range(len(NCCOM_FAILED)):
         assert judge_nccom(ran(NCCOM_FAILED[:end]), None, TEST).verdict is RETRY
-
-
-@pytest.mark.unit
-def test_too_late_over_many_hosts_cores_may_still_be_held() -> None:
-    assert judge_nccom(late(TWO_ROWS), None, TEST).verdict is WARN
-    assert judge_nccom(late(TWO_ROWS), None, replace(TEST, hosts=("10.0.0.7", "10.0.0.8"))).verdict is RETRY
 
 
 def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) -> CheckResult:

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 
 from pipeline.core.stop import StopSignal
-from pipeline.health.instances import NeuronInstance, neuron_instance
-from pipeline.health.neuron_ls import Device, check_neuron_ls, judge_devices, judge_processes, parse_neuron_ls
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.neuron import (
+    Device,
+    NeuronInstance,
+    check_neuron_ls,
+    judge_devices,
+    judge_processes,
+    neuron_instance,
+    parse_neuron_ls,
+)
+from pipeline.health.report import CheckResult, Verdict
 from tests.health.fake_tools import environment, fake_tool, neuron_ls, says
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
-from pipeline.health.report import from_json, report_key, show, store_report, to_json
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict
+from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, report_key, show, store_report, to_json
 from pipeline.io.storage import open_storage
 
 REPORT = NodeReport(

@@ -9,17 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
+from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.instances import NeuronInstance, neuron_instance
-from pipeline.health.kernel_log import judge_kernel_log
-from pipeline.health.nccom import NccomTest, judge_nccom
-from pipeline.health.neuron_errors import device_error
-from pipeline.health.neuron_ls import judge_devices, judge_processes, parse_neuron_ls
-from pipeline.health.neuron_monitor import judge_ecc, judge_hardware, parse_neuron_monitor
-from pipeline.health.report import from_json, report_lines, to_json
-from pipeline.health.verdict import CheckResult, Verdict, gang_error
+from pipeline.health.neuron import NeuronInstance, judge_devices, judge_processes, neuron_instance, parse_neuron_ls
+from pipeline.health.report import CheckResult, Verdict, from_json, gang_error, report_lines, to_json
+from pipeline.health.tools import NccomTest, judge_nccom
 from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
 
@@ -27,7 +23,6 @@ TRN1 = neuron_instance("trn1.32xlarge") or NeuronInstance("")
 HELD = {"pid": 7, "command": "python", "neuron_runtime_version": "2.31"}
 DOCUMENTS: list[Any] = [
     [{**fake_tools.neuron_ls(1)[0], "neuron_processes": [HELD]}, *fake_tools.neuron_ls(16)[1:3]],
-    fake_tools.neuron_monitor(2, mem_ecc_corrected=1),
     json.loads(fake_tools.nccom_report(19.92, 50.46, 63.97)),
     json.loads(to_json(run_checks([], HealthConfig(), node_rank=0, host="h", stop=StopSignal()))),
 ]
@@ -60,11 +55,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 def judged(text: str) -> Iterator[CheckResult]:
     if (devices := parse_neuron_ls(text)) is not None:
         yield from (judge_devices(devices, TRN1), judge_devices(devices, NeuronInstance("x")), judge_processes(devices))
-    if (snapshot := parse_neuron_monitor(text)) is not None:
-        yield from (judge_ecc(snapshot.counts()), judge_hardware(snapshot, TRN1))
     run = ToolRun(("nccom-test",), 0, text)
     yield from (judge_nccom(run, report, NccomTest(32), min_busbw_gib_s=45.0) for report in (None, text))
-    yield judge_kernel_log(text)
     device_error(text)
     try:
         yield from from_json(text).results
@@ -96,5 +88,5 @@ def test_an_odd_value_anywhere_and_a_cut_anywhere(document: Any, where: int, val
 )
 def test_no_json_at_all(text: str) -> None:
     verdict_on(text)
-    assert parse_neuron_ls(text) is None and parse_neuron_monitor(text) is None
+    assert parse_neuron_ls(text) is None
     assert judge_nccom(ToolRun(("nccom-test",), 0, text), text, NccomTest(2)).verdict is Verdict.RETRY

@@ -12,9 +12,8 @@ from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import OPERATIONS, check_operations
-from pipeline.health.ranks import leave, results_of
-from pipeline.health.tolerance import beyond_tolerance, with_shared_errors
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
+from pipeline.health.nodes import beyond_tolerance, leave, results_of, with_shared_errors
+from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 from tests.health.test_device import Faulty
 
 WARN, RETRY, FIX = Verdict.WARN, Verdict.RETRY, Verdict.FIX

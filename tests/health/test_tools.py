@@ -6,19 +6,11 @@ from pipeline.core.stop import StopSignal
 from pipeline.health import tools
 from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.instances import neuron_instance
-from pipeline.health.nccom import command
-from pipeline.health.tools import (
-    bandwidth_test,
-    correctness_test,
-    least_gib_s,
-    nccom_checks,
-    tool_checks,
-    tools_limit_s,
-)
-from pipeline.health.verdict import CheckResult, Verdict
+from pipeline.health.neuron import neuron_instance
+from pipeline.health.report import CheckResult, Verdict
+from pipeline.health.tools import NccomTest, command, nccom_checks, tool_checks, tools_limit_s
 
-EVERYWHERE = ["kernel log", "neuron devices", "neuron monitor"]
+EVERYWHERE = ["kernel log", "neuron devices"]
 ON_NEURON = [*EVERYWHERE, "processes", "EFA"]
 NCCOM = ["nccom-test all_reduce", "nccom-test all_gather", "nccom-test all_reduce bandwidth"]
 
@@ -50,34 +42,26 @@ def test_whoever_holds_a_core_is_looked_for_before_ranks_open_it() -> None:
 
 
 @pytest.mark.unit
-def test_results_are_checked_up_to_8_mib_and_the_bandwidth_is_that_of_128_mib() -> None:
-    reduce, gather, large = correctness_test(32, "all_reduce"), correctness_test(32, "all_gather"), bandwidth_test(32)
-    assert (reduce.sizes, gather.sizes, large.sizes) == ((8, 2**13, 2**23), (2**13, 2**23), (2**27,))
-    assert "--check" in command(reduce) and "--check" in command(gather) and "--check" not in command(large)
-    assert command(large)[-1] == "--non-interactive"
-
-
-@pytest.mark.unit
 def test_each_has_five_minutes_and_some_to_leave_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    """Results are checked up to 8 MiB, the bandwidth is that of 128 MiB, and its bound in the unit of the tool."""
+    asked: list[tuple[NccomTest, object, object]] = []
 
-    def check(*args: object, **kwargs: object) -> CheckResult:
-        asked.append(kwargs["timeout_s"])
+    def check(instance: object, test: NccomTest, **kwargs: object) -> CheckResult:
+        asked.append((test, kwargs["timeout_s"], kwargs["min_busbw_gib_s"]))
         return CheckResult("nccom-test", Verdict.PASS)
 
     monkeypatch.setattr(tools, "check_nccom", check)
-    instance, config = neuron_instance("trn1.2xlarge"), HealthConfig()
+    instance, config = neuron_instance("trn1.2xlarge"), HealthConfig(min_bus_gb_s=2**30 / 1e9)
     assert instance is not None
     checks = nccom_checks(instance, config, 2)
     run_checks(checks, config, node_rank=0, host="h", stop=StopSignal())
-    assert asked == [300.0] * 3 and tools_limit_s(checks, config) == 3 * 360.0
+    assert [one[1:] for one in asked] == [(300.0, None), (300.0, None), (300.0, pytest.approx(1.0))]
+    reduce, gather, large = (one[0] for one in asked)
+    assert (reduce.sizes, gather.sizes, large.sizes) == ((8, 2**13, 2**23), (2**13, 2**23), (2**27,))
+    assert "--check" in command(reduce) and "--check" in command(gather) and "--check" not in command(large)
+    assert command(large)[-1] == "--non-interactive"
+    assert tools_limit_s(checks, config) == 3 * 360.0
     assert tools_limit_s(checks, HealthConfig(only=("host",))) == 0.0
-
-
-@pytest.mark.unit
-def test_the_least_bandwidth_in_the_unit_of_the_tool() -> None:
-    assert least_gib_s(HealthConfig()) is None
-    assert least_gib_s(HealthConfig(min_bus_gb_s=2**30 / 1e9)) == pytest.approx(1.0)
 
 
 @pytest.mark.unit

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError, TransientError
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
+from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 
 
 def node(rank: int, *verdicts: Verdict) -> NodeReport:

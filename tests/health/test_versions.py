@@ -9,9 +9,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.health import tools
 from pipeline.health.check import CheckContext, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.instances import neuron_instance
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict, gang_error
-from pipeline.health.versions import DRIVER_FIT, VERSIONS, find_versions, judge_driver, versions_check
+from pipeline.health.neuron import DRIVER_FIT, VERSIONS, find_versions, judge_driver, neuron_instance, versions_check
+from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 
 PASS, WARN, FIX = Verdict.PASS, Verdict.WARN, Verdict.FIX
 
@@ -79,13 +78,12 @@ def test_it_comes_before_whatever_opens_a_device(tmp_path: Path, monkeypatch: py
         order.append("versions are compared")
         return machine(tmp_path, "2.30.2.0", "2.31.24.0")
 
-    for name in ("check_neuron_ls", "check_neuron_monitor", "check_nccom"):
-        monkeypatch.setattr(tools, name, opened)
-    monkeypatch.setattr(tools, "check_kernel_log", lambda *args, **kwargs: ())
+    monkeypatch.setattr(tools, "check_neuron_ls", opened)
+    monkeypatch.setattr(tools, "check_nccom", opened)
     config = HealthConfig()
     checks = tools.tool_checks(neuron_instance("trn1.32xlarge"), config, num_nodes=1, processes=32, on_neuron=True)
     report = run_checks([*checks, versions_check({}, find=found)], config, node_rank=0, host="h", stop=StopSignal())
-    assert order == ["versions are compared", "a device is opened", "a device is opened"]
+    assert order == ["versions are compared", "a device is opened"]
     spared = [one.name for one in report.results if one.seen.startswith("not run")]
     assert spared == ["nccom-test all_reduce", "nccom-test all_gather", "nccom-test all_reduce bandwidth"]
 

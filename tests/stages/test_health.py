@@ -15,9 +15,7 @@ import pytest
 from pipeline import cli
 from pipeline.core.machines import GIB
 from pipeline.health import tools
-from pipeline.health.neuron_ls import check_neuron_ls
-from pipeline.health.report import to_json
-from pipeline.health.verdict import CheckResult, NodeReport, Verdict
+from pipeline.health.neuron import check_neuron_ls
 from pipeline.io import atomic
 from pipeline.stages import health
 from tests.health.fake_tools import fake_tool, neuron_ls, says
@@ -116,40 +114,9 @@ def test_tools_of_a_neuron_machine(
     monkeypatch.setattr(tools, "check_neuron_ls", partial(check_neuron_ls, wait_s=0.01))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     if script:
-        for name in ("neuron-ls", "neuron-monitor"):
-            fake_tool(tmp_path / "bin", name, script)
+        fake_tool(tmp_path / "bin", "neuron-ls", script)
     found, err = run("--health.only=tools", "--health.expected-instance=trn1.2xlarge")
     assert (found, seen in err) == (code, True), err
-
-
-@pytest.mark.parametrize(("busbw", "code"), [("39.1", 0), ("Failure", RETRY)])
-def test_the_main_node_runs_nccom_test_over_all(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busbw: str, code: int
-) -> None:
-    """The other node has reported already, and where it is."""
-    here = CheckResult("address", Verdict.PASS, figures={"address": "10.0.0.8"})
-    for phase in ("hosts", "nccom-test"):
-        folder = tmp_path / "w" / "cycles" / "c1" / "health" / "nodes" / "job-1" / phase
-        folder.mkdir(parents=True)
-        (folder / "node-1.json").write_text(to_json(NodeReport(1, "i-1", (here,))))
-        (folder / "node-1.no").touch()
-    job = {"ID": "job#0", "NUM_NODES": "2", "NODE_INDEX": "0", "MAIN_NODE_INDEX": "0"}
-    for name, value in job.items():
-        monkeypatch.setenv(f"AWS_BATCH_JOB_{name}", value)
-    tools_folder = tmp_path / "bin"
-    table = [f"{size} 1 fp32 1 1.0 {busbw}" for size in (8, 2**13, 2**23, 2**27)]
-    says(tools_folder, "table", "\n".join(["size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)", *table, ""]))
-    fake_tool(tools_folder, "nccom-test", f"echo $* >> {tmp_path}/asked; exec {tools_folder}/table")
-    fake_tool(tools_folder, "mpirun", "exit 0")
-    says(tools_folder, "neuron-ls", json.dumps(neuron_ls()))
-    monkeypatch.setenv("PATH", f"{tools_folder}:/usr/bin:/bin")
-    monkeypatch.setattr(tools, "check_efa", lambda *args, **kwargs: CheckResult("efa", Verdict.PASS))
-    monkeypatch.setattr(tools, "nccom_checks", lambda *args: ())  # those within the node
-    flags = ("--health.expected-instance=trn1.32xlarge", "--health.only=tools", "--launch.processes=32")
-    found, err = run(*flags, "--health.nccom-across-nodes")
-    assert found == code, err
-    assert "-r 64 -N 2 --hosts " in (tmp_path / "asked").read_text()
-    assert ("check nccom-test across nodes: " in err) is (code == RETRY)
 
 
 @pytest.mark.parametrize("group", ["cores", "collectives"])

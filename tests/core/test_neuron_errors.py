@@ -2,14 +2,13 @@
 
 import pytest
 
-from pipeline.core.errors import ConfigError, NumericError, TransientError
-from pipeline.health.neuron_errors import LOG_ROWS, ROWS, STATUS_ROWS, classify, decisive, device_error
-from pipeline.health.verdict import Verdict
+from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
+from pipeline.core.neuron_errors import LOG_ROWS, ROWS, STATUS_ROWS, classify, decisive, device_error
 
-PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
+PASS, WARN, RETRY, FIX = None, None, TransientError, ConfigError
 pytestmark = pytest.mark.unit
 
-STATUS = {
+STATUS: dict[int, tuple[str, type[TrnpipeError] | None]] = {
     0: ("NRT_SUCCESS", PASS),
     1: ("NRT_FAILURE", RETRY),
     2: ("NRT_INVALID", FIX),
@@ -26,7 +25,7 @@ STATUS = {
     15: ("NRT_QUEUE_EMPTY", FIX),
     101: ("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY),
     1002: ("NRT_EXEC_BAD_INPUT", FIX),
-    1003: ("NRT_EXEC_COMPLETED_WITH_NUM_ERR", FIX),
+    1003: ("NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError),
     1004: ("NRT_EXEC_COMPLETED_WITH_ERR", RETRY),
     1005: ("NRT_EXEC_NC_BUSY", RETRY),
     1006: ("NRT_EXEC_OOB", FIX),
@@ -41,7 +40,7 @@ STATUS = {
 }
 HW = "[ 912.1] NEURON_HW_ERR={} instance-id=i-05 hostname=ip-10-0-0-1 nd-id=0 nc-id=0 serial-num=19f action=TERMINATE"
 RELOAD = "Please reload the neuron driver or reboot your EC2 instance to prevent future impact."
-LINES = [
+LINES: list[tuple[str, str, type[TrnpipeError] | None]] = [
     (HW.format("SRAM_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
     (HW.format("NC_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
     (HW.format("HBM_UNCORRECTABLE_ERROR"), "hardware error", RETRY),
@@ -109,7 +108,7 @@ LINES = [
 
 
 def test_the_table_has_each_code_once() -> None:
-    assert {row.code: (row.name, row.verdict) for row in STATUS_ROWS} == STATUS
+    assert {row.code: (row.name, row.error) for row in STATUS_ROWS} == STATUS
     assert len(STATUS_ROWS) == len(STATUS)
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.action for row in ROWS)
@@ -127,16 +126,16 @@ def test_the_table_has_each_code_once() -> None:
     ],
 )
 def test_status_codes(code: int, message: str) -> None:
-    name, verdict = STATUS[code]
+    name, error = STATUS[code]
     matches = classify("a line before\n" + message.format(name=name, code=code) + "\na line after")
-    assert [(match.row.name, match.verdict) for match in matches] == [(name, verdict)]
+    assert [(match.row.name, match.error) for match in matches] == [(name, error)]
     assert matches[0].line == message.format(name=name, code=code)
 
 
-@pytest.mark.parametrize(("line", "name", "verdict"), LINES)
-def test_log_lines(line: str, name: str, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("line", "name", "error"), LINES)
+def test_log_lines(line: str, name: str, error: type[TrnpipeError] | None) -> None:
     matches = classify(f"step 12 loss 0.31\n{line}\nTraceback")
-    assert [(match.row.name, match.verdict, match.line) for match in matches] == [(name, verdict, line)]
+    assert [(match.row.name, match.error, match.line) for match in matches] == [(name, error, line)]
 
 
 def test_every_row_of_the_log_table_is_shown_by_a_line() -> None:
@@ -161,7 +160,7 @@ def test_harmless_text(text: str) -> None:
     assert device_error(text) is None
 
 
-def test_verdicts_make_the_class_to_raise() -> None:
+def test_rows_make_the_class_to_raise() -> None:
     assert isinstance(device_error("NRT_TIMEOUT"), TransientError)
     assert isinstance(device_error("NRT_RESOURCE"), ConfigError)
     assert isinstance(device_error("NRT_EXEC_COMPLETED_WITH_NUM_ERR"), NumericError)

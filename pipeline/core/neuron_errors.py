@@ -1,7 +1,7 @@
-"""What an error of the Neuron runtime, driver or network means: one table, and the error to raise for a text.
+"""What an error of the Neuron runtime, driver, network or compiler means: one table, and the error to raise for a text.
 
 Status codes: the Neuron runtime's nrt_status.h. Log patterns: for the most part AWS Neuron documentation, runtime
-troubleshooting. RETRY: the same work may pass elsewhere or later; FIX: it would fail on every machine; WARN: goes on.
+troubleshooting. RETRY: the same work may pass elsewhere or later; FIX: fails on every machine; NONE: work goes on.
 Where the facts leave both open, RETRY: a few short attempts cost less than a night lost to one sick machine.
 """
 
@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
-from pipeline.health.verdict import Verdict
 
-PASS, WARN, RETRY, FIX = Verdict
+NONE, RETRY, FIX = None, TransientError, ConfigError
+
+# -9 is what Python calls a process ended by SIGKILL; F137 is neuronx-cc's own word when that hit one of its children.
+COMPILER_KILLED = re.compile(
+    r"neuronx-cc was forcibly killed|\[F137\]|neuronx-cc.*Signals\.SIGKILL"
+    r"|(?:neuronx-cc|[Cc]ompil\w*)\b.*(?:failed|exited|returned|status|code|terminated)\D{0,20}(?<![\w.])-9(?!\.?\w)"
+    r"|failed compilation:\D{0,80}(?<![\w.])-9(?!\.?\w)"
+)
+"""One line of a compile's log that says so."""
 
 
 class Evidence(IntEnum):
@@ -28,15 +35,18 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True)
 class NeuronError:
-    """A row. `code`: NRT status. `pattern`: a regular expression for one line. `many_nodes`: verdict in a gang."""
+    """A row. `error`: the class to raise, None where the work goes on; `many_nodes`: that of a job of several nodes.
+
+    `code`: NRT status. `pattern`: a regular expression for one line.
+    """
 
     name: str
-    verdict: Verdict
+    error: type[TrnpipeError] | None
     action: str
     code: int | None = None
     pattern: str = ""
     evidence: Evidence = Evidence.LIKELY
-    many_nodes: Verdict | None = None
+    many_nodes: type[TrnpipeError] | None = None
 
 
 _REPLACE = "replace the machine: terminate it, or stop and start it"
@@ -49,7 +59,7 @@ _MEMORY = "fewer parallel compiles (compile.parallel) or loader workers, or a ma
 ECHO, LIKELY, PROOF = Evidence
 
 STATUS_ROWS = (
-    NeuronError("NRT_SUCCESS", PASS, "nothing", 0, evidence=ECHO),
+    NeuronError("NRT_SUCCESS", NONE, "nothing", 0, evidence=ECHO),
     NeuronError("NRT_FAILURE", RETRY, "end other processes on the cores; is the driver loaded?", 1, evidence=ECHO),
     NeuronError("NRT_INVALID", FIX, f"a bad graph or inputs; {_SOFTWARE}", 2),
     NeuronError("NRT_INVALID_HANDLE", FIX, _SOFTWARE, 3, evidence=ECHO),
@@ -66,7 +76,7 @@ STATUS_ROWS = (
     NeuronError("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY, f"{_RELOAD}; if it repeats, {_REPLACE}", 101),
     NeuronError("NRT_EXEC_BAD_INPUT", FIX, _SOFTWARE, 1002),
     NeuronError(
-        "NRT_EXEC_COMPLETED_WITH_NUM_ERR", FIX, f"NaN: model or data; if every model gives it, {_RELOAD}", 1003
+        "NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError, f"NaN: model or data; if every model gives it, {_RELOAD}", 1003
     ),
     NeuronError(
         "NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "dmesg: a memory error? If it repeats elsewhere, the graph", 1004
@@ -140,7 +150,7 @@ LOG_ROWS = (
     ),
     NeuronError(
         "waits for a peer",
-        WARN,
+        NONE,
         "look at the other nodes: one compiles, or is dead",
         pattern=r"Timeout waiting for (?:RX|incoming connection)|Connect to \S+ failed - retrying",
         evidence=ECHO,
@@ -152,7 +162,7 @@ LOG_ROWS = (
         pattern=r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe",
         evidence=ECHO,
     ),
-    NeuronError("no EFA", WARN, _EFA, pattern=r"OFI plugin initNet\(\) failed", many_nodes=FIX),
+    NeuronError("no EFA", NONE, _EFA, pattern=r"OFI plugin initNet\(\) failed", many_nodes=FIX),
     NeuronError("no EFA for many nodes", FIX, _EFA, pattern=r"Unable to run multi-instance workload"),
     NeuronError(
         "no libnccom", FIX, "install aws-neuronx-collectives in the image", pattern=r"Error opening libnccom\.so"
@@ -164,7 +174,7 @@ LOG_ROWS = (
         _VERSIONS,
         pattern=r"NEFF version mismatch|incompatible model|Unsupported hardware operator code",
     ),
-    NeuronError("EFA deregistration", PASS, "nothing", pattern=r"\befa\b[^\n]{0,80}DEREG_MR[^\n]{0,60}err -22\b"),
+    NeuronError("EFA deregistration", NONE, "nothing", pattern=r"\befa\b[^\n]{0,80}DEREG_MR[^\n]{0,60}err -22\b"),
     NeuronError(
         "host out of memory",
         FIX,
@@ -185,18 +195,11 @@ ROWS = (*STATUS_ROWS, *LOG_ROWS)
 
 @dataclass(frozen=True)
 class Match:
-    """A row, the verdict where the job has as many nodes as told, and the first line that shows it."""
+    """A row, the error where the job has as many nodes as given, and the first line that shows it."""
 
     row: NeuronError
-    verdict: Verdict
+    error: type[TrnpipeError] | None
     line: str
-
-    @property
-    def error(self) -> type[TrnpipeError] | None:
-        """The class to raise; None where the work may go on."""
-        if self.verdict is FIX:
-            return NumericError if self.row.name == "NRT_EXEC_COMPLETED_WITH_NUM_ERR" else ConfigError
-        return TransientError if self.verdict is RETRY else None
 
 
 def classify(text: str, *, num_nodes: int = 1) -> tuple[Match, ...]:
@@ -209,23 +212,26 @@ def classify(text: str, *, num_nodes: int = 1) -> tuple[Match, ...]:
         places = [shown.start()] if shown else []
         places += [where[key] for where, key in ((names, row.name), (codes, str(row.code))) if key in where]
         if places:
-            verdict = row.verdict if num_nodes == 1 or row.many_nodes is None else row.many_nodes
-            found.append((min(places), Match(row, verdict, _line_at(text, min(places)))))
+            error = row.error if num_nodes == 1 or row.many_nodes is None else row.many_nodes
+            found.append((min(places), Match(row, error, _line_at(text, min(places)))))
     return tuple(match for _, match in sorted(found, key=lambda item: item[0]))
 
 
 def decisive(matches: Iterable[Match]) -> Match | None:
     """What to act on: proof of broken hardware before anything else, echoes last, then the gravest, then the first."""
-    return max(matches, key=lambda match: (match.row.evidence, match.verdict), default=None)
+    return max(matches, key=lambda match: (match.row.evidence, _gravity(match.error)), default=None)
 
 
 def device_error(text: str, *, num_nodes: int = 1) -> TrnpipeError | None:
     """The error to raise for what a program on Neuron devices printed; None where the table knows none in it."""
-    raising = [match for match in classify(text, num_nodes=num_nodes) if match.error]
-    match = decisive(raising)
+    match = decisive(match for match in classify(text, num_nodes=num_nodes) if match.error)
     if match is None or match.error is None:
         return None
     return match.error(f"{match.row.name}: {match.line}", expected="no device error", next_command=match.row.action)
+
+
+def _gravity(error: type[TrnpipeError] | None) -> int:
+    return 0 if error is None else 1 if error is TransientError else 2
 
 
 # `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.

@@ -1,0 +1,312 @@
+"""What a node makes of the reports of its ranks, and a gang of those of its nodes. Without torch.
+
+Each rank leaves its results in a folder of its node; the nodes read each other's reports through the workspace.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from pipeline.core.errors import DataError, TransientError
+from pipeline.core.format import format_duration
+from pipeline.health.check import one_line
+from pipeline.health.neuron import DRIVER, VERSIONS
+from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, to_json
+from pipeline.io import atomic
+from pipeline.io.storage import KeyNotFound, join_key
+from pipeline.parallel.nodes import Nodes
+
+BURN, ROUND = "burn", "fastest_round_s"
+SHARED = "shares_host_cpu"
+NOT_SEEN = "host not known"
+ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
+_RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
+
+
+# The ranks of this node.
+
+
+def leave(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
+    """Put the report of rank `report.node_rank` there, or what it has done so far."""
+    atomic.write_bytes_atomic(_path(folder, report.node_rank, is_finished), to_json(report).encode())
+
+
+def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
+    """What the ranks of a node have left in `folder`, as results of the node: who ended on the way is named, too.
+
+    One line for each check that all ranks passed, one for each rank that did not.
+    """
+    by_name: dict[str, dict[int, CheckResult]] = {}
+    merged: list[CheckResult] = []
+    for rank in ranks:
+        if (report := _read(_path(folder, rank, True))) is None:
+            report = _read(_path(folder, rank, False))
+            last = f" after check {report.results[-1].name}" if report and report.results else ""
+            merged.append(
+                CheckResult(
+                    "ranks",
+                    Verdict.RETRY,
+                    f"rank {rank} of this node ended without a word{last}",
+                    "a report of each rank",
+                    "look at the last lines of that rank, and at dmesg for the out-of-memory killer",
+                )
+            )
+        for result in report.results if report else ():
+            by_name.setdefault(result.name, {})[rank] = result
+    for found in by_name.values():
+        bad = {rank: result for rank, result in found.items() if result.verdict > Verdict.PASS}
+        merged += [replace(result, seen=f"rank {rank}: {result.seen}") for rank, result in bad.items()]
+        if not bad:
+            first = next(iter(found.values()))
+            rounds = {f"rank_{rank}_{ROUND}": one.figures[ROUND] for rank, one in found.items() if ROUND in one.figures}
+            seen = first.seen or "right"
+            merged.append(
+                replace(
+                    first,
+                    seen=f"{len(found)} x {seen}" if len(found) > 1 else seen,
+                    figures={**first.figures, **rounds},
+                    seconds=max(one.seconds for one in found.values()),
+                )
+            )
+    return tuple(merged)
+
+
+def _path(folder: Path, rank: int, is_finished: bool) -> Path:
+    return folder / (f"rank-{rank}.json" if is_finished else f"rank-{rank}-so-far.json")
+
+
+def _read(path: Path) -> NodeReport | None:
+    try:
+        return from_json(path.read_bytes(), str(path))
+    except (OSError, DataError):
+        return None
+
+
+# Ranks of all nodes against each other: pace.
+
+
+def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
+    """The same reports, annotated where a rank ran slower than its peers on all nodes."""
+    reports = tuple(reports)
+    slow = slow_ranks({rank: round_s for report in reports for rank, round_s in _rounds(report)}, ratio)
+    return tuple(replace(one, results=(*one.results, *_slow(one, slow, ratio))) for one in reports) if slow else reports
+
+
+def slow_ranks(round_s: Mapping[int, float], ratio: float) -> dict[int, float]:
+    """Ranks that need more than `ratio` times the median of their peers for the same work, with that multiple.
+
+    Give it each rank's fastest round: noise makes a round slower, never faster. Two ranks are each other's only peer.
+    """
+    slow = {}
+    for rank, mine in round_s.items():
+        peers = [other for peer, other in round_s.items() if peer != rank]
+        if peers and mine > ratio * median(peers):
+            slow[rank] = mine / median(peers)
+    return slow
+
+
+def _rounds(report: NodeReport) -> Iterator[tuple[int, float]]:
+    for result in report.results:
+        for name, value in result.figures.items() if result.name == BURN else ():
+            if match := _RANK_ROUND.fullmatch(name):
+                yield int(match[1]), float(value)
+
+
+def _slow(report: NodeReport, slow: Mapping[int, float], ratio: float) -> Iterator[CheckResult]:
+    # "Cores" that are this host's share its processors with each other and with whatever else runs.
+    shared = any(one.figures.get(SHARED) for one in report.results)
+    for rank in sorted({rank for rank, _ in _rounds(report)} & slow.keys()):
+        yield CheckResult(
+            "slow core",
+            Verdict.WARN if shared else Verdict.RETRY,
+            f"rank {rank} takes {slow[rank]:.1f} times as long as its peers for the same products",
+            f"at most {ratio:g} times",
+            "this job elsewhere; look for throttling and for other processes on that machine",
+        )
+
+
+# An operation that is less exact than expected: a defect of one core, or all that such cores can do.
+#
+# A sick core is wrong in its own way. Where all ranks, given equal inputs, come to the same error, no core is sick: the
+# expectation is wrong, or what compiles for them.
+
+OPERATIONS_CHECK = "operations"
+BEYOND = "beyond_tolerance"
+"""The figure of a result that names the operations whose error is beyond their tolerance."""
+GROSS_ERROR = 0.1
+"""More than rounding can make of any of these operations: bf16 has 8 bits of mantissa, so errors of 2^-9."""
+
+
+def beyond_tolerance(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> CheckResult:
+    """What a rank says of the operations in `tolerances`, each with an error beyond it. `errors`: of all operations."""
+    wrong = {name: errors[name] for name in tolerances}
+    figures = error_figures(errors) | {BEYOND: ", ".join(wrong)}
+    at_most = ", ".join(f"{tolerance:g} ({name})" for name, tolerance in tolerances.items())
+    hint = "" if max(wrong.values()) > GROSS_ERROR else f"; if all machines say so: {_tolerances_flag(wrong)}"
+    expected = f"at most {at_most} against float64"
+    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, _errors_text(wrong), expected, f"{ELSEWHERE}{hint}", figures)
+
+
+def error_figures(errors: Mapping[str, float]) -> dict[str, float | int | str]:
+    """Three digits: equal ones on equal cores."""
+    return {_error_figure(name): float(f"{value:.3g}") for name, value in errors.items()}
+
+
+def with_shared_errors(reports: Sequence[NodeReport], num_ranks: int) -> tuple[NodeReport, ...]:
+    """The same reports; where all `num_ranks` have the same errors beyond tolerances, with one softer result a node.
+
+    One rank alone cannot tell: its verdict stays.
+    """
+    found = [_errors(result) for report in reports for result in report.results if _is_beyond(result)]
+    if num_ranks < 2 or len(found) != num_ranks or any(one != found[0] for one in found):
+        return tuple(reports)
+    (wrong, *_), shared = found, []
+    same = f"{_errors_text(wrong)}; the same on all {num_ranks} ranks"
+    for report in reports:
+        first = next((one for one in report.results if _is_beyond(one)), None)
+        rest = [one for one in report.results if one is first or not _is_beyond(one)]
+        shared.append(
+            replace(report, results=tuple(_softened(one, wrong, same) if one is first else one for one in rest))
+        )
+    return tuple(shared)
+
+
+def _softened(result: CheckResult, wrong: Mapping[str, float], same: str) -> CheckResult:
+    if max(wrong.values()) > GROSS_ERROR:
+        fix = "compiler and its flags as in docs/neuron.md; then trnpipe parity against the CPU"
+        return replace(result, verdict=Verdict.FIX, seen=f"{same}: no core but what runs on them", next_command=fix)
+    advice = f"{_tolerances_flag(wrong)}, once trnpipe parity passes"
+    return replace(result, verdict=Verdict.WARN, seen=f"{same}: a tolerance, not a defect", next_command=advice)
+
+
+def _error_figure(operation: str) -> str:
+    """Under which name the error of an operation is in the figures."""
+    return f"{operation.replace(' ', '_')}_error"
+
+
+def _is_beyond(result: CheckResult) -> bool:
+    return result.name == OPERATIONS_CHECK and BEYOND in result.figures
+
+
+def _errors(result: CheckResult) -> dict[str, float]:
+    return {name: float(result.figures[_error_figure(name)]) for name in str(result.figures[BEYOND]).split(", ")}
+
+
+def _errors_text(errors: Mapping[str, float]) -> str:
+    return "; ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+
+
+def _tolerances_flag(errors: Mapping[str, float]) -> str:
+    """The setting that lets them pass, with room for other inputs."""
+    return f"--health.tolerances '{','.join(f'{name}={2 * error:.1g}' for name, error in errors.items())}'"
+
+
+# The nodes of one job read each other's reports, and come to one verdict.
+
+
+def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
+    """The reports of all nodes, in rank order, with what only a comparison shows; for `gang_error`.
+
+    Nodes may meet again in another phase; who fails in between is known there.
+
+    Every node gets the same ones. A node that does not come, or fails, is in them by its rank, with a RETRY; who finds
+    that tells those who still wait. Raises Preempted when stopped, and storage errors: call it in `nodes.telling()`.
+    A node alone has nothing to compare.
+    """
+    if nodes.num_nodes == 1:
+        return (mine,)
+    texts, absent = _exchange(nodes, phase, to_json(mine), wait_s)
+    reports = {rank: _report_of(rank, text) for rank, text in texts.items()}
+    if absent:  # end the wait of the others as an error in `nodes.telling()` does
+        reason = next(iter(absent.values())).seen
+        nodes.storage.write_bytes(_failed_key(nodes, nodes.rank), reason.encode())
+    for rank, fault in (absent or version_faults(reports.values())).items():
+        report = reports.get(rank, NodeReport(rank, NOT_SEEN, ()))
+        reports[rank] = replace(report, results=(*report.results, fault))
+    return tuple(reports[rank] for rank in sorted(reports))
+
+
+def _exchange(nodes: Nodes, phase: str, text: str, wait_s: float) -> tuple[dict[int, bytes], dict[int, CheckResult]]:
+    """(what each node wrote, what is to be said of those that did not)."""
+    keys = {rank: join_key(nodes.folder, f"{phase}/node-{rank}.json") for rank in range(nodes.num_nodes)}
+    nodes.storage.write_bytes(keys[nodes.rank], text.encode())
+    error: TransientError | None = None
+    try:
+        nodes.any(phase, False, timeout_s=wait_s)
+    except TransientError as failure:
+        error = failure
+    found = {rank: data for rank, key in keys.items() if (data := _bytes_at(nodes, key)) is not None}
+    absent = set(keys) - set(found)
+    if error is None or not absent:  # or the last one came while we gave up
+        return found, {}
+    reasons = {rank: reason for rank in absent if (reason := _bytes_at(nodes, _failed_key(nodes, rank)))}
+    return found, {
+        rank: CheckResult(
+            "report",
+            Verdict.RETRY,
+            one_line(
+                f"no report, it failed: {reasons[rank].decode(errors='replace')}"
+                if reasons
+                else f"no report: {error.seen}"
+            ),
+            f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}",
+            f"look at the log of node {rank}, and whether its machine is alive",
+        )
+        for rank in (reasons or absent)
+    }
+
+
+def _bytes_at(nodes: Nodes, key: str) -> bytes | None:
+    try:
+        return nodes.storage.read_bytes(key)
+    except KeyNotFound:
+        return None
+
+
+def _failed_key(nodes: Nodes, rank: int) -> str:
+    return join_key(nodes.folder, f"node-{rank}.failed")
+
+
+def _report_of(rank: int, text: bytes) -> NodeReport:
+    """One that cannot be read was written by another version of us, which is a fault of its own."""
+    try:
+        return from_json(text, f"the report of node {rank}")
+    except DataError as error:
+        expected = "a report as this version writes it"
+        advice = "name the image by its digest, so that all nodes run the same version"
+        fault = CheckResult("report", Verdict.FIX, one_line(error.seen), expected, advice)
+        return NodeReport(rank, NOT_SEEN, (fault,))
+
+
+def version_faults(reports: Iterable[NodeReport]) -> dict[int, CheckResult]:
+    """What is to be said of the nodes whose versions are not those of most (of the lowest rank when it is a draw).
+
+    The driver belongs to the machine; everything else comes with the image and the job, which must change.
+    """
+    found = {
+        report.node_rank: {name: str(value) for name, value in result.figures.items()}
+        for report in sorted(reports, key=lambda one: one.node_rank)
+        for result in report.results
+        if result.name == VERSIONS and result.figures
+    }
+    parts = sorted({part for versions in found.values() for part in versions})
+    # Counter keeps the order of first appearance among equals, here that of ranks.
+    usual = {part: Counter(one.get(part, "none") for one in found.values()).most_common(1)[0] for part in parts}
+    faults = {}
+    for rank, versions in found.items():
+        other = [part for part in parts if versions.get(part, "none") != usual[part][0]]
+        only_driver = other == [DRIVER]
+        if other:
+            faults[rank] = CheckResult(
+                VERSIONS,
+                Verdict.RETRY if only_driver else Verdict.FIX,
+                "; ".join(f"{part} {versions.get(part, 'none')}" for part in other),
+                "; ".join(f"{part} {usual[part][0]} ({usual[part][1]} of {len(found)} nodes)" for part in other),
+                "pin the AMI of the compute environment; machines of the old one go when they are idle"
+                if only_driver
+                else "name the image by its digest, so that all nodes pull the same, and give all the same settings",
+            )
+    return faults
