@@ -16,14 +16,13 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
-from pipeline.data.encode import PairTokens, id_dtype, pack, pair_tokens, product_text, text_characters
 from pipeline.data.judgements import count_judgements
 from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import lexical_features, numeric_names
-from pipeline.data.partitions import Partition
-from pipeline.data.rows import BadRow, Chunk, RawBatch
+from pipeline.data.rows import BadRow, Chunk, RawBatch, product_text, text_characters
 from pipeline.data.slices import Names, merge_names
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.sources import Partition
+from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
 from pipeline.data.tokens import SPLITS, FileRows, ShardInfo, SliceInfo, Split, TokenSetInfo
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.io.atomic import write_atomic

@@ -1,156 +1,43 @@
-"""The Amazon Shopping Queries (ESCI) layout: examples joined with products on product_id and product_locale.
+"""The products of the Amazon Shopping Queries (ESCI) layout, with which its examples are joined.
 
 Memory: 24 bytes per product for the index (44 MB for the 1.8 M products of the full set), three times that while it is
-built, and one chunk of rows. The product texts lie in one file below scratch and are looked up through a memory map, so
-the operating system may drop them.
+built. The product texts lie in one file below scratch and are looked up through a memory map, so the operating system
+may drop them.
 """
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import xxhash
 
 from pipeline.core.errors import DataError
-from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
-from pipeline.core.stop import StopSignal
-from pipeline.data.config import DataConfig
-from pipeline.data.encode import text_characters
-from pipeline.data.partitions import InputFile, Partition, content_ids, group_by_day
-from pipeline.data.readers import parquet_rows, read_file
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, ColumnPlan, RawBatch, batch_rows
-from pipeline.io.storage import ObjectStat, Storage
+from pipeline.data.readers import read_file
+from pipeline.data.rows import ColumnPlan
+from pipeline.io.storage import Storage
 
-ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
-ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
+EXAMPLES = "shopping_queries_dataset_examples.parquet"
+PRODUCTS = "shopping_queries_dataset_products.parquet"
 GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
 """Gains of the four judgements, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
-
 NO_PRODUCT = "product not among the products"
-_FIELDS = {
+FIELDS = {
     "query": "query",
     "label": "esci_label",
     "query_id": "query_id",
     "product_id": "product_id",
     "split": "split",
 }
-_LOCALE = "product_locale"
+LOCALE = "product_locale"
 _TEXT_COLUMNS = ("product_brand", "product_color", "product_bullet_point", "product_description")
 
 
-def open_esci(
-    config: DataConfig, storage: Storage, stats: Sequence[ObjectStat], *, scratch: Path, stop: StopSignal
-) -> "EsciSource":
-    """Find both files. Raises DataError when one is missing."""
-    examples = [stat for stat in stats if stat.key.endswith(ESCI_EXAMPLES)]
-    if not examples and len(stats) == 1:
-        examples = list(stats)
-    products = [stat for stat in stats if stat.key.endswith(ESCI_PRODUCTS)]
-    if not products and (beside := storage.stat(ESCI_PRODUCTS)):
-        products = [beside]
-    if not examples or len(products) != 1:
-        raise DataError(
-            f"{config.path} holds {len(examples)} ESCI example files and {len(products)} product files",
-            expected=f"{ESCI_EXAMPLES} (also in dt= folders) and one {ESCI_PRODUCTS}",
-            next_command="set --data.path to the folder with both files",
-        )
-    *ids, product_id = content_ids(storage, [*examples, products[0]], stop)
-    files = [
-        InputFile(stat.key, "parquet", content, stat.size_bytes) for stat, content in zip(examples, ids, strict=True)
-    ]
-    partitions = group_by_day(files, str(config.path), (product_id,))
-    return EsciSource(config, storage, partitions, products[0].key, scratch / "esci", stop)
-
-
-class EsciSource:
-    """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
-
-    fixed_labels = GAINS
-
-    def __init__(
-        self,
-        config: DataConfig,
-        storage: Storage,
-        partitions: tuple[Partition, ...],
-        products: str,
-        scratch: Path,
-        stop: StopSignal,
-    ) -> None:
-        self._config, self._storage, self.partitions = config, storage, partitions
-        self._products_key, self._scratch, self._stop = products, scratch, stop
-        self._products: ProductIndex | None = None
-
-    def num_rows(self) -> int | None:
-        return sum(parquet_rows(self._storage, file.key) for part in self.partitions for file in part.files)
-
-    def _index(self) -> "ProductIndex":
-        if self._products is None:
-            limit = 4 * text_characters(self._config.bucket_shapes)  # a character has at most 4 bytes
-            name = fingerprint([self.partitions[0].extra_ids[0], self._config.esci_locale, limit])
-            folder = self._scratch / name
-            if not (folder / "index.npz").exists():
-                _build_index(
-                    self._storage, self._products_key, folder, self._config.esci_locale, limit, stop=self._stop
-                )
-            self._products = ProductIndex(folder)
-        return self._products
-
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        plan = ColumnPlan(tuple(_FIELDS.items()) + self._feature_pairs())
-        if fields is not None:
-            plan = plan.only([*fields, "product_id"])
-        plan = ColumnPlan((*plan.pairs, ("locale", _LOCALE)))
-        uri = self._storage.uri(file.key)
-        batches = read_file(
-            self._storage, file.key, "parquet", lambda names: _checked(plan, names, uri), self._batch_rows
-        )
-        for batch in batches:
-            self._stop.raise_if_set(f"reading {uri}")
-            yield self._joined(batch, file.key)
-
-    @property
-    def _batch_rows(self) -> int:
-        return batch_rows(self._config.rows_per_chunk)
-
-    def _feature_pairs(self) -> tuple[tuple[str, str], ...]:
-        config = self._config
-        return (
-            *((NUMERIC + column, column) for column in config.numeric),
-            *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
-            *((SLICE + column, column) for column in config.slices),
-            *((FILTER + column, column) for column in config.filter),
-        )
-
-    def _joined(self, batch: RawBatch, file: str) -> RawBatch:
-        """Rows of the wanted locale with title and text; rows without a product are bad."""
-        columns, rows = batch.columns, batch.rows
-        if self._config.esci_locale:
-            keep = pa.compute.equal(columns["locale"], self._config.esci_locale.encode()).fill_null(False)
-            columns, rows = columns.filter(keep), rows[keep.to_numpy(zero_copy_only=False)]
-        ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-        titles, texts, found = self._index().look_up(ids, locales)
-        bad = tuple(
-            BadRow(file, int(rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}") for i in np.flatnonzero(~found)
-        )
-        columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
-        columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
-        return replace(
-            batch,
-            columns=columns.filter(pa.array(found)).drop_columns(["locale"]),
-            rows=rows[found],
-            bad=bad,
-            left_out=len(batch.rows) - len(rows),
-        )
-
-
-def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
+def checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
     if missing := [column for column in plan.inputs if column not in names]:
         raise DataError(
             f"{uri} has no column {', '.join(map(repr, missing))}",
@@ -195,8 +82,17 @@ class ProductIndex:
         return titles, texts, found
 
 
-def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, limit: int, *, stop: StopSignal) -> None:
-    """Stream the products once; `index.npz` appears last, so that a half-built index is never used."""
+def open_products(storage: Storage, key: str, folder: Path, locale: str | None, limit: int) -> ProductIndex:
+    """The index of a file of products, of one locale (None: all), with texts cut to `limit` bytes.
+
+    It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used.
+    """
+    if not (folder / "index.npz").exists():
+        _build_index(storage, key, folder, locale, limit)
+    return ProductIndex(folder)
+
+
+def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, limit: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     keys: list[int] = []
     sizes: list[tuple[int, int]] = []
@@ -207,24 +103,24 @@ def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, l
         progress("indexing products", stat.size_bytes if stat else None, "bytes") as advance,
     ):
         for batch in read_file(storage, key, "parquet", lambda names: _product_plan(names, uri), 4096):
-            stop.raise_if_set(f"indexing {uri}")
+            storage.stop.raise_if_set(f"indexing {uri}")
             advance(batch.input_bytes)
             columns = batch.columns.to_pydict()
             text_columns = [column for column in _TEXT_COLUMNS if column in columns]
             for row in range(len(batch.rows)):
-                if locale and columns[_LOCALE][row] != locale.encode():
+                if locale and columns[LOCALE][row] != locale.encode():
                     continue
                 title = columns["product_title"][row] or b""
                 text = cut_utf8(b" ".join(filter(None, (columns[c][row] for c in text_columns))), limit)
-                keys.append(_key(columns["product_id"][row], columns[_LOCALE][row]))
+                keys.append(_key(columns["product_id"][row], columns[LOCALE][row]))
                 sizes.append((len(title), len(text)))
                 texts.write(title + text)
     _write_index(folder, np.array(keys, dtype=np.uint64), np.array(sizes, dtype=np.int32).reshape(-1, 2))
 
 
 def _product_plan(names: Sequence[str], uri: str) -> ColumnPlan:
-    wanted = ("product_id", _LOCALE, "product_title", *(column for column in _TEXT_COLUMNS if column in names))
-    return _checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
+    wanted = ("product_id", LOCALE, "product_title", *(column for column in _TEXT_COLUMNS if column in names))
+    return checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
 
 
 def _write_index(folder: Path, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
-from pipeline.data.partitions import Source
+from pipeline.data.sources import Source
 from pipeline.data.survey import LabelCount, Survey
 
 # Relevance classes whose order their names tell.

@@ -1,6 +1,6 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.core.arrays import Int64s
+from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
 
@@ -111,6 +112,22 @@ def shorten(content: str | bytes) -> str:
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
 
 
+# What the encoder reads of a product.
+
+CHARACTERS_PER_TOKEN = 16
+"""Characters worth tokenising for each token there is room for: no text of real words needs more."""
+
+
+def text_characters(buckets: Sequence[Bucket]) -> int:
+    """Characters of a text worth tokenising to fill the largest bucket."""
+    return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
+
+
+def product_text(title: str, text: str, limit: int) -> str:
+    """The title, then the longer text, cut to `limit` characters. Either may be empty."""
+    return (f"{title} {text}" if title and text else title or text)[:limit]
+
+
 # From the columns an input has to the fields we use.
 
 NUMERIC, CATEGORICAL, SLICE, FILTER = "numeric.", "categorical.", "slice.", "filter."
@@ -132,8 +149,10 @@ class ColumnPlan:
         """Input columns to read, each once."""
         return list(dict.fromkeys(column for _, column in self.pairs))
 
-    def only(self, fields: Sequence[str]) -> "ColumnPlan":
-        """The plan cut down to some fields; the filter's columns stay."""
+    def only(self, fields: Sequence[str] | None) -> "ColumnPlan":
+        """The plan cut down to some fields (None: all); the filter's columns stay."""
+        if fields is None:
+            return self
         return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
 
 
@@ -154,16 +173,29 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
             continue
         if column in there or column != getattr(default, field):
             pairs.append((field, column))
-    pairs += [(NUMERIC + column, column) for column in config.numeric]
-    pairs += [(CATEGORICAL + feature.column, feature.column) for feature in config.categorical]
-    pairs += [(SLICE + column, column) for column in config.slices]
-    pairs += [(FILTER + column, column) for column in config.filter]
-    missing = [(field, column) for field, column in pairs if column not in there]
+    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting)
+
+
+def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
+    """Fields of features, slices and the filter with their columns."""
+    return [
+        *((NUMERIC + column, column) for column in config.numeric),
+        *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
+        *((SLICE + column, column) for column in config.slices),
+        *((FILTER + column, column) for column in config.filter),
+    ]
+
+
+def match_columns(
+    pairs: Sequence[tuple[str, str]], available: Sequence[str], file: str, setting: Callable[[str], str]
+) -> ColumnPlan:
+    """The plan of (field, column) pairs. Raises DataError for a column the file lacks, naming the field's `setting`."""
+    missing = [(field, column) for field, column in pairs if column not in available]
     if missing:
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
             expected="one of its columns: " + ", ".join(available),
-            next_command=f"name the right column with {_setting(missing[0][0])}",
+            next_command=f"name the right column with {setting(missing[0][0])}",
         )
     return ColumnPlan(tuple(pairs))
 

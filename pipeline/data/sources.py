@@ -1,104 +1,110 @@
-"""Where rows come from: partitions of files, or the synthetic catalogue."""
+"""Where rows come from: files below a path, in days; the ESCI layout; or the synthetic catalogue."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data import synthetic
+from pipeline.data import esci, synthetic
 from pipeline.data.config import DataConfig
-from pipeline.data.esci import ESCI_EXAMPLES, open_esci
-from pipeline.data.partitions import InputFile, Partition, Source, content_ids, group_by_day
-from pipeline.data.readers import parquet_rows, read_file, suffix_format
-from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
+from pipeline.data.readers import Planner, parquet_rows, read_file, suffix_format
+from pipeline.data.rows import (
+    BadRow,
+    ColumnPlan,
+    RawBatch,
+    batch_rows,
+    feature_pairs,
+    plan_columns,
+    text_characters,
+    to_fields,
+)
+from pipeline.io.commit import record_of
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 
+FLAT = "flat"
+_DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
+_MAX_FOOTERS = 1000
+"""Files whose footers are read to learn how many rows there are."""
 
-class SyntheticSource:
-    """The built-in catalogue."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self.fixed_labels: dict[str, float] = {}
-        self._config = config
-        version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump(exclude={"num_days"})}
-        self.partitions = tuple(
-            Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
-            for name in synthetic.partitions(config.synthetic)
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read; `key` is relative to the input's root. `content_id` changes when its content does."""
+
+    key: str
+    format: str
+    content_id: str
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a table and the format of each. The one reader of what a path in the settings names."""
+
+    storage: Storage
+    found: tuple[tuple[ObjectStat, str], ...]
+
+    @cached_property
+    def inputs(self) -> tuple[InputFile, ...]:
+        """The files with what names their content; local ones are read for it."""
+        ids = content_ids(self.storage, [stat for stat, _ in self.found], self.storage.stop)
+        return tuple(
+            InputFile(stat.key, name, content, stat.size_bytes)
+            for (stat, name), content in zip(self.found, ids, strict=True)
         )
 
-    def num_rows(self) -> int | None:
-        made = self._config.synthetic
-        return made.num_queries * made.num_days * made.candidates_per_query
-
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        plan = _narrow(plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue"), fields)
-        size, first = batch_rows(self._config.rows_per_chunk), 0
-        for batch in synthetic.generate(self._config.synthetic, file.key.split("/")[0]):
-            for start in range(0, len(batch), size):
-                part = batch.slice(start, size)
-                columns = dict(zip(part.schema.names, part.columns, strict=True))
-                yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(part), dtype=np.int64))
-                first += len(part)
+    def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
+        """All rows, at most `num_rows` at a time. `plan`: given the URI of a file, what is read of it."""
+        with progress(doing, sum(stat.size_bytes for stat, _ in self.found), "bytes") as advance:
+            for stat, name in self.found:
+                uri = self.storage.uri(stat.key)
+                for batch in read_file(self.storage, stat.key, name, plan(uri), num_rows):
+                    self.storage.stop.raise_if_set(f"reading {uri}")
+                    advance(batch.input_bytes)
+                    yield batch
 
 
-class FileSource:
-    """Parquet, CSV and JSON lines files."""
+def open_files(
+    path: str, wanted: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
+) -> Files:
+    """The files below a path that can be read, by suffix or (without a known one) as the `wanted` format.
 
-    def __init__(self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...]) -> None:
-        self._config, self._storage, self.partitions = config, storage, partitions
-        self.fixed_labels: dict[str, float] = {}
-
-    def num_rows(self) -> int | None:
-        files = [file for partition in self.partitions for file in partition.files]
-        if any(file.format != "parquet" for file in files) or len(files) > 1000:
-            return None
-        return sum(parquet_rows(self._storage, file.key) for file in files)
-
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        uri = self._storage.uri(file.key)
-        yield from read_file(
-            self._storage,
-            file.key,
-            file.format,
-            lambda names: _narrow(plan_columns(self._config, names, uri), fields),
-            batch_rows(self._config.rows_per_chunk),
-        )
+    Raises DataError, naming the `setting`, when there is none.
+    """
+    storage, stats = find_files(path, stop, setting, retry)
+    return choose_files(storage, stats, wanted, path, setting)
 
 
-def _narrow(plan: ColumnPlan, fields: Sequence[str] | None) -> ColumnPlan:
-    return plan if fields is None else plan.only(fields)
+def choose_files(
+    storage: Storage, stats: Sequence[ObjectStat], wanted: str, path: str, setting: str = "--data.path"
+) -> Files:
+    """Those of `stats` that can be read."""
 
+    def format_of(key: str) -> str | None:
+        by_suffix = suffix_format(key)
+        return by_suffix if wanted == "auto" or by_suffix not in (None, wanted) else wanted
 
-def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
-    """The input that the settings name. Raises DataError when there is nothing to read."""
-    if config.path is None:
-        return SyntheticSource(config)
-    storage, stats = find_files(config.path, stop)
-    names = [stat.key.rsplit("/", 1)[-1] for stat in stats]
-    if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
-        return open_esci(config, storage, stats, scratch=scratch, stop=stop)
-    chosen = [(stat, name) for stat in stats if (name := _format_of(stat.key, config.format))]
-    if not chosen:
+    found = tuple((stat, name) for stat in stats if (name := format_of(stat.key)))
+    if not found:
         raise DataError(
-            f"no input file below {config.path}; seen: {', '.join(names[:5]) or 'nothing'}",
-            expected="*.parquet, *.csv or *.jsonl files, flat or in dt=YYYY-MM-DD/ folders",
-            next_command="correct --data.path, or set --data.format for files with another suffix",
+            f"no input file below {path}; seen: {', '.join(stat.key for stat in stats[:5]) or 'nothing'}",
+            expected="*.parquet, *.csv or *.jsonl files",
+            next_command=f"correct {setting}, or set {setting.rpartition('.')[0]}.format for files of another suffix",
         )
-    ids = content_ids(storage, [stat for stat, _ in chosen], stop)
-    files = [
-        InputFile(stat.key, name, content, stat.size_bytes) for (stat, name), content in zip(chosen, ids, strict=True)
-    ]
-    return FileSource(config, storage, group_by_day(files, config.path))
-
-
-def _format_of(key: str, wanted: str) -> str | None:
-    by_suffix = suffix_format(key)
-    return by_suffix if wanted == "auto" or by_suffix not in (None, wanted) else wanted
+    return Files(storage, found)
 
 
 def find_files(
@@ -122,3 +128,221 @@ def find_files(
         )
     storage = open_storage(path, retry=retry, stop=stop)
     return storage, [stat for stat in storage.list("") if not any(p[:1] in "_." for p in stat.key.split("/"))]
+
+
+def content_ids(storage: Storage, stats: Sequence[ObjectStat], stop: StopSignal) -> list[str]:
+    """What names the content of each file: its xxh3 when local (times lie), its ETag and size on S3."""
+    with progress("looking for changes in the input", sum(stat.size_bytes for stat in stats), "bytes") as advance:
+        ids = []
+        for stat in stats:
+            if storage.local_path(stat.key) is None:
+                ids.append(f"{stat.etag}-{stat.size_bytes}")
+                continue
+            with storage.open_read(stat.key) as file:
+                ids.append(record_of(file, stop, advance).xxh3_128)
+        return ids
+
+
+# An input of training: partitions of files, and the rows of each file.
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The files of one day (`dt=YYYY-MM-DD`), or of a flat input. `extra_ids`: contents joined to every row."""
+
+    name: str
+    files: tuple[InputFile, ...]
+    extra_ids: tuple[str, ...] = ()
+
+    @property
+    def watermark(self) -> str:
+        return self.name.removeprefix("dt=") if self.name != FLAT else ""
+
+    @property
+    def content_id(self) -> str:
+        """One name for the content of all files (and for their names, since sample ids contain them)."""
+        return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
+
+
+def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:
+    """Partitions in order of date, or the one called `flat`. Raises DataError when both layouts are mixed."""
+    days: dict[str, list[InputFile]] = {}
+    for file in files:
+        match = _DAY.fullmatch(file.key.split("/")[0])
+        days.setdefault(match.group(0) if match else FLAT, []).append(file)
+    if FLAT in days and len(days) > 1:
+        raise DataError(
+            f"{path} holds dt= folders and also {days[FLAT][0].key}",
+            expected="either dt=YYYY-MM-DD/ folders or a flat folder",
+            next_command=f"move {days[FLAT][0].key} into a dt= folder",
+        )
+    return tuple(Partition(name, tuple(days[name]), extra_ids) for name in sorted(days))
+
+
+class Source(Protocol):
+    """An input. `read` yields the rows of a file in their one order, cut to the columns of some fields (None: all)."""
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]: ...
+    @property
+    def fixed_labels(self) -> dict[str, float]:
+        """Labels this layout defines, least relevant first, with their gains; empty when the data decides."""
+
+    def num_rows(self) -> int | None:
+        """Rows of all files when that is cheap to know."""
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]: ...
+
+
+@contextmanager
+def reading(doing: str, source: Source, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
+    """Shows the progress of reading files: yields what is to be told of every batch, or of None while one waits.
+
+    In bytes, which are known of every file before it is read; in rows where rows are generated.
+    """
+    size_bytes = sum(file.size_bytes for file in files)
+    is_all = len(files) == sum(len(partition.files) for partition in source.partitions)
+    rows = source.num_rows() if is_all and not size_bytes else None
+    with progress(doing, size_bytes or rows, "bytes" if size_bytes else "rows") as advance:
+
+        def tell(batch: RawBatch | None) -> None:
+            advance((batch.input_bytes if size_bytes else batch.num_rows) if batch else 0)
+
+        yield tell
+
+
+def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
+    """The input that the settings name. Raises DataError when there is nothing to read."""
+    if config.path is None:
+        return SyntheticSource(config)
+    storage, stats = find_files(config.path, stop)
+    names = [stat.key.rsplit("/", 1)[-1] for stat in stats]
+    if config.format == "esci" or (config.format == "auto" and esci.EXAMPLES in names):
+        return _open_esci(config, storage, stats, scratch, stop)
+    files = choose_files(storage, stats, config.format, config.path)
+    return FileSource(config, storage, group_by_day(files.inputs, config.path))
+
+
+class SyntheticSource:
+    """The built-in catalogue."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.fixed_labels: dict[str, float] = {}
+        self._config = config
+        version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump(exclude={"num_days"})}
+        self.partitions = tuple(
+            Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
+            for name in synthetic.partitions(config.synthetic)
+        )
+
+    def num_rows(self) -> int | None:
+        made = self._config.synthetic
+        return made.num_queries * made.num_days * made.candidates_per_query
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        plan = plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
+        size, first = batch_rows(self._config.rows_per_chunk), 0
+        for batch in synthetic.generate(self._config.synthetic, file.key.split("/")[0]):
+            for start in range(0, len(batch), size):
+                part = batch.slice(start, size)
+                columns = dict(zip(part.schema.names, part.columns, strict=True))
+                yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(part), dtype=np.int64))
+                first += len(part)
+
+
+class FileSource:
+    """Parquet, CSV and JSON lines files."""
+
+    def __init__(self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...]) -> None:
+        self._config, self._storage, self.partitions = config, storage, partitions
+        self.fixed_labels: dict[str, float] = {}
+
+    def num_rows(self) -> int | None:
+        files = [file for partition in self.partitions for file in partition.files]
+        if any(file.format != "parquet" for file in files) or len(files) > _MAX_FOOTERS:
+            return None
+        return sum(parquet_rows(self._storage, file.key) for file in files)
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        uri = self._storage.uri(file.key)
+        yield from read_file(
+            self._storage,
+            file.key,
+            file.format,
+            lambda names: plan_columns(self._config, names, uri).only(fields),
+            batch_rows(self._config.rows_per_chunk),
+        )
+
+
+def _open_esci(
+    config: DataConfig, storage: Storage, stats: Sequence[ObjectStat], scratch: Path, stop: StopSignal
+) -> "EsciSource":
+    """Find both files. Raises DataError when one is missing."""
+    examples = [stat for stat in stats if stat.key.endswith(esci.EXAMPLES)]
+    if not examples and len(stats) == 1:
+        examples = list(stats)
+    products = [stat for stat in stats if stat.key.endswith(esci.PRODUCTS)]
+    if not products and (beside := storage.stat(esci.PRODUCTS)):
+        products = [beside]
+    if not examples or len(products) != 1:
+        raise DataError(
+            f"{config.path} holds {len(examples)} ESCI example files and {len(products)} product files",
+            expected=f"{esci.EXAMPLES} (also in dt= folders) and one {esci.PRODUCTS}",
+            next_command="set --data.path to the folder with both files",
+        )
+    *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
+    return EsciSource(config, storage, group_by_day(files, str(config.path), (product.content_id,)), product, scratch)
+
+
+class EsciSource:
+    """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
+
+    fixed_labels = esci.GAINS
+
+    def __init__(
+        self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...], products: InputFile, folder: Path
+    ) -> None:
+        self._config, self._storage, self.partitions = config, storage, partitions
+        self._product_file, self._folder = products, folder / "esci"
+
+    def num_rows(self) -> int | None:
+        return sum(parquet_rows(self._storage, file.key) for part in self.partitions for file in part.files)
+
+    @cached_property
+    def _products(self) -> esci.ProductIndex:
+        locale = self._config.esci_locale
+        limit = 4 * text_characters(self._config.bucket_shapes)  # a character has at most 4 bytes
+        folder = self._folder / fingerprint([self._product_file.content_id, locale, limit])
+        return esci.open_products(self._storage, self._product_file.key, folder, locale, limit)
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        plan = ColumnPlan((*esci.FIELDS.items(), *feature_pairs(self._config)))
+        plan = plan.only(None if fields is None else [*fields, "product_id"])
+        plan = ColumnPlan((*plan.pairs, ("locale", esci.LOCALE)))
+        uri, num_rows = self._storage.uri(file.key), batch_rows(self._config.rows_per_chunk)
+        for batch in read_file(
+            self._storage, file.key, "parquet", lambda names: esci.checked(plan, names, uri), num_rows
+        ):
+            self._storage.stop.raise_if_set(f"reading {uri}")
+            yield self._joined(batch, file.key)
+
+    def _joined(self, batch: RawBatch, file: str) -> RawBatch:
+        """Rows of the wanted locale with title and text; rows without a product are bad."""
+        columns, rows = batch.columns, batch.rows
+        if self._config.esci_locale:
+            keep = pc.equal(columns["locale"], self._config.esci_locale.encode()).fill_null(False)
+            columns, rows = columns.filter(keep), rows[keep.to_numpy(zero_copy_only=False)]
+        ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
+        titles, texts, found = self._products.look_up(ids, locales)
+        bad = tuple(
+            BadRow(file, int(rows[i]), esci.NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}") for i in np.flatnonzero(~found)
+        )
+        columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
+        columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
+        return replace(
+            batch,
+            columns=columns.filter(pa.array(found)).drop_columns(["locale"]),
+            rows=rows[found],
+            bad=bad,
+            left_out=len(batch.rows) - len(rows),
+        )

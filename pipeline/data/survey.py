@@ -10,9 +10,8 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.encode import text_characters
-from pipeline.data.partitions import Source, reading
-from pipeline.data.rows import FILTER, RawBatch
+from pipeline.data.rows import FILTER, RawBatch, text_characters
+from pipeline.data.sources import Source, reading
 from pipeline.data.validate import filter_mask, parse_number
 
 MAX_LABELS = 1000

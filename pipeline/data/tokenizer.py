@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -15,11 +16,13 @@ import xxhash
 from pydantic import JsonValue
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pipeline.core.arrays import Bools, Int32s, Int64s
+from pipeline.core.batching import Bucket, assign_buckets
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.partitions import Partition, Source
+from pipeline.data.sources import Partition, Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
@@ -48,11 +51,11 @@ class Tokens:
     `ids` int32 [sum of lengths], `offsets` int64 [N + 1].
     """
 
-    ids: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int64]
+    ids: Int32s
+    offsets: Int64s
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Int64s:
         return np.diff(self.offsets)
 
     def part(self, start: int, stop: int) -> "Tokens":
@@ -113,7 +116,7 @@ class TextTokenizer:
         return Tokens(np.concatenate(ids), np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
 
 
-def take(tokens: Tokens, index: npt.NDArray[np.int64]) -> Tokens:
+def take(tokens: Tokens, index: Int64s) -> Tokens:
     """Texts by number, in the order (and as often as) asked for. Shape of `index`: [M]."""
     lengths = tokens.lengths[index]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -179,6 +182,53 @@ def _alphabet(texts: Sequence[str], normalizer: normalizers.Normalizer) -> list[
         characters = sorted(characters, key=lambda character: (-counts[character], character))[:_ALPHABET]
     normal = {part for character in characters for part in normalizer.normalize_str(character)}
     return sorted(character for character in normal if not character.isspace())
+
+
+# From token ids to fixed-shape arrays: buckets, truncation, padding. Vectorised; no loop over rows.
+
+
+def id_dtype(vocab_size: int) -> npt.DTypeLike:
+    """uint16 when every id fits, else int32."""
+    return np.uint16 if vocab_size <= 65_536 else np.int32
+
+
+def pack(
+    tokens: Tokens, index: Int64s, length: int, *, pad_id: int, sep_id: int, dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """Texts `index` [n] as one array [n, length]: cut to `length` (the last token is then [SEP]) and padded."""
+    lengths = np.minimum(tokens.lengths[index], length)
+    places = np.arange(length)
+    inside = places < lengths[:, None]
+    packed = np.full((len(index), length), pad_id, dtype=dtype)
+    packed[inside] = tokens.ids[(tokens.offsets[index][:, None] + places)[inside]]
+    rows = np.flatnonzero(lengths)
+    packed[rows, lengths[rows] - 1] = sep_id
+    return packed
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """Tokens of N pairs and where each goes: `bucket` [N]; `truncated` [N] bool; `num_tokens` [N] after truncation."""
+
+    query: Tokens
+    product: Tokens
+    bucket: Int64s
+    truncated: Bools
+    num_tokens: Int64s
+
+
+def pair_tokens(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> PairTokens:
+    """Give every pair its bucket."""
+    bucket = assign_buckets(query.lengths, product.lengths, buckets)
+    query_size = np.array([shape.query_tokens for shape in buckets])[bucket]
+    product_size = np.array([shape.product_tokens for shape in buckets])[bucket]
+    return PairTokens(
+        query,
+        product,
+        bucket,
+        (query.lengths > query_size) | (product.lengths > product_size),
+        np.minimum(query.lengths, query_size) + np.minimum(product.lengths, product_size),
+    )
 
 
 # Which tokenizer to use: given, found in the workspace, or trained; and where it is kept.

@@ -13,7 +13,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.readers import open_parquet
-from pipeline.data.rows import FILTER, ColumnPlan
+from pipeline.data.rows import FILTER, ColumnPlan, match_columns
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 
@@ -102,15 +102,7 @@ class CatalogueColumns(Record):
         if self.text != self.title and (self.text in available or self.text != _DEFAULT_TEXT):
             pairs.append(("text", self.text))
         pairs += [(FILTER + column, column) for column in self.filter]
-        for field, column in pairs:
-            if column not in available:
-                setting = "filter" if field.startswith(FILTER) else field
-                raise DataError(
-                    f"{file} has no column {column!r} (for {setting})",
-                    expected="one of its columns: " + ", ".join(available),
-                    next_command=f"name the right column with --embed.catalogue.{setting}",
-                )
-        return ColumnPlan(tuple(pairs))
+        return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")
 
 
 class CatalogueFile(Record):

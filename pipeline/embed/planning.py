@@ -1,6 +1,6 @@
 """Making the plan: find the catalogue, look at the checkpoint, choose the earlier vectors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,11 @@ from pipeline.context import StageContext
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
-from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.config import DataConfig
-from pipeline.data.partitions import InputFile, content_ids, reading
-from pipeline.data.readers import read_file, suffix_format
 from pipeline.data.rows import RawBatch
-from pipeline.data.sources import find_files, open_source
+from pipeline.data.sources import Files, open_files, open_source, reading
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry import find_earlier
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at
@@ -35,7 +32,7 @@ from pipeline.embed.output import VectorLayout, check_dimensions
 from pipeline.embed.parts import quarantined
 from pipeline.embed.plan import EmbedPlan, ModelRef
 from pipeline.io.commit import hash_bytes, read_manifest
-from pipeline.io.storage import ObjectStat, Storage, join_key
+from pipeline.io.storage import Storage, join_key
 from pipeline.settings import Settings
 
 # Catalogues that cannot be read by row groups, brought into the workspace as Parquet once.
@@ -110,42 +107,21 @@ def gather_products(config: DataConfig, workspace: Storage, *, scratch: Path, st
     return _gather(workspace, name, distinct)
 
 
-def gather_rows(
-    columns: CatalogueColumns,
-    storage: Storage,
-    files: Sequence[tuple[ObjectStat, str]],
-    workspace: Storage,
-    stop: StopSignal,
-) -> Gathered:
-    """All rows of files with their formats. Raises DataError for a file without the columns."""
-    ids = content_ids(storage, [stat for stat, _ in files], stop)
-    inputs = [
-        InputFile(stat.key, name, content, stat.size_bytes) for (stat, name), content in zip(files, ids, strict=True)
-    ]
+def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> Gathered:
+    """All rows of files. Raises DataError for a file without the columns."""
     name = fingerprint(
         {
             "format": FORMAT_VERSION,
-            "content": [[file.key, file.content_id] for file in inputs],
+            "content": [[file.key, file.content_id] for file in files.inputs],
             "columns": columns.model_dump(),
         }
     )
 
     def rows() -> Iterator[RawBatch]:
-        with progress("reading the catalogue", sum(file.size_bytes for file in inputs), "bytes") as advance:
-            for file in inputs:
-                planner = partial(columns.plan, file=storage.uri(file.key))
-                for batch in read_file(storage, file.key, file.format, planner, _BATCH_ROWS):
-                    stop.raise_if_set(f"reading {file.key}")
-                    advance(batch.input_bytes)
-                    yield _as_catalogue(batch, "id", columns.filter)
+        for batch in files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue"):
+            yield _as_catalogue(batch, "id", columns.filter)
 
     return _gather(workspace, name, rows)
-
-
-def format_of(key: str, wanted: str) -> str | None:
-    """How a file is to be read: by its suffix, or as `wanted`; None for a file of another kind."""
-    by_suffix = suffix_format(key)
-    return by_suffix if wanted == "auto" or by_suffix not in (None, wanted) else wanted
 
 
 def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> RawBatch:
@@ -299,18 +275,10 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
         gathered = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
         return _look_at_gathered(gathered, ctx.workspace)
     columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
-    storage, stats = find_files(config.path, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-    files = [(stat, name) for stat in stats if (name := format_of(stat.key, config.format))]
-    if not files:
-        seen = ", ".join(stat.key for stat in stats[:5]) or "nothing"
-        raise DataError(
-            f"no catalogue file below {config.path}; seen: {seen}",
-            expected="*.parquet, *.csv or *.jsonl files",
-            next_command="correct --embed.catalogue.path, or set --embed.catalogue.format",
-        )
-    if all(name == "parquet" for _, name in files):
-        return look_at(storage, [stat for stat, _ in files], columns)
-    return _look_at_gathered(gather_rows(columns, storage, files, ctx.workspace, ctx.stop), ctx.workspace)
+    files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+    if all(name == "parquet" for _, name in files.found):
+        return look_at(files.storage, [stat for stat, _ in files.found], columns)
+    return _look_at_gathered(gather_rows(columns, files, ctx.workspace), ctx.workspace)
 
 
 def _look_at_gathered(gathered: Gathered, workspace: Storage) -> Catalogue:

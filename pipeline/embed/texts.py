@@ -12,8 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.core.arrays import Bools, Int64s, UInt64s
-from pipeline.data.encode import CHARACTERS_PER_TOKEN, product_text
-from pipeline.data.rows import BadRow, shorten
+from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, shorten
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask, not_utf8
 from pipeline.embed.catalogue import IdType
@@ -206,7 +205,7 @@ def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, li
         return None, "", not_utf8(field)
     if value is None or value == "":
         return None, "", NO_ID
-    joined = product_text(first, second, limit) if first else second[:limit]
+    joined = product_text(first, second, limit)
     return value, joined, "" if joined else EMPTY_TEXT
 
 

@@ -238,7 +238,7 @@ class ModelSearch:
         stop, config = self.ctx.stop, self.settings.evaluate
         max_valid = config.baselines.valid_queries
         if self._catalogue is not None:
-            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid, stop)
+            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid)
         cache = self.ctx.scratch / "tokens"
         sources = [open_rows(self.ctx.workspace, self.sets, split, cache) for split in SPLITS]
         return from_products(

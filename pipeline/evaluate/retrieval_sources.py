@@ -11,14 +11,10 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.order import mix64
-from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.encode import product_text, text_characters
-from pipeline.data.partitions import content_ids
-from pipeline.data.readers import read_file, suffix_format
-from pipeline.data.rows import FILTER, ColumnPlan, RawBatch
+from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
-from pipeline.data.sources import find_files
+from pipeline.data.sources import Files, open_files
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.data.validate import filter_mask
 from pipeline.embed.texts import cut_tokens
@@ -28,7 +24,6 @@ from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored import PerQuery
 from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
-from pipeline.io.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -90,14 +85,14 @@ class CatalogueFile:
     """The files of a catalogue."""
 
     config: RetrievalConfig
-    storage: Storage
-    files: tuple[tuple[str, str], ...]
-    """(key, format) of each."""
-    content: str
-    """Fingerprint of what they hold."""
-    size_bytes: int
+    files: Files
 
-    def queries(self, stop: StopSignal) -> "CatalogueQueries":
+    @property
+    def content(self) -> str:
+        """Fingerprint of what they hold."""
+        return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
+
+    def queries(self) -> "CatalogueQueries":
         """Which queries there are and what is relevant to them. Raises DataError for missing columns or no query."""
         texts: dict[int, str] = {}
         valid_texts: dict[int, str] = {}
@@ -105,7 +100,7 @@ class CatalogueFile:
         asking += [(valid_texts, self.config.valid_queries)] if self.config.valid_queries else []
         item_hashes: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
-        for batch in self._batches(("id", "query", "query_id"), stop):
+        for batch in self._batches(("id", "query", "query_id")):
             ids, queries, names = (_texts(batch, field) for field in ("id", "query", "query_id"))
             asked_for = [hash63(name or query) if query else NO_QUERY for query, name in _pairs(queries, names)]
             for known, wanted in asking:
@@ -132,7 +127,7 @@ class CatalogueFile:
         return CatalogueQueries(texts, valid_texts, query_of, is_item)
 
     def windows(
-        self, is_item: Bools, rows: int, mine: Callable[[int], bool], stop: StopSignal, limit: int
+        self, is_item: Bools, rows: int, mine: Callable[[int], bool], limit: int
     ) -> Iterator[tuple[int, list[str]]]:
         """What the encoder reads of each item, cut to `limit` characters, `rows` items at a time.
 
@@ -140,11 +135,11 @@ class CatalogueFile:
         """
         held: list[str] = []
         number = row = 0
-        for batch in self._batches(("title", "text"), stop):
+        for batch in self._batches(("title", "text")):
             titles, texts = _texts(batch, "title"), _texts(batch, "text")
             kept = is_item[row : row + len(titles)].tolist()
             row += len(titles)
-            held += [_text(*pair, limit) for pair, keep in zip(_pairs(titles, texts), kept, strict=True) if keep]
+            held += [product_text(*pair, limit) for pair, keep in zip(_pairs(titles, texts), kept, strict=True) if keep]
             while len(held) >= rows:
                 if mine(number):
                     yield number * rows, held[:rows]
@@ -152,23 +147,18 @@ class CatalogueFile:
         if held and mine(number):
             yield number * rows, held
 
-    def _batches(self, fields: Sequence[str], stop: StopSignal) -> Iterator[RawBatch]:
-        with progress("reading the catalogue", self.size_bytes, "bytes") as advance:
-            for key, format_name in self.files:
-                uri = self.storage.uri(key)
-                planner = partial(self._plan, uri=uri, fields=fields)
-                for batch in read_file(self.storage, key, format_name, planner, _BATCH_ROWS):
-                    stop.raise_if_set(f"reading {uri}")
-                    advance(batch.input_bytes)
-                    if batch.bad:
-                        raise DataError(
-                            f"{uri} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
-                            expected="whole rows: retrieval is judged against all items",
-                            next_command="repair the file",
-                        )
-                    yield batch
+    def _batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
+        planner = partial(self._plan, fields=fields)
+        for batch in self.files.read(lambda uri: partial(planner, uri), _BATCH_ROWS, "reading the catalogue"):
+            if batch.bad:
+                raise DataError(
+                    f"{batch.bad[0].file} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
+                    expected="whole rows: retrieval is judged against all items",
+                    next_command="repair the file",
+                )
+            yield batch
 
-    def _plan(self, names: Sequence[str], uri: str, fields: Sequence[str]) -> ColumnPlan:
+    def _plan(self, uri: str, names: Sequence[str], fields: Sequence[str]) -> ColumnPlan:
         config = self.config
         pairs = [("id", config.id), ("title", config.title), ("query", config.query)]
         if config.query_id:
@@ -176,17 +166,13 @@ class CatalogueFile:
         if config.text in names or config.text != _OPTIONAL_TEXT:
             pairs.append(("text", config.text))
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
-        for field, column in pairs:
-            if column not in names:
-                setting = field.replace("_", "-")
-                if field.startswith(FILTER):
-                    setting = "queries" if column in config.queries else "valid-queries"
-                raise DataError(
-                    f"{uri} has no column {column!r}",
-                    expected="one of its columns: " + ", ".join(names),
-                    next_command=f"name the right column with --evaluate.retrieval.{setting}",
-                )
-        return ColumnPlan(tuple(pairs)).only(fields)
+        return match_columns(pairs, names, uri, self._setting).only(fields)
+
+    def _setting(self, field: str) -> str:
+        name = field.replace("_", "-")
+        if field.startswith(FILTER):
+            name = "queries" if field.removeprefix(FILTER) in self.config.queries else "valid-queries"
+        return f"--evaluate.retrieval.{name}"
 
 
 @dataclass(frozen=True)
@@ -205,20 +191,7 @@ class CatalogueQueries:
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
     """Find the files. Raises DataError when there is none."""
-    storage, stats = find_files(path, stop, setting="--evaluate.retrieval.catalogue")
-    formats = [(stat, suffix_format(stat.key) if config.format == "auto" else config.format) for stat in stats]
-    chosen = [(stat, name) for stat, name in formats if name]
-    if not chosen:
-        raise DataError(
-            f"no catalogue at {path}",
-            expected="a *.parquet, *.csv or *.jsonl file, or a folder of them",
-            next_command="correct --evaluate.retrieval.catalogue, or leave it out",
-        )
-    stats = [stat for stat, _ in chosen]
-    ids = content_ids(storage, stats, stop)
-    content = fingerprint([[stat.key, found] for stat, found in zip(stats, ids, strict=True)])
-    files = tuple((stat.key, name) for stat, name in chosen)
-    return CatalogueFile(config, storage, files, content, sum(stat.size_bytes for stat in stats))
+    return CatalogueFile(config, open_files(path, config.format, stop, "--evaluate.retrieval.catalogue"))
 
 
 def _texts(batch: RawBatch, field: str) -> list[str]:
@@ -231,10 +204,6 @@ def _texts(batch: RawBatch, field: str) -> list[str]:
 def _pairs(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Two columns side by side; the second may be missing."""
     return zip(first, second or [""] * len(first), strict=True)
-
-
-def _text(title: str, text: str, limit: int) -> str:
-    return product_text(title, text, limit) if title else text[:limit]
 
 
 NO_VALID = "the valid split has no query with a relevant item"
@@ -286,22 +255,18 @@ def from_products(
     return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts)
 
 
-def from_catalogue(
-    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, max_valid: int, stop: StopSignal
-) -> RetrievalTask:
+def from_catalogue(file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, max_valid: int) -> RetrievalTask:
     """The queries of a catalogue file against all its items. Texts are cut as those of the prepared data."""
     config, largest = file.config, holdout.rows.buckets[-1]
-    found = file.queries(stop)
+    found = file.queries()
     limit = text_characters(holdout.rows.buckets)
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(found.is_item, config.window_rows, mine, stop, limit):
+        for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
             yield first, cut_tokens(tokenizer.encode(titles), largest.product_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
-        return (
-            titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, stop, limit)
-        )
+        return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
 
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)

@@ -16,8 +16,7 @@ from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.programs import Shapes
 from pipeline.convert.record import Format
 from pipeline.core.stop import StopSignal
-from pipeline.data.encode import pack
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit

@@ -14,10 +14,9 @@ from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
 from pipeline.data.chunks import FileCount
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.partitions import FLAT, InputFile, Partition
 from pipeline.data.readers import MALFORMED, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
-from pipeline.data.sources import FileSource, open_source
+from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
 from pipeline.data.tokens import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, look_at
@@ -70,8 +69,8 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     columns, stat = CatalogueColumns(id="product_id", title="title"), storage.stat(made.name)
     assert stat is not None
     place, stats, malformed = storage, [stat], 0
-    if (format_name := suffix_format(made.name)) != "parquet":
-        gathered = gather_rows(columns, storage, [(stat, str(format_name))], workspace, storage.stop)
+    if (format_name := str(suffix_format(made.name))) != "parquet":
+        gathered = gather_rows(columns, Files(storage, ((stat, format_name),)), workspace)
         malformed, columns, place = sum(gathered.info.unreadable.values()), COLUMNS, workspace
         stats = [one for one in workspace.list(gathered.prefix) if one.key.endswith(".parquet")]
     assert malformed == made.malformed
@@ -90,11 +89,13 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
 def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> None:
     """As evaluate reads its catalogue: the queries, then the titles window by window."""
     config = RetrievalConfig(id="product_id", query="query")
-    file = CatalogueFile(config, storage, ((made.name, str(suffix_format(made.name))),), "", len(made.data))
-    found = file.queries(StopSignal())
+    stat = storage.stat(made.name)
+    assert stat is not None
+    file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
+    found = file.queries()
     assert len(found.query_of) == len(made.ids) and found.is_item.all()
     rows = chooser.choice((7, 1000, 8192))
-    windows = list(file.windows(found.is_item, rows, lambda number: True, StopSignal(), 64))
+    windows = list(file.windows(found.is_item, rows, lambda number: True, 64))
     assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
     assert sum(len(texts) for _, texts in windows) == len(made.ids)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.batching import Bucket
-from pipeline.data.encode import id_dtype, pack, pair_tokens, product_text
-from pipeline.data.tokenizer import Tokens, take
+from pipeline.data.rows import product_text
+from pipeline.data.tokenizer import Tokens, id_dtype, pack, pair_tokens, take
 
 PAD, CLS, SEP = 0, 2, 3
 TEXTS = st.lists(st.lists(st.integers(5, 60_000), max_size=20), min_size=1, max_size=12)

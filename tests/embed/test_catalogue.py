@@ -40,7 +40,7 @@ def test_the_footers_say_all(tmp_path: Path) -> None:
         ([table()], CatalogueColumns(id="sku", title="title"), r"no column 'sku' \(for id\)"),
         ([table()], CatalogueColumns(id="product_id", title="name"), r"no column 'name' \(for title\)"),
         ([table()], CatalogueColumns(id="product_id", title="title", text="long"), r"no column 'long' \(for text\)"),
-        ([table()], COLUMNS.model_copy(update={"filter": {"shop": "1"}}), r"no column 'shop' \(for filter\)"),
+        ([table()], COLUMNS.model_copy(update={"filter": {"shop": "1"}}), r"no column 'shop' \(for filter\.shop\)"),
         ([table(product_id=[1.5])], COLUMNS, "the id column 'product_id' of .* holds double"),
         ([table(product_id=[["a"]])], COLUMNS, "the id column 'product_id' of .* holds list"),
         ([table(title=[["a"]])], COLUMNS, "column 'title' of .* holds list"),

@@ -227,7 +227,7 @@ OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "t
 
 
 def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9)
     assert task.num_items == 5, "an id counts once"
     assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
     asked = {hash63("c1"): "shoe red", hash63("c4"): "hat green"}
@@ -240,7 +240,7 @@ def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextToke
 
 
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
     assert sorted(task.query_texts) == ["hat green", "shoe red"]
     assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
@@ -248,18 +248,18 @@ def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout,
 
 def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"valid_queries": {"split": "train|test"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
     assert not isinstance(task.tuning, str)
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
     config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
     assert task.tuning == "the valid split has no query with a relevant item"
 
 
 def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"query_id": ""})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9, StopSignal())
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
     shoes = task.queries.judged.item_id[task.queries.judged.query_id == hash63("shoe red")]
     assert shoes.tolist() == [0, 1, 2]
 
@@ -279,12 +279,12 @@ def test_a_catalogue_that_does_not_fit_is_named(
 ) -> None:
     file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
     with pytest.raises(DataError, match=message):
-        from_catalogue(file, holdout, tokenizer, 9, StopSignal())
+        from_catalogue(file, holdout, tokenizer, 9)
 
 
 def test_no_catalogue(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist[\s\S]*evaluate\.retrieval\.catalogue"):
         open_catalogue(OFFERS, str(tmp_path / "none.csv"), StopSignal())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no catalogue"):
+    with pytest.raises(DataError, match="no input file"):
         open_catalogue(OFFERS, str(tmp_path / "empty"), StopSignal())
