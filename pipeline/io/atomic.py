@@ -51,7 +51,7 @@ def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     temp = temp_beside(path)
     try:
         with temp.open("xb+") as file:
-            _lock_softly(file.fileno())
+            lock_softly(file.fileno())
             yield file, temp
     finally:
         temp.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def temp_dir(path: Path) -> Iterator[Path]:
     temp.mkdir()
     descriptor = os.open(temp, os.O_RDONLY)
     try:
-        _lock_softly(descriptor)
+        lock_softly(descriptor)
         yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
@@ -121,7 +121,7 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
     temp = temp_beside(path)
     try:
         with source.open("rb") as file:
-            _lock_softly(file.fileno())
+            lock_softly(file.fileno())
             os.fsync(file.fileno())
             try:
                 if source.is_symlink():
@@ -143,7 +143,7 @@ def remove_tree(folder: Path) -> None:
     doomed = temp_beside(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock_softly(descriptor)
+        lock_softly(descriptor)
         folder.rename(doomed)
         fsync_path(folder.parent)
         shutil.rmtree(doomed)
@@ -175,7 +175,7 @@ def sweep_temps(folder: Path) -> int:
     return removed
 
 
-def _lock_softly(descriptor: int) -> None:
+def lock_softly(descriptor: int) -> None:
     """Mark a temp file as alive. Without lock support it is simply never swept."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

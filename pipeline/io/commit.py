@@ -202,8 +202,6 @@ def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool
     return [name for name, flag in zip(names, bad, strict=True) if flag]
 
 
-__all__ = ["commit_dir", "fetch_dir", "file_record", "read_manifest", "verify_dir"]
-
 NUM_HASH_THREADS = 4
 
 

@@ -1,40 +1,219 @@
 """Storage on S3 and what speaks its protocol. Every object is written whole: S3 shows it at once or not at all."""
 
+import io
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from botocore.exceptions import BotoCoreError, ClientError
+from s3transfer.manager import TransferConfig, TransferManager
+from s3transfer.subscribers import BaseSubscriber
+from s3transfer.utils import OSUtils
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.core.progress import Advance, progress
 from pipeline.core.stop import StopSignal
-from pipeline.io import storage
-from pipeline.io.requests import RequestCounts, RetryPolicy, run_parallel
+from pipeline.io import atomic, storage
+from pipeline.io.requests import RequestCounts, RetryPolicy
 from pipeline.io.s3_client import (
     S3_ERRORS,
+    PartialBody,
     S3Client,
+    code_of,
     is_missing,
     is_precondition_failed,
     missing_bucket,
     status_of,
     translate,
 )
-from pipeline.io.s3_transfer import (
-    Target,
-    TransferSettings,
-    buffered,
-    checked_length,
-    download_file,
-    range_header,
-    upload_file,
-)
-from pipeline.io.storage import Names, ObjectStat, key_not_found
+from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
 
 DELETE_BATCH = 1000  # S3 limit of DeleteObjects
 WRITER_TAG = "trnpipe-writer"
+MIB = 2**20
+BODY_BLOCK_BYTES = MIB
+
+
+@dataclass(frozen=True)
+class TransferSettings:
+    """Part size (S3 minimum 5 MiB) and threads. 8 x 16 MiB is what a download holds in memory."""
+
+    part_bytes: int = 16 * MIB
+    num_threads: int = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """One object. `uri` is for messages."""
+
+    bucket: str
+    key: str
+    uri: str
+
+    @property
+    def where(self) -> dict[str, str]:
+        return {"Bucket": self.bucket, "Key": self.key}
+
+
+# A seekable file over ranged GETs.
+
+MIN_RANGE_BYTES = 8 * 2**20
+RangeReader = Any  # Callable[[int, int], bytes]; kept loose for RawIOBase
+
+
+class RangeFile(io.RawIOBase):
+    """Raw reader: each read is one request. Wrap it with buffered()."""
+
+    def __init__(self, read_range: RangeReader, size_bytes: int) -> None:
+        super().__init__()
+        self._read_range = read_range
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"negative seek position {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = min(len(view), self._size_bytes - self._position)
+        if length <= 0:
+            return 0
+        data = self._read_range(self._position, length)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def buffered(read_range: RangeReader, size_bytes: int) -> BinaryIO:
+    """A buffered reader that asks for at least 8 MiB at a time (or all that is left)."""
+    buffer_bytes = max(1, min(MIN_RANGE_BYTES, size_bytes))
+    return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, size_bytes), buffer_bytes))
+
+
+def range_header(start: int, length: int) -> str:
+    """HTTP ranges are inclusive."""
+    return f"bytes={start}-{start + length - 1}"
+
+
+def checked_length(data: bytes, expected: int) -> bytes:
+    """The data; PartialBody, which is retried, when it is not `expected` bytes."""
+    if len(data) != expected:
+        raise PartialBody(f"{len(data)} of {expected} bytes")
+    return data
+
+
+# Files go through s3transfer, boto3's own: parts side by side, an upload that fails is aborted. Its requests go through
+# our client: boto3's retries have no total deadline and do not poll the stop signal.
+
+
+class _TransferClient:
+    """boto3's client as s3transfer uses it. Each request has our retry budget, and errors of our family."""
+
+    def __init__(self, client: S3Client) -> None:
+        self._client, self.meta = client, client.raw.meta
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        """put_object, create_multipart_upload, upload_part: a repeat sends its body from the start."""
+
+        def send(**request: Any) -> Any:
+            def attempt(raw: Any) -> Any:
+                if "Body" in request:
+                    request["Body"].seek(0)
+                return getattr(raw, operation)(**request)
+
+            return self._client.call("writing", _uri(request), attempt)
+
+        return send
+
+    def get_object(self, **request: Any) -> dict[str, Any]:
+        """A part with its body in memory: one that breaks off is asked for again."""
+
+        def get(raw: Any) -> dict[str, Any]:
+            answer = raw.get_object(**request)
+            return {**answer, "Body": io.BytesIO(_body(answer, self._client.stop))}
+
+        return self._client.call("reading", _uri(request), get)
+
+    def complete_multipart_upload(self, *, MpuObjectSize: int, **request: Any) -> None:
+        """Make the object visible. A repeat after a lost answer finds no upload any more, but the object."""
+        try:
+            self._client.attempt("writing", _uri(request), lambda raw: raw.complete_multipart_upload(**request))
+        except S3_ERRORS as error:
+            where = {"Bucket": request["Bucket"], "Key": request["Key"]}
+            if code_of(error) == "NoSuchUpload":
+                found = self._client.call("looking at", _uri(request), lambda raw: raw.head_object(**where))
+                if int(found["ContentLength"]) == MpuObjectSize:
+                    return
+            raise translate(error, "writing", _uri(request)) from error
+
+    def abort_multipart_upload(self, **request: Any) -> None:
+        """Free the parts. Once, without the retry budget: the process may be about to be killed."""
+        self._client.raw.abort_multipart_upload(**request)
+
+
+class _Follower(BaseSubscriber):  # type: ignore[misc]
+    """Shows how far a file is, ends its transfer when stopped. A download is of exactly one version."""
+
+    def __init__(self, advance: Advance, stop: StopSignal, doing: str, version: ObjectStat | None = None) -> None:
+        self._advance, self._stop, self._doing, self._version = advance, stop, doing, version
+
+    def on_queued(self, future: Any, **_: object) -> None:
+        if self._version is not None:
+            future.meta.provide_transfer_size(self._version.size_bytes)
+            future.meta.provide_object_etag(self._version.etag)
+
+    def on_progress(self, future: Any, bytes_transferred: int, **_: object) -> None:
+        self._stop.raise_if_set(self._doing)
+        self._advance(bytes_transferred)
+
+
+class _DurableFiles(OSUtils):  # type: ignore[misc]
+    """Files that appear whole, and on the device, under their names."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes, self._names = sizes, dict[str, str]()
+
+    def get_temp_filename(self, filename: str) -> str:
+        temp = str(atomic.temp_beside(Path(filename)))
+        self._names[temp] = filename
+        return temp
+
+    def open(self, filename: str, mode: str) -> BinaryIO:
+        """Locked as that of a living writer. Fails at once when the disk is too small, not after hours."""
+        file = cast(BinaryIO, Path(filename).open(mode))  # noqa: SIM115 - s3transfer closes it
+        atomic.lock_softly(file.fileno())
+        if size_bytes := self._sizes[self._names[filename]]:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return file
+
+    def rename_file(self, current_filename: str, new_filename: str) -> None:
+        with Path(current_filename).open("rb") as file:
+            atomic.lock_softly(file.fileno())
+            os.fsync(file.fileno())
+            Path(current_filename).replace(new_filename)
+        atomic.fsync_path(Path(new_filename).parent)
+
+
+def _uri(request: Mapping[str, Any]) -> str:
+    return f"s3://{request['Bucket']}/{request['Key']}"
 
 
 class S3Storage:
@@ -85,7 +264,7 @@ class S3Storage:
 
     def read_bytes(self, key: str) -> bytes:
         target = self._target(key)
-        return self._client.call("reading", target.uri, lambda raw: _body(raw.get_object(**target.where)))
+        return self._client.call("reading", target.uri, lambda raw: _body(raw.get_object(**target.where), self.stop))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         return self._read_range(self._target(key), start, length)
@@ -119,43 +298,63 @@ class S3Storage:
         self.delete(key for key in found if key not in markers)
 
     def upload(self, local: Path, key: str) -> None:
-        upload_file(self._client, self._target(key), local, self._transfer)
+        self._upload({key: local}, f"uploading {self.uri(key)}")
 
     def download(self, key: str, local: Path) -> None:
-        self._download(self._require(key), local)
+        self._download({local: self._require(key)}, f"downloading {self.uri(key)}")
 
     def upload_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        names = tuple(names)
-        sizes = {name: _size(local_dir / name) for name in names}
-        self._each_file(
-            lambda name: self.upload(local_dir / name, storage.join_key(prefix, name)), sizes, f"uploading {prefix}"
-        )
+        self._upload({storage.join_key(prefix, name): local_dir / name for name in names}, f"uploading {prefix}")
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        names = tuple(names)
-        found = {stat.key: stat for stat in self.list(prefix)} if names else {}
-        stats = {name: found.get(storage.join_key(prefix, name)) for name in names}
-        sizes = {name: stat.size_bytes if stat else 0 for name, stat in stats.items()}
+        keys = {name: storage.join_key(prefix, name) for name in names}
+        found = {stat.key: stat for stat in self.list(prefix)} if keys else {}
+        for key in keys.values():
+            if key not in found:
+                raise key_not_found(self.uri(key))
+        self._download({local_dir / name: found[key] for name, key in keys.items()}, f"downloading {prefix}")
 
-        def get(name: str) -> None:
-            stat = stats[name]
-            if stat is None:
-                raise key_not_found(self.uri(storage.join_key(prefix, name)))
-            self._download(stat, local_dir / name)
+    def _upload(self, files: Mapping[str, Path], doing: str) -> None:
+        sizes = {key: _size(local) for key, local in files.items()}
+        with (
+            progress(doing, sum(sizes.values()), "bytes") as advance,
+            self._manager(OSUtils(), self._transfer.part_bytes + 1) as manager,
+        ):
+            futures = {}
+            for key, local in files.items():
+                target, follower = self._target(key), _Follower(advance, self.stop, doing)
+                size = {"MpuObjectSize": sizes[key]}
+                futures[local] = manager.upload(str(local), target.bucket, target.key, size, [follower])
+            for local, future in futures.items():
+                with os_errors("reading", f"file://{local}"):
+                    future.result()
 
-        self._each_file(get, sizes, f"downloading {prefix}")
+    def _download(self, files: Mapping[Path, ObjectStat], doing: str) -> None:
+        sizes = {str(local): stat.size_bytes for local, stat in files.items()}
+        with (
+            progress(doing, sum(sizes.values()), "bytes") as advance,
+            self._manager(_DurableFiles(sizes), 1) as manager,  # ranges also of a small file: only they name a version
+        ):
+            futures = {}
+            for local, stat in files.items():
+                with os_errors("writing", f"file://{local}"):
+                    atomic.make_dirs(local.parent)
+                target, follower = self._target(stat.key), _Follower(advance, self.stop, doing, stat)
+                futures[local] = manager.download(target.bucket, target.key, str(local), None, [follower])
+            for local, future in futures.items():
+                with os_errors("writing", f"file://{local}"):
+                    future.result()
 
-    def _each_file(self, call: Callable[[str], None], sizes: Mapping[str, int], doing: str) -> None:
-        """Small files side by side; large ones one by one, since their parts already go side by side."""
-        small = [name for name, size in sizes.items() if size <= self._transfer.part_bytes]
-        large = sorted(sizes.keys() - set(small))
-        for names, threads in ((small, self._transfer.num_threads), (large, 1)):
-            run_parallel(
-                call, names, num_threads=threads, stop=self.stop, doing=doing, size_bytes=lambda name: sizes[name]
-            )
-
-    def _download(self, stat: ObjectStat, local: Path) -> None:
-        download_file(self._client, self._target(stat.key), stat.size_bytes, stat.etag, local, self._transfer)
+    def _manager(self, files: OSUtils, multipart_threshold: int) -> TransferManager:
+        config = TransferConfig(
+            multipart_threshold=multipart_threshold,
+            multipart_chunksize=self._transfer.part_bytes,
+            max_request_concurrency=self._transfer.num_threads,
+            max_io_queue_size=64,
+            io_chunksize=BODY_BLOCK_BYTES,
+            num_download_attempts=1,  # each has the retries of our client
+        )
+        return TransferManager(_TransferClient(self._client), config, files)
 
     def _target(self, key: str) -> Target:
         return Target(self._bucket, storage.join_key(self._prefix, storage.check_key(key)), self.uri(key))
@@ -192,7 +391,7 @@ class S3Storage:
         def get(raw: Any) -> bytes:
             answer = raw.get_object(**target.where, Range=range_header(start, length), **options)
             total = int(str(answer["ContentRange"]).rsplit("/", 1)[-1])
-            return checked_length(_body(answer), min(length, total - start))
+            return checked_length(_body(answer, self.stop), min(length, total - start))
 
         try:
             return self._client.attempt("reading", target.uri, get)
@@ -266,9 +465,14 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
     return S3Storage(client, parts.netloc, prefix)
 
 
-def _body(answer: dict[str, Any]) -> bytes:
+def _body(answer: dict[str, Any], stop: StopSignal) -> bytes:
+    """All bytes of an answer, polling `stop` every MiB."""
+    blocks = []
     with answer["Body"] as body:
-        return checked_length(body.read(), int(answer["ContentLength"]))
+        while block := body.read(BODY_BLOCK_BYTES):
+            stop.raise_if_set("reading an object")
+            blocks.append(block)
+    return checked_length(b"".join(blocks), int(answer["ContentLength"]))
 
 
 def _size(path: Path) -> int:

@@ -3,7 +3,6 @@
 import secrets
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import botocore.config
@@ -12,9 +11,8 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.s3 import S3Storage
+from pipeline.io.s3 import S3Storage, TransferSettings
 from pipeline.io.s3_client import S3Client
-from pipeline.io.s3_transfer import MAX_PARTS, TransferSettings, part_ranges
 from pipeline.io.storage import Storage, open_storage
 from tests.io.conftest import BUCKET, FAST, Fault, Proxy
 
@@ -238,14 +236,6 @@ def test_long_listings_and_deletions(s3: Storage) -> None:
     s3.delete_prefix("many")
     assert list(s3.list("many")) == []
     assert s3.requests.snapshot()["list"] == 3 + 3 + 1 and s3.requests.snapshot()["delete"] == 1
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, 16 * MIB, 16 * MIB + 1, 5 * 2**40])
-def test_part_ranges_cover_the_object(size_bytes: int) -> None:
-    parts = part_ranges(size_bytes, 16 * MIB)
-    assert len(parts) <= MAX_PARTS
-    assert parts[0][0] == 0 and sum(parts[-1]) == size_bytes
-    assert all(left[0] + left[1] == right[0] for left, right in pairwise(parts))
 
 
 def test_boto_does_not_retry_on_its_own(s3: Storage) -> None:
