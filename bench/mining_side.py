@@ -17,10 +17,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mine.parts import MiningParts, empty_folder
-from pipeline.mine.run import VectorSearch, all_negatives, mine_share
-from pipeline.mine.select import Judged
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.run import Parts, Search, all_negatives, mine_share, vector_search
+from pipeline.mine.task import Judged
 
 WIDTH = 64
 JUDGED = 5
@@ -87,18 +86,11 @@ def _unit(vectors: Float32s) -> Float32s:
     return np.asarray(vectors / lengths, dtype=np.float32)
 
 
-def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> MiningParts:
-    """The pieces of a mining below a folder."""
-    return MiningParts(
-        workspace=open_storage(str(place / "workspace")),
-        prefix="cycles/bench/mine/made-up",
-        scratch=place / "scratch",
-        cache_dir=place / "cache",
-        num_items=num_items,
-        num_queries=num_queries,
-        items_per_part=config.items_per_part,
-        queries_per_part=config.queries_per_part,
-    )
+def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[Parts]:
+    """The pieces of a mining below a folder: vectors, negatives."""
+    storage, local = open_storage(str(place / "workspace")), (place / "scratch", place / "cache")
+    sizes = {"vectors": (num_items, config.items_per_part), "negatives": (num_queries, config.queries_per_part)}
+    return [Parts(storage, "cycles/bench/mine/made-up", kind, *local, *size) for kind, size in sizes.items()]
 
 
 def mine(place: Path, num_items: int, num_queries: int) -> Passed:
@@ -107,11 +99,14 @@ def mine(place: Path, num_items: int, num_queries: int) -> Passed:
     vectors = MadeUpVectors(num_items, num_queries)
     with MemoryPeak() as memory:
         start_bytes, started = memory.anonymous_bytes, time.monotonic()
-        parts = parts_at(place, num_items, num_queries, config)
-        found = len(parts.done("negatives"))
+        of_vectors, parts = parts_at(place, num_items, num_queries, config)
+        found = len(parts.done())
         judged = vectors.judged()
-        search = VectorSearch(parts, vectors, config.depth, stop)
-        mine_share(parts, search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
+
+        def open_search() -> Search:
+            return vector_search(of_vectors, vectors.items, vectors.queries, config.depth, stop)
+
+        mine_share(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
         product, counts = all_negatives(parts, config.negatives_per_query)
         info = NegativesInfo(
             dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=vars(counts)
@@ -139,9 +134,9 @@ def recall(place: Path, num_items: int, num_queries: int, sample: int) -> float:
     """
     config = MineConfig()
     vectors = MadeUpVectors(num_items, num_queries)
-    parts = parts_at(place, num_items, num_queries, config)
-    judged = vectors.judged().part(0, sample)
-    found = VectorSearch(parts, vectors, config.depth, StopSignal()).search(0, sample, judged).items
+    of_vectors, _ = parts_at(place, num_items, num_queries, config)
+    search = vector_search(of_vectors, vectors.items, vectors.queries, config.depth, StopSignal())
+    found = search(0, sample, vectors.judged().part(0, sample)).items
     scale = np.sqrt(UNIT)
     queries = np.rint(vectors.queries(0, sample).astype(np.float64) * scale)
     scores = np.empty((sample, num_items))

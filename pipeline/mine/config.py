@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+BM25, PARENT = "bm25", "parent"
+
 
 class MineConfig(BaseModel):
     """Which products become hard negatives of a training query."""
@@ -12,7 +14,7 @@ class MineConfig(BaseModel):
 
     enabled: bool = Field(False, description="Mine in every cycle of jobs, before training")
     source: str = Field(
-        "parent",
+        PARENT,
         description="What ranks the products: parent, the checkpoint that training starts from (bm25 without one);"
         " bm25; or another checkpoint, checkpoints/<cycle>/step-<n> or a URI",
     )

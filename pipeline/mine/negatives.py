@@ -1,5 +1,6 @@
 """Mined negatives in the workspace: what they were mined from, and reading them as memory maps."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,14 @@ class Negatives:
 
     query_id: Int64s
     product: Int64s
+
+
+def empty_folder(folder: Path) -> Path:
+    """The folder, with nothing in it: what a killed commit left there may be one file with what it has published."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def commit_negatives(

@@ -1,164 +1,207 @@
-"""What ranks the products of a query: vectors of a model, or BM25."""
+"""Mining: what ranks the products of a query (vectors of a model, or BM25), and the work of one of several workers.
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+Work is cut into pieces, each a committed folder: vectors of products, negatives of queries. A piece is the same whoever
+makes it, so two that make one at once do no harm, and what is there is not made again.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from pipeline.context import StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.evaluate.bm25 import Bm25, best_of
 from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
+from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
+from pipeline.io.storage import Storage, join_key
 from pipeline.mine.config import MineConfig
-from pipeline.mine.parts import MiningParts
-from pipeline.mine.select import NONE, Candidates, Counts, Judged, choose_negatives
-from pipeline.mine.task import MiningTask
+from pipeline.mine.negatives import empty_folder
+from pipeline.mine.task import NONE, Candidates, Counts, Judged, Mining, MiningTask, choose_negatives
+from pipeline.settings import Settings
 
 _CHUNK_ITEMS = 16_384
 """Products that queries are held against at a time: their vectors are in memory once, read from the map."""
+_WINDOW = 512
+_KEPT = "finished parts are kept"
 
 
-class Searcher(Protocol):
-    """Finds the best products of queries."""
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of one kind, `vectors` of items or `negatives` of queries: `total` rows, `rows_per_part` in each.
 
-    def prepare(self, worker: int, workers: int) -> None:
-        """What is needed before the first search; shared by all workers."""
-
-    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
-        """Of queries `start` to `stop`, whose judgements `judged` are."""
-
-
-class TextVectors(Protocol):
-    """Unit vectors [n, D] of the items, or queries, `start` to `stop`: the same each time."""
-
-    def items(self, start: int, stop: int) -> Float32s: ...
-    def queries(self, start: int, stop: int) -> Float32s: ...
-
-
-class VectorSearch:
-    """Every query against every item, exactly.
-
-    Memory: vectors of a piece of queries, their `depth` best, and one chunk of items; the items' vectors are mapped.
+    Args:
+        prefix: in the workspace; of this very work, with these sizes of pieces, alone.
+        scratch: a local folder of this process alone.
+        cache_dir: a local folder for what is read, which processes may share.
     """
 
-    def __init__(self, parts: MiningParts, vectors: TextVectors, depth: int, stop: StopSignal) -> None:
-        self._parts, self._vectors, self._stop = parts, vectors, stop
-        self._depth = min(depth, parts.num_items)
-        self._maps: dict[int, Float32s] = {}
+    workspace: Storage
+    prefix: str
+    kind: str
+    scratch: Path
+    cache_dir: Path
+    total: int
+    rows_per_part: int
 
-    def prepare(self, worker: int, workers: int) -> None:
-        """Vectors of all items: this worker's share of the pieces, then whatever is missing.
+    def __len__(self) -> int:
+        return -(-self.total // self.rows_per_part)
 
-        So no worker waits for another that may be dead; the price is that some pieces are made twice at the end.
-        """
-        count = self._parts.num_vector_parts
-        first = worker * count // workers
-        done = self._parts.done("vectors")
-        with progress("vectors of products", self._parts.num_items, "products") as advance:
-            for index in [*range(first, count), *range(first)]:
-                start, stop = self._parts.items(index)
-                is_own = first <= index < (worker + 1) * count // workers
-                if index not in done and (is_own or index not in self._parts.done("vectors")):
-                    self._stop.raise_if_set("embedding products; finished parts are kept")
-                    self._parts.commit_vectors(index, self._vectors.items(start, stop))
-                advance(stop - start)
+    def rows(self, index: int) -> tuple[int, int]:
+        """The first row of a piece, and the one behind its last."""
+        first = index * self.rows_per_part
+        return first, min(self.total, first + self.rows_per_part)
 
-    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
-        queries = self._vectors.queries(start, stop)
-        top, query_of = ExactTopK(queries, self._depth), judged.query
-        best = np.full(len(queries), -np.inf)
+    def done(self) -> set[int]:
+        """Numbers of the pieces that are committed."""
+        root = join_key(self.prefix, self.kind)
+        names = (name for name in self.workspace.list_dirs(root) if name.isdecimal())
+        return {int(name) for name in names if read_manifest(self.workspace, join_key(root, name)) is not None}
+
+    def commit(self, index: int, array: npt.NDArray[np.generic], fields: Mapping[str, int] | None = None) -> None:
+        """Publish the rows of a piece."""
+        folder = empty_folder(self.scratch / self.kind)
+        np.save(folder / "part.npy", array)
+        commit_dir(self.workspace, folder, self._key(index), kind=f"mined-{self.kind}", fields=dict(fields or {}))
+
+    def open(self, index: int) -> npt.NDArray[Any]:
+        """The rows of a piece, mapped into memory. Raises DataError."""
+        folder = fetch_dir(self.workspace, self._key(index), self.cache_dir)
+        array: npt.NDArray[Any] = np.load(folder / "part.npy", mmap_mode="r")
+        start, stop = self.rows(index)
+        if len(array) != stop - start:
+            raise DataError(
+                f"{len(array)} {self.kind} of {start} to {stop}",
+                expected="one for each",
+                next_command=f"delete {self.workspace.uri(self.prefix)} and mine again",
+            )
+        return array
+
+    def counts(self, index: int) -> Counts:
+        """What was committed beside a piece of negatives."""
+        manifest = read_manifest(self.workspace, self._key(index))
+        return Counts(**manifest.fields) if manifest else Counts()  # type: ignore[arg-type]
+
+    def delete(self) -> None:
+        """All of it: what came of the pieces is committed elsewhere."""
+        self.workspace.delete_prefix(self.prefix)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _key(self, index: int) -> str:
+        return join_key(self.prefix, f"{self.kind}/{index:05d}")
+
+
+def open_parts(settings: Settings, ctx: StageContext, mining: Mining, task: MiningTask, worker: int) -> list[Parts]:
+    """Vectors of products, and negatives of queries."""
+    config, name = settings.mine, fingerprint(mining.decides)[:16]
+    prefix = f"cycles/{ctx.cycle}/mine/{name}-{config.items_per_part}-{config.queries_per_part}"
+    own, shared = (ctx.scratch / "mine" / folder for folder in (f"worker-{worker}", "parts"))
+    sizes = {
+        "vectors": (task.num_items, config.items_per_part),
+        "negatives": (task.num_queries, config.queries_per_part),
+    }
+    return [Parts(ctx.workspace_after_stop, prefix, kind, own, shared, *size) for kind, size in sizes.items()]
+
+
+Vectors = Callable[[int, int], Float32s]
+"""Unit vectors [n, D] of the items, or queries, from one number up to another: the same each time."""
+Search = Callable[[int, int, Judged], Candidates]
+"""The best products of the queries from one number up to another, whose judgements are given."""
+
+
+def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
+    """`embed`: windows of texts to their unit vectors [n, D], in order; those of a window depend on it alone."""
+    return lambda start, stop: np.concatenate(list(embed(pieces(texts(start, stop), _WINDOW))))
+
+
+def vector_search(
+    parts: Parts, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
+) -> Search:
+    """Every query against every item, exactly. `parts`: vectors of the items; those that are missing are made first.
+
+    Memory: vectors of a piece of queries, their `depth` best, and one chunk of items; the items' vectors are mapped.
+    Raises Preempted.
+    """
+    _make_vectors(parts, items, stop, worker, workers)
+    maps: dict[int, Float32s] = {}
+
+    def chunks() -> Iterator[tuple[int, Float32s]]:
+        for index in range(len(parts)):
+            if index not in maps:
+                maps[index] = parts.open(index)
+            for first in range(0, len(maps[index]), _CHUNK_ITEMS):
+                yield parts.rows(index)[0] + first, np.array(maps[index][first : first + _CHUNK_ITEMS])
+
+    def search(start: int, end: int, judged: Judged) -> Candidates:
+        asked = queries(start, end)
+        top, query_of = ExactTopK(asked, min(depth, parts.total)), judged.query
+        best = np.full(len(asked), -np.inf)
         of_positive = np.flatnonzero(judged.positive)
         of_positive = of_positive[np.argsort(judged.items[of_positive], kind="stable")]
         positives = judged.items[of_positive]
-        for first, vectors in self._chunks():
-            self._stop.raise_if_set("searching for negatives; finished parts are kept")
+        for first, vectors in chunks():
+            stop.raise_if_set(f"searching for negatives; {_KEPT}")
             top.add(first, vectors)
             low, high = np.searchsorted(positives, (first, first + len(vectors)))
             here = query_of[of_positive[low:high]]
-            np.maximum.at(best, here, exact_scores(queries[here], vectors[positives[low:high] - first]))
-        scores, items = top.found()
-        return Candidates(scores / UNIT, items, best / UNIT)
+            np.maximum.at(best, here, exact_scores(asked[here], vectors[positives[low:high] - first]))
+        scores, found = top.found()
+        return Candidates(scores / UNIT, found, best / UNIT)
 
-    def _chunks(self) -> Iterator[tuple[int, Float32s]]:
-        """(number of the first item, vectors) over all items."""
-        for index in range(self._parts.num_vector_parts):
-            start, stop = self._parts.items(index)
-            if index not in self._maps:
-                self._maps[index] = self._parts.vectors(index)
-            vectors = self._maps[index]
-            if len(vectors) != stop - start:
-                raise DataError(
-                    f"{len(vectors)} vectors of products {start} to {stop}",
-                    expected="one for each",
-                    next_command=f"delete {self._parts.workspace.uri(self._parts.prefix)} and mine again",
-                )
-            for first in range(0, len(vectors), _CHUNK_ITEMS):
-                yield start + first, np.array(vectors[first : first + _CHUNK_ITEMS])
+    return search
 
 
-class Bm25Search:
+def _make_vectors(parts: Parts, items: Vectors, stop: StopSignal, worker: int, workers: int) -> None:
+    """Vectors of all items: this worker's share of the pieces, then whatever is missing.
+
+    So no worker waits for another that may be dead; the price is that some pieces are made twice at the end.
+    """
+    count = len(parts)
+    first = worker * count // workers
+    done = parts.done()
+    with progress("vectors of products", parts.total, "products") as advance:
+        for index in [*range(first, count), *range(first)]:
+            start, end = parts.rows(index)
+            is_own = first <= index < (worker + 1) * count // workers
+            if index not in done and (is_own or index not in parts.done()):
+                stop.raise_if_set(f"embedding products; {_KEPT}")
+                parts.commit(index, items(start, end))
+            advance(end - start)
+
+
+def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], depth: int, stop: StopSignal) -> Search:
     """By the words that query and product share. Each worker has an index of all items."""
+    index = Bm25(items)
 
-    def __init__(
-        self,
-        items: Callable[[], Iterator[str]],
-        queries: Callable[[int, int], list[str]],
-        depth: int,
-        stop: StopSignal,
-    ) -> None:
-        self._items, self._queries, self._depth, self._stop = items, queries, depth, stop
-
-    def prepare(self, worker: int, workers: int) -> None:
-        """The index."""
-        self._index = Bm25(self._items())
-
-    def search(self, start: int, stop: int, judged: Judged) -> Candidates:
-        texts = self._queries(start, stop)
-        scores = np.zeros((len(texts), self._depth))
-        items = np.full((len(texts), self._depth), NONE, dtype=np.int64)
+    def search(start: int, end: int, judged: Judged) -> Candidates:
+        texts = queries(start, end)
+        scores = np.zeros((len(texts), depth))
+        found = np.full((len(texts), depth), NONE, dtype=np.int64)
         best = np.zeros(len(texts))
         for row, text in enumerate(texts):
-            self._stop.raise_if_set("searching for negatives; finished parts are kept")
-            every = self._index.scores(text)
-            found = best_of(every, self._depth)
-            scores[row, : len(found)], items[row, : len(found)] = every[found], found
+            stop.raise_if_set(f"searching for negatives; {_KEPT}")
+            every = index.scores(text)
+            first = best_of(every, depth)
+            scores[row, : len(first)], found[row, : len(first)] = every[first], first
             mine = slice(judged.offsets[row], judged.offsets[row + 1])
             best[row] = every[judged.items[mine][judged.positive[mine]]].max(initial=0.0)
-        return Candidates(scores, items, best)
+        return Candidates(scores, found, best)
 
-
-# Vectors of the queries and products of a mining task, with the encoder of a checkpoint.
-
-_WINDOW = 512
-
-
-class ModelVectors:
-    """`embed`: windows of texts to their unit vectors [n, D], in order; those of a window depend on it alone."""
-
-    def __init__(self, task: MiningTask, embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> None:
-        self._task, self._embed = task, embed
-
-    def items(self, start: int, stop: int) -> Float32s:
-        """[n, D]"""
-        return self._vectors(self._task.items(start, stop))
-
-    def queries(self, start: int, stop: int) -> Float32s:
-        """[n, D]"""
-        return self._vectors(self._task.queries(start, stop))
-
-    def _vectors(self, tokens: Tokens) -> Float32s:
-        return np.concatenate(list(self._embed(pieces(tokens, _WINDOW))))
-
-
-# One worker's share of the queries, piece by piece; who finds all pieces there commits the negatives.
+    return search
 
 
 def mine_share(
-    parts: MiningParts,
-    searcher: Searcher,
+    parts: Parts,
+    open_search: Callable[[], Search],
     judged: Judged,
     rows_of: Callable[[Int64s], Int64s],
     config: MineConfig,
@@ -172,27 +215,25 @@ def mine_share(
     `judged`: of all queries. `rows_of`: items to the numbers they are committed by. What is committed is not done
     again. Raises Preempted, NumericError.
     """
-    count = parts.num_query_parts
-    share = range(worker * count // workers, (worker + 1) * count // workers)
-    done = parts.done("negatives")
-    todo = [index for index in share if index not in done]
+    count = len(parts)
+    done = parts.done()
+    todo = [index for index in range(worker * count // workers, (worker + 1) * count // workers) if index not in done]
     if todo:
-        searcher.prepare(worker, workers)
-        total = sum(stop - start for start, stop in map(parts.queries, todo))
+        search = open_search()
+        total = sum(stop - start for start, stop in map(parts.rows, todo))
         with progress("searching for negatives", total, "queries") as advance:
             for index in todo:
-                stop.raise_if_set("searching for negatives; finished parts are kept")
-                first, last = parts.queries(index)
+                stop.raise_if_set(f"searching for negatives; {_KEPT}")
+                first, last = parts.rows(index)
                 mine = judged.part(first, last)
-                items, counts = choose_negatives(searcher.search(first, last, mine), mine, config)
-                parts.commit_negatives(index, rows_of(items), counts)
+                items, counts = choose_negatives(search(first, last, mine), mine, config)
+                parts.commit(index, rows_of(items), vars(counts))
                 advance(last - first)
-        done = parts.done("negatives")
+        done = parts.done()
     return count - len(done)
 
 
-def all_negatives(parts: MiningParts, most: int) -> tuple[Int64s, Counts]:
+def all_negatives(parts: Parts, most: int) -> tuple[Int64s, Counts]:
     """The negatives [Q, most] of all queries, and what became of their best products. All pieces must be there."""
-    found = [parts.negatives(index) for index in range(parts.num_query_parts)]
-    products = [np.zeros((0, most), dtype=np.int64), *(product for product, _ in found)]
-    return np.concatenate(products), sum((counts for _, counts in found), Counts())
+    products = [np.zeros((0, most), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
+    return np.concatenate(products), sum((parts.counts(index) for index in range(len(parts))), Counts())

@@ -26,9 +26,9 @@ from pipeline.evaluate.scores import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mine.parts import MiningParts, empty_folder
-from pipeline.mine.select import Counts
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.run import Parts
+from pipeline.mine.task import Counts
 from tests.checkpoint.test_checkpoints import snapshot
 from tests.evaluate.test_scores import scores
 from tests.killing import FORK, killed_at_byte
@@ -61,9 +61,11 @@ def score_set(storage: Storage, scratch: Path, number: int) -> None:
 
 
 def mined_part(storage: Storage, scratch: Path, number: int) -> None:
-    parts = MiningParts(storage, "mining/x", scratch, scratch / "cache", 10, 10, 1, 1)
-    parts.commit_vectors(number, np.full((1, 4), number, dtype=np.float32))
-    parts.commit_negatives(number, np.full((1, 4), number), Counts(queries=number))
+    vectors, negatives = (
+        Parts(storage, "mining/x", kind, scratch, scratch / "cache", 10, 1) for kind in ("vectors", "negatives")
+    )
+    vectors.commit(number, np.full((1, 4), number, dtype=np.float32))
+    negatives.commit(number, np.full((1, 4), number), vars(Counts(queries=number)))
 
 
 def mined_set(storage: Storage, scratch: Path, number: int) -> None:

@@ -1,7 +1,7 @@
 """Mining in pieces: equal to a search of everything at once, whoever does which piece, and after any stop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.parts import MiningParts
-from pipeline.mine.run import Bm25Search, VectorSearch, all_negatives, mine_share
-from pipeline.mine.select import NONE, Candidates, Judged, choose_negatives
+from pipeline.mine.run import Parts, all_negatives, mine_share, vector_search, word_search
+from pipeline.mine.task import NONE, Candidates, Judged, choose_negatives
 
 QUERIES, ITEMS, WIDTH = 23, 130, 8
 CONFIG = MineConfig(negatives_per_query=4, depth=20, relative_margin=0.1)
@@ -69,30 +68,23 @@ def all_at_once() -> tuple[Int64s, object]:
     return choose_negatives(Candidates(np.take_along_axis(scores, order, 1), order, np.array(best)), known, CONFIG)
 
 
-def parts_of(folder: Path, worker: int = 0) -> MiningParts:
-    return MiningParts(
-        workspace=open_storage(str(folder / "workspace")),
-        prefix="cycles/c/mine/x",
-        scratch=folder / f"scratch-{worker}",
-        cache_dir=folder / "cache",
-        num_items=ITEMS,
-        num_queries=QUERIES,
-        items_per_part=50,
-        queries_per_part=6,
-    )
+def parts_of(folder: Path, worker: int = 0) -> tuple[Parts, Parts]:
+    """Vectors, negatives."""
+    place = (open_storage(str(folder / "workspace")), "cycles/c/mine/x")
+    local = (folder / f"scratch-{worker}", folder / "cache")
+    return Parts(*place, "vectors", *local, ITEMS, 50), Parts(*place, "negatives", *local, QUERIES, 6)
 
 
 def run(
     folder: Path, vectors: Vectors, worker: int = 0, workers: int = 1, stop: StopSignal | None = None
-) -> tuple[int, MiningParts]:
+) -> tuple[int, tuple[Parts, Parts]]:
     """(missing, pieces): items are committed as ten times their number."""
     stop = stop or StopSignal()
     parts = parts_of(folder, worker)
-    searcher = VectorSearch(parts, vectors, CONFIG.depth, stop)
     known = judged()
     missing = mine_share(
-        parts,
-        searcher,
+        parts[1],
+        lambda: vector_search(parts[0], vectors.items, vectors.queries, CONFIG.depth, stop, worker, workers),
         known,
         lambda items: np.where(items == NONE, NONE, 10 * items),
         CONFIG,
@@ -103,9 +95,9 @@ def run(
     return missing, parts
 
 
-def check_whole(parts: MiningParts) -> None:
+def check_whole(parts: tuple[Parts, Parts]) -> None:
     negatives, counts = all_at_once()
-    found, seen = all_negatives(parts, CONFIG.negatives_per_query)
+    found, seen = all_negatives(parts[1], CONFIG.negatives_per_query)
     np.testing.assert_array_equal(found, np.where(negatives == NONE, NONE, 10 * negatives))
     assert seen == counts and seen.negatives > QUERIES
 
@@ -118,8 +110,8 @@ def test_one_worker_finds_what_a_sort_of_everything_finds(tmp_path: Path) -> Non
     assert vectors.asked == [("items", 0), ("items", 50), ("items", 100), *(("queries", q) for q in (0, 6, 12, 18))]
     again = Vectors()
     assert run(tmp_path, again)[0] == 0 and again.asked == []
-    parts.delete()
-    assert parts.done("vectors") == parts.done("negatives") == set()
+    parts[1].delete()
+    assert parts[0].done() == parts[1].done() == set()
 
 
 def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Path) -> None:
@@ -137,11 +129,11 @@ def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Pat
 
 
 def test_vectors_another_worker_makes_meanwhile_are_used(tmp_path: Path) -> None:
-    other = parts_of(tmp_path, 1)
+    other, _ = parts_of(tmp_path, 1)
 
     def meanwhile(kind: str, start: int) -> None:
         if (kind, start) == ("items", 0):
-            other.commit_vectors(1, ITEM_VECTORS[50:100])
+            other.commit(1, ITEM_VECTORS[50:100])
 
     vectors = Vectors(told=meanwhile)
     run(tmp_path, vectors, 0, 3)
@@ -162,11 +154,9 @@ def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple
 
 
 def test_few_items_are_all_candidates(tmp_path: Path) -> None:
-    parts = parts_of(tmp_path)
-    few = MiningParts(**{**vars(parts), "num_items": 3, "items_per_part": 2})
-    search = VectorSearch(few, Vectors(), 20, StopSignal())
-    search.prepare(0, 1)
-    found = search.search(0, 5, Judged(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
+    few = replace(parts_of(tmp_path)[0], total=3, rows_per_part=2)
+    search = vector_search(few, Vectors().items, Vectors().queries, 20, StopSignal())
+    found = search(0, 5, Judged(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
     assert np.sort(found.items, axis=1).tolist() == [[0, 1, 2]] * 5
     assert found.best_positive[0] == found.scores[0][found.items[0].tolist().index(2)]
     assert (found.best_positive[1:] == -np.inf).all()
@@ -175,13 +165,12 @@ def test_few_items_are_all_candidates(tmp_path: Path) -> None:
 def test_bm25_ranks_by_shared_words() -> None:
     items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
     queries = ["red shoe", "scarf", "nothing of it"]
-    search = Bm25Search(lambda: iter(items), lambda start, stop: queries[start:stop], 3, StopSignal())
-    search.prepare(0, 1)
+    search = word_search(items, lambda start, stop: queries[start:stop], 3, StopSignal())
     known = Judged(np.array([0, 2, 3, 4]), np.array([2, 4, 1, 0]), np.array([True, True, True, False]))
-    found = search.search(0, 3, known)
+    found = search(0, 3, known)
     assert found.items[0, 0] == 0 and set(found.items[0].tolist()) < {0, 1, 2, 4}
     assert found.items[1:].tolist() == [[3, NONE, NONE], [NONE] * 3]
     of_items = dict(zip(found.items[0].tolist(), found.scores[0], strict=True))
     assert found.best_positive[0] == max(of_items.get(2, 0.0), of_items.get(4, 0.0)) > 0
     assert found.best_positive[1:].tolist() == [0.0, 0.0]
-    assert search.search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]
+    assert search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]

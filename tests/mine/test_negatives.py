@@ -13,10 +13,10 @@ from pipeline.mine.negatives import (
     NegativesInfo,
     check_negatives,
     commit_negatives,
+    empty_folder,
     find_negatives,
     open_negatives,
 )
-from pipeline.mine.parts import empty_folder
 
 INFO = NegativesInfo(
     dataset="d", token_sets=("one", "two"), rows=(7, 3), source="bm25", settings={"depth": 5}, figures={"queries": 2}

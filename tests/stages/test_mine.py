@@ -9,9 +9,8 @@ from pipeline.context import load_result
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.evaluate.products import text_hashes
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
-from pipeline.mine.parts import MiningParts
-from pipeline.mine.run import all_negatives
-from pipeline.mine.select import NONE
+from pipeline.mine.run import Parts, all_negatives
+from pipeline.mine.task import NONE
 from pipeline.stages import mine as stage
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
@@ -115,7 +114,7 @@ def test_two_workers_that_are_last_at_once(
     case.run(stage="prepare")
     said = []
 
-    def too_late(parts: MiningParts, most: int) -> object:
+    def too_late(parts: Parts, most: int) -> object:
         monkeypatch.setattr(stage, "all_negatives", all_negatives)
         said.append(case.run(stage="mine"))
         return all_negatives(parts, most)

@@ -23,8 +23,7 @@ from pipeline.data.sampler import NONE
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives
-from pipeline.mine.parts import empty_folder
+from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
 from pipeline.model.config import LossConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
