@@ -9,6 +9,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 from jobs.cron import Schedule, parse_schedule
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import PRICES_USD_PER_HOUR
+from pipeline.proc.children import PLATFORM_S
 
 # `[jobs.schedule]`: when cycles are due, and what becomes of those that were missed.
 
@@ -119,7 +120,9 @@ class JobsConfig(_Config):
     )
     local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
     local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
-    stop_grace_s: float = Field(30.0, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)")
+    stop_grace_s: float = Field(
+        PLATFORM_S, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)"
+    )
     schedule: ScheduleConfig = ScheduleConfig()
     prepare: StageJob = StageJob()
     health: StageJob = StageJob()

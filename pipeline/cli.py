@@ -15,7 +15,8 @@ from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
-from pipeline.proc.signals import LAUNCHER_GRACE_S, show_stacks_when_asked, stop_on_signals
+from pipeline.proc.children import LAUNCHER_S
+from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
 from pipeline.settings import Settings
 from pipeline.settings_text import as_json, flags_text, table_text
 from pipeline.telemetry.events import EventName
@@ -96,7 +97,7 @@ def _launch_ranks(words: list[str], settings: Settings) -> int:
     from pipeline.context import cycle_name
 
     stop = StopSignal()
-    with stop_on_signals(stop, grace_s=LAUNCHER_GRACE_S):  # the cycle is named once: ranks may start around midnight
+    with stop_on_signals(stop, grace_s=LAUNCHER_S):  # the cycle is named once: ranks may start around midnight
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 

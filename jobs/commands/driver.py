@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from jobs.commands.submit import ENGINE_GRACE_S, finish, submit_cycle
+from jobs.commands.submit import finish, submit_cycle
 from jobs.cycle.store import claimed_cycles
 from jobs.driver import drive, scheduled_time
 from jobs.settings import CycleSettings
 from jobs.setup import open_cycle, open_target_of
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.proc.children import ENGINE_MARGIN_S
 from pipeline.proc.signals import stop_on_signals
 
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
     cycles = WorkspaceCycles(settings, arguments.target or settings.jobs.target, say, stop)
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_GRACE_S):
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
         return drive(config, scheduled, now, cycles, say)
 
 

@@ -2,13 +2,14 @@
 
 import argparse
 
-from jobs.commands.submit import ENGINE_GRACE_S, HandOver
+from jobs.commands.submit import HandOver
 from jobs.cycle.records import JobState
 from jobs.cycle.states import outcome_of
 from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.proc.children import ENGINE_MARGIN_S
 from pipeline.proc.signals import stop_on_signals
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Say) -> int:
     """Submit a new round. Raises ConfigError while jobs are under way, or when none failed."""
     stop = StopSignal()
-    with stop_on_signals(stop, grace_s=arguments.settings.jobs.stop_grace_s + ENGINE_GRACE_S):
+    with stop_on_signals(stop, grace_s=arguments.settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
         store = open_cycle(arguments.settings, stop)
         plan = submitted_plan(store)
         target = open_target_of(arguments.settings, store, say, stop)

@@ -16,9 +16,8 @@ from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, Preempted
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.proc.children import ENGINE_MARGIN_S
 from pipeline.proc.signals import stop_on_signals
-
-ENGINE_GRACE_S = 10.0  # beyond that of the jobs it ends when it is told to stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     """Submit the cycle of the settings. `local` also runs it to its end."""
     settings: CycleSettings = arguments.settings
     stop = StopSignal()
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_GRACE_S):
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
         return submit_cycle(settings, arguments.target or settings.jobs.target, say, stop)
 
 

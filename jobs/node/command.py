@@ -1,10 +1,8 @@
 """The command as a child process: started without a shell, watched, and ended with all it has started."""
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +13,11 @@ from pathlib import Path
 import psutil
 
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, ConfigError, GateRefused, Preempted, TransientError
+from pipeline.proc.children import adopt_orphans
 from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
 
 TAIL_BYTES = 64 * 1024
 BLOCK_BYTES = 64 * 1024
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 END_S = 2.0
 
 
@@ -137,21 +135,6 @@ class Command:
         with suppress(psutil.Error):
             return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
         return []
-
-
-def adopt_orphans() -> None:
-    """Processes whose parent dies become our children, as PID 1 has it anyway, so that none is lost sight of."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes of this container the kernel has killed for lack of memory; None where that is not told."""
-    for name in ("memory.events", "memory/memory.oom_control"):  # cgroup v2, v1
-        with suppress(OSError, ValueError):
-            pairs = (line.split() for line in (root / name).read_text().splitlines())
-            return next(int(value) for key, value in pairs if key == "oom_kill")
-    return None
 
 
 def _seen(process: psutil.Process) -> ProcessSeen | None:

@@ -9,6 +9,7 @@ from typing import Self
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import node_from_env
+from pipeline.proc.children import COMMAND_S
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -80,7 +81,7 @@ class Timing:
     """A node that has not been heard of for so long is lost."""
     gather_s: float = 900.0
     """For all nodes to come: AWS Batch starts them in any order, minutes apart."""
-    grace_s: float = 25.0
+    grace_s: float = COMMAND_S
     """From SIGTERM to SIGKILL of the command; AWS Batch kills the container after 30."""
     bundle_s: float = 10.0
     """For the post-mortem."""

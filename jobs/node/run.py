@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from jobs.node.command import Command, LogTail, deserves_post_mortem, kills_for_memory
+from jobs.node.command import Command, LogTail, deserves_post_mortem
 from jobs.node.environment import Place, Timing
 from jobs.node.hub import Hub, listen
 from jobs.node.link import Link
@@ -23,6 +23,7 @@ from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded
 from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.events import read_events
@@ -75,7 +76,6 @@ def host_name() -> str:
 
 Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
-STOP_BUDGET_S = 29.0  # AWS Batch kills 30 s after SIGTERM
 MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
 
@@ -165,7 +165,7 @@ class _Attempt:
             return
         limit_s = self.timing.bundle_s
         if outcome.stopped and outcome.told_at is not None:
-            left_s = STOP_BUDGET_S - (time.monotonic() - outcome.told_at)
+            left_s = EXPLAIN_S - (time.monotonic() - outcome.told_at)
             limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
         told: list[str] = []
         work = threading.Thread(

@@ -41,9 +41,9 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.proc.tree import ProcessTree, host_memory_bytes, process_tree
+from pipeline.proc.children import TOOL_S
+from pipeline.proc.tool import ProcessTree, host_memory_bytes, process_tree
 
-STOP_GRACE_S = 8.0  # between SIGTERM and SIGKILL: with the repair of the cache behind it below the promised 20 s
 POLL_S = 0.2
 OTHERS_POLL_S = 5.0
 
@@ -242,7 +242,7 @@ class _Job:
                 self.peers.check()
                 checked = time.monotonic()
             if self.stop.wait(POLL_S):
-                tree.end(STOP_GRACE_S)
+                tree.end(TOOL_S)
                 self._act(f"stopped by {self.stop.reason}: ended the trial run and all compilers")
                 self.stop.raise_if_set("compiling graphs")
             for line in log.news():
@@ -255,10 +255,10 @@ class _Job:
                 todo = min(todo, log.counts.remaining)
             if log.is_stuck():
                 self._act("a compile waits for a lock that no running compiler holds: ended it")
-                tree.end(STOP_GRACE_S)
+                tree.end(TOOL_S)
                 return None
             if time.monotonic() > self.deadline:
-                tree.end(STOP_GRACE_S)
+                tree.end(TOOL_S)
                 raise time_error(self.config, log.path, log.last_news)
         return exit_code
 

@@ -27,7 +27,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.report import CheckResult, Verdict
 from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.network import MASTER_PORT
-from pipeline.proc.tree import host_memory_bytes
+from pipeline.proc.tool import host_memory_bytes
 
 # What a machine is asked about itself. Tests give a `Host` with other answers.
 

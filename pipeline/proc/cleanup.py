@@ -1,8 +1,8 @@
 """Processes and temporary files that are gone when we are, however we ended.
 
-kill -9 takes along nothing of what a process has started, nor its files. A guardian (see guardian.py), which belongs
-to nobody and waits for our end, does. When it is killed as well, as with the whole machine, the next start sweeps the
-folder: we and the guardian hold a lock on it, which nobody else can take while one of us lives.
+kill -9 takes along nothing of what a process has started, nor its files. A guardian (children.py as a program), which
+belongs to nobody and waits for our end, does. When it is killed as well, as with the whole machine, the next start
+sweeps the folder: we and the guardian hold a lock on it, which nobody else can take while one of us lives.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.core.errors import TransientError
 from pipeline.io.atomic import sweep_temps, temp_beside
-from pipeline.proc import guardian
+from pipeline.proc import children
 
 # Environment variables for the processes that are started meanwhile.
 
@@ -38,7 +38,7 @@ def exported(values: Mapping[str, str]) -> Iterator[None]:
 
 
 MARK_VARIABLE = "TRN_GUARD"  # not TRNPIPE_: those are settings
-LEAVE_S = guardian.LIMIT_S + 2.0
+LEAVE_S = children.LIMIT_S + 2.0
 
 
 @contextmanager
@@ -67,9 +67,8 @@ def guarded() -> Iterator[Path]:
 
 @contextmanager
 def _guardian(folder: Path, lock: int) -> Iterator[None]:
-    mark = f"{MARK_VARIABLE}={folder}"
     try:
-        ours, gone = _start(folder, mark, lock)
+        ours, gone = _start(folder, lock)
     except (OSError, subprocess.CalledProcessError) as error:
         folder.rmdir()
         raise _no_start(error, "room for another process (ulimit -u, memory)") from error
@@ -82,15 +81,15 @@ def _guardian(folder: Path, lock: int) -> Iterator[None]:
         select.select([gone], [], [], LEAVE_S)  # it writes nothing: what comes is the end
         os.close(gone)
         if folder.exists():
-            guardian.end_marked(mark, 0.0)
+            children.end_marked(MARK_VARIABLE, str(folder).__eq__)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(folder: Path, mark: str, lock: int) -> tuple[int, int]:
+def _start(folder: Path, lock: int) -> tuple[int, int]:
     """The guardian, and two pipes: what we write to keeps it waiting, what we read from ends with it."""
     listens, ours = os.pipe()
     gone, says = os.pipe()
-    command = [sys.executable, "-I", "-S", guardian.__file__, str(folder), mark]
+    command = [sys.executable, "-I", "-S", children.__file__, str(folder), MARK_VARIABLE, str(folder)]
     try:
         # Returns at once: it puts itself aside.
         subprocess.run(  # noqa: S603 - a list, no shell

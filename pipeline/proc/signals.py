@@ -20,11 +20,9 @@ import psutil
 
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
+from pipeline.proc.children import LAST_HOOK_S, RANK_S
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE_S = 15.0  # Batch kills 30 s after SIGTERM; we promise 20
-LAST_HOOK_S = 3.0
-LAUNCHER_GRACE_S = GRACE_S + LAST_HOOK_S + 1.0  # the ranks of a launcher end themselves first
 STACKS_VARIABLE = "TRN_STACKS_DIR"  # not TRNPIPE_: those are settings
 _CLOSE = 0  # not a signal number
 
@@ -32,7 +30,7 @@ LastHook = Callable[[str], None]
 
 
 @contextmanager
-def stop_on_signals(stop: StopSignal, *, grace_s: float = GRACE_S, last_hook: LastHook | None = None) -> Iterator[None]:
+def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
     """While inside, SIGTERM and SIGINT set `stop`; main thread only.
 
     When the process still runs `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process

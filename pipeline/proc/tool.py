@@ -1,5 +1,8 @@
-"""Run an outside program within limits: what it said, how it ended, and no process of it left.
+"""Outside programs: each ends with all processes below it, within limits of time and output.
 
+neuron_parallel_compile does not end what it started: killed, it leaves compilers running. Ranks of a trial run sit in
+sessions of their own (torchrun is started so), where a signal to the process group does not reach them, and have lost
+their parents when those died first. So members are known by a mark in their environment, too.
 A sick device makes its tools hang, print half an answer or flood; none of that may hang or crash the check.
 """
 
@@ -7,23 +10,116 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import IO, Annotated
 
+import psutil
 from pydantic import Field
 
+from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.proc.tree import MARK_VARIABLE, ProcessTree
+from pipeline.proc.children import end_marked, marked
 
 # Not on PATH under every container entry point.
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin")
 OUTPUT_LIMIT_BYTES = 8 * 2**20
+MARK_VARIABLE = "TRN_PROCESS_TREE"  # not TRNPIPE_: those are settings
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _SEEN_LENGTH = 300
+
+
+class ProcessTree:
+    """A running program, the leader of its own session, and whatever it started."""
+
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+    ) -> None:
+        """Starts it. Raises OSError."""
+        self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
+            list(command),
+            cwd=cwd,
+            env={**env, MARK_VARIABLE: self._mark},
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def poll(self) -> int | None:
+        """The exit code of the program itself, None while it runs."""
+        return self._process.poll()
+
+    def members(self) -> list[psutil.Process]:
+        """Living processes of its session, with its mark, or below one of these."""
+        processes = {one.pid: one for one in psutil.process_iter(["ppid", "status"])}
+        found = {pid for pid in processes if _session(pid) == self._process.pid}
+        found |= processes.keys() & marked(MARK_VARIABLE, self._mark.__eq__)[0]
+        while more := {pid for pid, one in processes.items() if one.info["ppid"] in found} - found:
+            found |= more
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return [processes[pid] for pid in found if processes[pid].info["status"] not in ended]
+
+    def end(self, grace_s: float, *, kill_wait_s: float = 3.0) -> None:
+        """SIGTERM to all, after `grace_s` SIGKILL to who is left, and at most `kill_wait_s` for their end."""
+        for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_wait_s)):
+            until = time.monotonic() + wait_s
+            told: set[psutil.Process] = set()
+            while members := self.members():
+                for process in members:
+                    if process not in told:
+                        with suppress(psutil.NoSuchProcess):
+                            process.send_signal(signum)
+                        told.add(process)
+                self._process.poll()  # takes the program's exit code, so that it is no zombie
+                if time.monotonic() >= until:
+                    break
+                time.sleep(0.1)
+        if not members:
+            end_marked(MARK_VARIABLE, self._mark.__eq__)  # what was just being started
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0.5)
+
+
+@contextmanager
+def process_tree(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> Iterator[ProcessTree]:
+    """Start `command` with both outputs in the file `log`; at the end no process of it is left, whatever happened."""
+    with log.open("wb") as out:
+        try:
+            tree = ProcessTree(command, cwd=cwd, env=env, out=out, err=out)
+        except (FileNotFoundError, PermissionError) as error:
+            raise ConfigError(
+                f"{command[0]} cannot be started: {error.strerror}",
+                expected="the Neuron tools on PATH (torch-neuronx and neuronx-cc, as in the neuron image)",
+                next_command="run this on a Trainium machine in that image, or with another --backend",
+            ) from error
+    try:
+        yield tree
+    finally:
+        tree.end(0.0)
+
+
+def host_memory_bytes(limits: Sequence[Path] = CGROUP_LIMITS) -> int:
+    """Memory of this machine, or of the container where that is less."""
+    total = psutil.virtual_memory().total
+    for path in limits:
+        with suppress(OSError, ValueError):  # no such controller, or "max"
+            total = min(total, int(path.read_text()))
+    return total
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # gone meanwhile, or another user's
+        return None
 
 
 @dataclass(frozen=True)
@@ -84,81 +180,56 @@ def run_tool(
     started = time.monotonic()
     try:
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            watched = _Watched(Path(folder), timeout_s, output_limit_bytes, enough)
-            return watched.run((found, *command[1:]), environment, stop)
+            out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+            # Two files: warnings in the middle of a JSON answer would spoil it.
+            with out.open("wb") as to_out, err.open("wb") as to_err:
+                words = (found, *command[1:])
+                tree = ProcessTree(words, cwd=Path(folder), env=environment, out=to_out, err=to_err)
+            timed_out, failure, name = False, "", Path(found).name
+            too_much = f"wrote more than {output_limit_bytes} bytes"
+            try:
+                size, pause_s = 0, 0.01
+                while tree.poll() is None:
+                    stop.raise_if_set(f"running {name}")
+                    if _size(out, err) > output_limit_bytes:
+                        failure = too_much
+                        break
+                    if enough and _size(out) != size:
+                        size = _size(out)
+                        if enough(_read(out, output_limit_bytes)):
+                            break
+                    if time.monotonic() >= started + timeout_s:
+                        timed_out, failure = True, f"did not end within {timeout_s:g} s"
+                        break
+                    stop.wait(pause_s)
+                    pause_s = min(0.1, 1.5 * pause_s)
+                code = tree.poll()
+            finally:
+                tree.end(0.0)
+            if not failure and _size(out, err) > output_limit_bytes:
+                failure = too_much
+            return ToolRun(
+                words,
+                exit_code=code,
+                stdout=_read(out, output_limit_bytes),
+                stderr=_read(err, output_limit_bytes),
+                timed_out=timed_out,
+                failure=failure,
+                num_left=len(tree.members()) if timed_out else 0,
+                seconds=time.monotonic() - started,
+            )
     except OSError as error:  # not a program for this machine, no memory for a process, no space for its output
         why = f"could not be run: {error.strerror or error}"
         return ToolRun(tuple(command), failure=why, seconds=time.monotonic() - started)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    folder: Path
-    timeout_s: float
-    limit_bytes: int
-    enough: Callable[[str], bool] | None
+def _size(*files: Path) -> int:
+    return max(file.stat().st_size for file in files)
 
-    def run(self, command: tuple[str, ...], env: Mapping[str, str], stop: StopSignal) -> ToolRun:
-        started = time.monotonic()
-        mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
-            # Two files: warnings in the middle of a JSON answer would spoil it.
-            process = subprocess.Popen(  # noqa: S603 - a list, no shell
-                command,
-                cwd=self.folder,
-                env={**env, MARK_VARIABLE: mark},
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        tree = ProcessTree(process, mark)
-        try:
-            failure, timed_out = self._watch(tree, started + self.timeout_s, stop, Path(command[0]).name)
-            code = tree.poll()
-        finally:
-            tree.end(0.0)
-        if not failure and self._flooded():
-            failure = self._flood()
-        return ToolRun(
-            command,
-            exit_code=code,
-            stdout=self._read("stdout"),
-            stderr=self._read("stderr"),
-            timed_out=timed_out,
-            failure=failure,
-            num_left=len(tree.members()) if timed_out else 0,
-            seconds=time.monotonic() - started,
-        )
 
-    def _watch(self, tree: ProcessTree, until: float, stop: StopSignal, name: str) -> tuple[str, bool]:
-        size, pause_s = 0, 0.01
-        while tree.poll() is None:
-            stop.raise_if_set(f"running {name}")
-            if self._flooded():
-                return self._flood(), False
-            if self.enough and (now := self._size("stdout")) != size:
-                size = now
-                if self.enough(self._read("stdout")):
-                    return "", False
-            if time.monotonic() >= until:
-                return f"did not end within {self.timeout_s:g} s", True
-            stop.wait(pause_s)
-            pause_s = min(0.1, 1.5 * pause_s)
-        return "", False
-
-    def _flooded(self) -> bool:
-        return max(self._size("stdout"), self._size("stderr")) > self.limit_bytes
-
-    def _flood(self) -> str:
-        return f"wrote more than {self.limit_bytes} bytes"
-
-    def _size(self, name: str) -> int:
-        return (self.folder / name).stat().st_size
-
-    def _read(self, name: str) -> str:
-        with (self.folder / name).open("rb") as file:
-            return file.read(self.limit_bytes).decode(errors="replace")
+def _read(file: Path, limit_bytes: int) -> str:
+    with file.open("rb") as content:
+        return content.read(limit_bytes).decode(errors="replace")
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

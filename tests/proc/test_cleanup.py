@@ -1,13 +1,12 @@
 """Whatever the end: nobody we started lives on, and no temporary file stays."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 
 from pipeline.core.errors import TransientError
 from pipeline.io import atomic
-from pipeline.proc import cleanup, guardian
+from pipeline.proc import children, cleanup
 from pipeline.proc.cleanup import MARK_VARIABLE, guarded
 
 OWNER = """
@@ -67,22 +66,18 @@ def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MARK_VARIABLE not in os.environ
 
 
-def test_a_process_that_shows_its_mark_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_shows_its_mark_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between exec and its environment /proc has an empty one: seen once in a run of all tests on a busy machine."""
     child = subprocess.Popen(["sleep", "600"])
-    looks = []
+    looks: list[int] = []
 
-    class Late(type(Path())):  # type: ignore[misc]
-        def read_bytes(self) -> bytes:
-            looks.append(self)
-            return b"A=1\0MARK=here\0" if len(looks) > 2 else b""
+    def late(pid: int, environ: Callable[[int], bytes] = children._environ) -> bytes:
+        looks.extend([pid] * (pid == child.pid))
+        return environ(pid) if pid != child.pid or child.poll() else b"A=1\0MARK=here\0" if len(looks) > 2 else b""
 
-    (tmp_path / str(child.pid)).mkdir()
-    (tmp_path / str(child.pid) / "exe").symlink_to("/bin/sleep")
-    monkeypatch.setattr(guardian, "PROC", Late(tmp_path))
-    guardian.end_marked("MARK=here", 0.0)
+    monkeypatch.setattr(children, "_environ", late)
+    assert children.end_marked("MARK", "here".__eq__) == 0
     assert child.wait(5) == -signal.SIGKILL and len(looks) > 2
-    shutil.rmtree(tmp_path / str(child.pid))
 
 
 def test_an_error_inside_stays_what_it_is(tmp_path: Path) -> None:
@@ -116,7 +111,7 @@ def test_the_guardian_is_killed(tmp_path: Path) -> None:
     with guarded():
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         for process in living(tmp_path):
-            if "guardian.py" in " ".join(process.cmdline()):
+            if "children.py" in " ".join(process.cmdline()):
                 process.kill()
     assert child.wait(5) == -signal.SIGKILL
     assert [*tmp_path.iterdir()] == []
@@ -133,10 +128,23 @@ def test_what_both_have_left_is_swept_at_the_next_start(tmp_path: Path, monkeypa
 
 
 def test_no_guardian_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guardian, "__file__", str(tmp_path / "gone.py"))
+    monkeypatch.setattr(children, "__file__", str(tmp_path / "gone.py"))
     with pytest.raises(TransientError, match="cannot be started"), guarded():
         pass
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(TransientError, match="cannot be started"), cleanup.guarded():
         pass
+
+
+def test_each_grace_is_shorter_than_that_of_what_is_around_it() -> None:
+    graces = (children.TOOL_S, children.RANK_S, children.LAUNCHER_S, children.PROMISED_S, children.COMMAND_S)
+    assert [*graces, children.EXPLAIN_S, children.PLATFORM_S] == [8.0, 15.0, 19.0, 20.0, 25.0, 29.0, 30.0]
+
+
+def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells(tmp_path: Path) -> None:
+    (tmp_path / "v1").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (tmp_path / "old").write_text("oom_kill_disable 0\nunder_oom 0\n")
+    files = [str(tmp_path / name) for name in ("missing", "old", "v1")]
+    assert (children.kills_for_memory(files), children.kills_for_memory(files[:2])) == (3, None)
+    assert children.kills_for_memory(children.OF_MACHINE) is not None or sys.platform != "linux"

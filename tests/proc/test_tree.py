@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.compile.neuron_log import SIGHTINGS, LogWatch
 from pipeline.core.errors import ConfigError
-from pipeline.proc.tree import host_memory_bytes, process_tree
+from pipeline.proc.tool import host_memory_bytes, process_tree
 
 MARK = "TREE_TEST_MARK"
 STUBBORN = "trap '' TERM; touch ready; while :; do sleep 0.05; done"

@@ -24,6 +24,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import translate_os_error
 from pipeline.parallel.network import own_address
+from pipeline.proc.children import MARGIN_S
 
 # What the engine says of a job whose state has changed, for people. Pure.
 
@@ -62,7 +63,6 @@ def _end(attempt: AttemptRecord) -> str:
 
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
-MARGIN_S = 5.0  # for a keeper to end its node after the grace, before it is taken as one that hangs
 ALIVE = (Phase.STARTING, Phase.RUNNING)
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
 

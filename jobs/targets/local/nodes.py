@@ -19,6 +19,7 @@ from jobs.targets.local import keeper
 from jobs.targets.local.files import is_locked, leaf_folder
 from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
+from pipeline.proc.children import end_marked, kill_marked
 
 T = TypeVar("T")
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
@@ -98,7 +99,7 @@ class Processes:
         if end is not None:
             self._reap(folder)
             return _ended(started, end)
-        if is_alive or keeper.kill_marked(_mark(folder)):
+        if is_alive or end_marked(keeper.MARK, _mark(folder).__eq__):
             return NodeView(Phase.RUNNING, started.at)
         return _ended(started, NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or ""))
 
@@ -114,7 +115,7 @@ class Processes:
     def kill(self, folder: Path, by: StoppedBy) -> None:
         if not (folder / KILLED).exists():  # the reason first: another engine may have to find it
             write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
-        keeper.kill_marked(_mark(folder))
+        kill_marked(keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
         make_dirs(folder)
@@ -142,7 +143,7 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
         return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
 
     over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
-    return keeper.kill_where(is_over)
+    return kill_marked(keeper.MARK, is_over)[0]
 
 
 def _mark(folder: Path) -> str:

@@ -20,8 +20,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
 from pipeline.io.storage import os_errors
-
-GRACE_S = 30.0  # as AWS Batch gives
+from pipeline.proc.children import PLATFORM_S
 
 
 def this_machine() -> Slots:
@@ -42,7 +41,7 @@ class LocalTarget:
     machine: Slots
     say: Callable[[str], object]
     stop: StopSignal
-    grace_s: float = GRACE_S
+    grace_s: float = PLATFORM_S
     poll_s: float = 0.1
     new_id: Callable[[], str] = lambda: str(uuid.uuid4())
 

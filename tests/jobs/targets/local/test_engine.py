@@ -13,6 +13,7 @@ from jobs.targets.local import engine
 from jobs.targets.local.gang import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.proc.children import MARGIN_S
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.cases import GRACE_S, Died, Fate, World, world
 
@@ -64,7 +65,7 @@ def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
     assert 99 < child.timeout_s < 100  # the main node had begun before
 
 
-PATIENCE_S = GRACE_S + engine.MARGIN_S
+PATIENCE_S = GRACE_S + MARGIN_S
 
 
 def test_a_node_whose_keeper_hangs_is_killed_after_the_main_node_has_ended() -> None:

@@ -19,13 +19,13 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local import keeper
-from jobs.targets.local.engine import MARGIN_S
 from jobs.targets.local.files import local_files
 from jobs.targets.local.slots import Slots
 from jobs.targets.local.target import LocalTarget, this_machine
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
+from pipeline.proc.children import MARGIN_S
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 from tests.killing import FILE_CHANGES, FORK, killed_at
