@@ -93,10 +93,10 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("[CHECKPOINT]",)},
         options={
             "--to": "DIR  folder or URI to write; new, empty, or an earlier export",
-            "--format": "sentence-transformers (default), transformers, safetensors, torch, torchscript, torch-export",
+            "--format": "sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
-            "--shapes": "16,32,16x32  torchscript, torch-export: lengths to embed, pairs to score (default: data's)",
-            "--batch-size": "N  torchscript, torch-export: texts or pairs of one call (default: 1)",
+            "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
+            "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
         },
         module="export_model",
     ),

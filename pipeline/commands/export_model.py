@@ -25,7 +25,7 @@ from pipeline.stages.inputs import find_prepared
 
 TO, FORMAT, MAX_TOKENS, SHAPES, BATCH_SIZE = "--to", "--format", "--max-tokens", "--shapes", "--batch-size"
 FORMATS: tuple[Format, ...] = get_args(Format)
-PROGRAMS = ("torchscript", "torch-export")
+PROGRAMS = "torchscript"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -59,11 +59,11 @@ def _asked(call: ToolCall) -> tuple[str, Format]:
         raise ConfigError(
             f"format {asked!r}", expected=f"one of {', '.join(FORMATS)}", next_command="give another --format"
         )
-    idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ not in PROGRAMS]
+    idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ != PROGRAMS]
     if idle:
         raise ConfigError(
             f"{idle[0]} does not apply to format {format_}",
-            expected=f"it with {' or '.join(PROGRAMS)}",
+            expected=f"it with {PROGRAMS}",
             next_command=f"leave {idle[0]} out",
         )
     return to, format_

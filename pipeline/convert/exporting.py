@@ -18,10 +18,9 @@ from torch import Tensor
 
 from pipeline.checkpoint.state import Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert import card
 from pipeline.convert.hugging_face import CONFIG, LEGACY, MODEL, MODULES, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
-from pipeline.convert.programs import SUFFIXES, Shapes, check_shapes, write_programs
-from pipeline.convert.record import FILE, KIND, ExportRecord, Format
+from pipeline.convert.programs import Shapes, check_shapes, write_programs
+from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Format, card
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
@@ -57,7 +56,11 @@ def destination(
         folder = scratch / "export"
         folder.mkdir(parents=True)
         yield folder
-        _upload(storage, name, folder, fields)
+        claim = join_key(name, CLAIM)
+        storage.delete_prefix(name)
+        storage.write_bytes(claim, b"an export that is being written, or was broken off\n")
+        commit_dir(storage, folder, name, kind=KIND, fields=fields)
+        storage.delete([claim])
         return
     with os_errors("writing", storage.uri(name)):
         atomic.make_dirs(final.parent)
@@ -72,14 +75,6 @@ def destination(
                 final.rename(home / "old")
             folder.rename(final)
             atomic.fsync_path(final.parent)
-
-
-def _upload(storage: Storage, name: str, folder: Path, fields: Mapping[str, JsonValue]) -> None:
-    claim = join_key(name, CLAIM)
-    storage.delete_prefix(name)
-    storage.write_bytes(claim, b"an export that is being written, or was broken off\n")
-    commit_dir(storage, folder, name, kind=KIND, fields=fields)
-    storage.delete([claim])
 
 
 def check_free(storage: Storage, name: str) -> None:
@@ -112,15 +107,6 @@ _POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
 _MODULES = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", _NORMALIZE))
 
 
-def write_encoder(folder: Path, weights: Mapping[str, Tensor], state: TrainState) -> tuple[str, ...]:
-    """config.json and the encoder as BertModel names it; the rest of the model beside it. Returns the files' names."""
-    encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
-    write_weights(folder / WEIGHTS, encoder)
-    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
-    (folder / CONFIG).write_text(hf_config(state.model, state.inputs))
-    return WEIGHTS, HEAD
-
-
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Plain safetensors. `format` is what transformers asks for. Raises OSError."""
     try:
@@ -133,15 +119,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int) -> None:
     """tokenizer.json and what AutoTokenizer needs to read it as it is: no class that would change its lower-casing."""
     parsed = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
-    special = {
-        f"{name}_token": parsed.id_to_token(number)
-        for name, number in (
-            ("cls", tokenizer.cls_id),
-            ("pad", tokenizer.pad_id),
-            ("sep", tokenizer.sep_id),
-            ("unk", tokenizer.unk_id),
-        )
-    }
+    ids = {"cls": tokenizer.cls_id, "pad": tokenizer.pad_id, "sep": tokenizer.sep_id, "unk": tokenizer.unk_id}
+    special = {f"{name}_token": parsed.id_to_token(number) for name, number in ids.items()}
     if parsed.token_to_id("[MASK]") is not None:
         special["mask_token"] = "[MASK]"  # noqa: S105 - a token of text
     (folder / TOKENIZER).write_bytes(_framed(parsed, tokenizer))
@@ -217,7 +196,7 @@ def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
             expected=f"3 to {positions}, which the model has positions for",
             next_command="give --max-tokens",
         )
-    if plan.format in SUFFIXES:
+    if plan.format == "torchscript":
         check_shapes(plan.shapes, positions)
 
 
@@ -240,42 +219,42 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     )
     write_tokenizer(folder, tokenizer, plan.max_tokens)
     stop.raise_if_set("exporting a model")
-    record = _write_model(record, checkpoint, plan, folder, stop)
-    facts = card.CardFacts(plan.model_name, state, plan.ancestors, _lower_cases(tokenizer))
-    (folder / card.FILE).write_text(card.card(record, facts), encoding="utf-8")
-    (folder / FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
-    return record
-
-
-def _write_model(
-    record: ExportRecord, checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: StopSignal
-) -> ExportRecord:
-    state, weights = checkpoint.state, checkpoint.weights()
+    weights = checkpoint.weights()
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # every tensor, in its shape
-    if plan.format in SUFFIXES:
-        with progress("exporting programs", len(plan.shapes.lengths) + len(plan.shapes.buckets), "programs") as done:
+    if plan.format == "torchscript":
+        num_programs = len(plan.shapes.lengths) + len(plan.shapes.buckets)
+        with progress("exporting programs", num_programs, "programs") as done:
 
             def step() -> None:
                 stop.raise_if_set("exporting a program")
                 done(1)
 
-            programs = write_programs(folder, model, state.inputs, plan.shapes, plan.format, step=step)
-        return record.model_copy(update={"programs": programs})
+            programs = write_programs(folder, model, state.inputs, plan.shapes, step=step)
+        record = record.model_copy(update={"programs": programs})
+    else:
+        record = record.model_copy(update={"weights": _write_weights_as(plan, weights, state, folder)})
+    (folder / CARD).write_text(card(record, plan.model_name, plan.ancestors), encoding="utf-8")
+    (folder / FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
+    return record
+
+
+def _write_weights_as(
+    plan: ExportPlan, weights: Mapping[str, Tensor], state: TrainState, folder: Path
+) -> tuple[str, ...]:
+    """The names of the files that together hold every tensor."""
     if plan.format == "safetensors":
         write_weights(folder / WEIGHTS, weights)
-        return record.model_copy(update={"weights": (WEIGHTS,)})
+        return (WEIGHTS,)
     if plan.format == "torch":
         buffer = BytesIO()  # torch reports a full disk as a RuntimeError
         torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, buffer)
         (folder / STATE_DICT).write_bytes(buffer.getbuffer())
-        return record.model_copy(update={"weights": (STATE_DICT,)})
-    files = write_encoder(folder, weights, state)
+        return (STATE_DICT,)
+    encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+    write_weights(folder / WEIGHTS, encoder)
+    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
+    (folder / CONFIG).write_text(hf_config(state.model, state.inputs))
     if plan.format == "sentence-transformers":
         write_sentence_settings(folder, state, plan.max_tokens)
-    return record.model_copy(update={"weights": files})
-
-
-def _lower_cases(tokenizer: TextTokenizer) -> bool:
-    normalizer = tokenizers.Tokenizer.from_str(tokenizer.data.decode()).normalizer
-    return normalizer is not None and normalizer.normalize_str("A") == "a"
+    return WEIGHTS, HEAD

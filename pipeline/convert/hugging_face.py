@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder as `transformers` would use it, as the bytes of one tokenizer.json.
+"""A Hugging Face folder, of sentence-transformers or plain: encoder, pooling and tokenizer as this program uses them.
 
 For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json, whatever tokenizer.json
 says (tokenization_bert.py), and sentence-transformers may lower-case on top of both.
@@ -10,10 +10,9 @@ from typing import Any, Literal, cast
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
-from tokenizers import models, pre_tokenizers, processors
 
-from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.convert.source import TOKENIZER_BYTES, Source
+from pipeline.core.errors import ConfigError
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key
 from pipeline.model.config import PRESETS, EncoderSize, ModelConfig
@@ -23,10 +22,19 @@ from pipeline.model.config import PRESETS, EncoderSize, ModelConfig
 CONFIG = "config.json"
 
 
-class BertJson(BaseModel):
-    """A Hugging Face config.json of a BERT or MiniLM encoder"""
-
+class _Foreign(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Architecture(_Foreign):
+    """A Hugging Face config.json with a model_type"""
+
+    model_type: str
+    architectures: tuple[str, ...] | None = None
+
+
+class BertJson(_Foreign):
+    """A Hugging Face config.json of a BERT or MiniLM encoder"""
 
     vocab_size: int = Field(ge=8, le=4_000_000)
     hidden_size: int = Field(ge=8, le=16_384)
@@ -39,15 +47,6 @@ class BertJson(BaseModel):
     position_embedding_type: Literal["absolute"] = "absolute"
     is_decoder: Literal[False] = False
     add_cross_attention: Literal[False] = False
-
-
-class _Architecture(BaseModel):
-    """A Hugging Face config.json with a model_type"""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    model_type: str
-    architectures: tuple[str, ...] | None = None
 
 
 def read_bert(source: Source, folder: str = "") -> BertJson:
@@ -117,9 +116,7 @@ class SentenceSettings:
     notes: tuple[str, ...]
 
 
-class _Module(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+class _Module(_Foreign):
     type: str
     path: str
 
@@ -128,7 +125,7 @@ class _Modules(RootModel[tuple[_Module, ...]]):
     """modules.json as sentence-transformers writes it"""
 
 
-class _Pooling(BaseModel):
+class _Pooling(_Foreign):
     """The config.json of a sentence-transformers pooling"""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -136,29 +133,22 @@ class _Pooling(BaseModel):
     pooling_mode: str | tuple[str, ...] | None = None
 
 
-class _Processor(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+class _Processor(_Foreign):
     model_max_length: int | None = Field(None, ge=3)
 
 
-class _Sentence(BaseModel):
+class _Sentence(_Foreign):
     """sentence_bert_config.json as sentence-transformers writes it"""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     max_seq_length: int | None = Field(None, ge=3)
     do_lower_case: bool = False
     processor_kwargs: _Processor = Field(default_factory=_Processor)
 
 
-class _Model(BaseModel):
+class _Model(_Foreign):
     """config_sentence_transformers.json as sentence-transformers writes it"""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     prompts: dict[str, str] = Field(default_factory=dict)
-    default_prompt_name: str | None = None
 
 
 def read_sentence_settings(source: Source) -> SentenceSettings | None:
@@ -176,7 +166,10 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
         )
     folder, pooling = (f"{found}/" if (found := folder_key(module.path)) else "" for module in modules[:2])
     sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
-    notes = _prompt_notes(source.json(MODEL, _Model)) if source.has(MODEL) else []
+    prompts = source.json(MODEL, _Model).prompts if source.has(MODEL) else {}
+    used = ", ".join(f"{name} {text!r}" for name, text in sorted(prompts.items()) if text)
+    # No part of the encoder: whoever prepares the data must put it there.
+    notes = [f"sentence-transformers puts a prompt before texts ({used}); trnpipe does not"] if used else []
     if "Normalize" not in kinds:
         notes.append("sentence-transformers leaves these vectors at their length; here they have length one")
     return SentenceSettings(
@@ -202,26 +195,14 @@ def _pooling(source: Source, name: str) -> Pooling:
     return cast(Pooling, mode)
 
 
-def _prompt_notes(model: _Model) -> list[str]:
-    """A text put before every text is no part of the encoder: whoever prepares the data must put it there."""
-    used = {name: text for name, text in model.prompts.items() if text}
-    if not used:
-        return []
-    default = f", {model.default_prompt_name} by default" if model.default_prompt_name else ""
-    named = ", ".join(f"{name} {text!r}" for name, text in sorted(used.items()))
-    return [f"sentence-transformers puts a prompt before texts ({named}{default}); trnpipe does not"]
-
-
-TOKENIZER, TOKENIZER_CONFIG, VOCABULARY = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BERT = ("BertTokenizer", "BertTokenizerFast")
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _PROBE = ("A sample text", "")
 
 
-class TokenizerJson(BaseModel):
+class TokenizerJson(_Foreign):
     """tokenizer_config.json as transformers writes it"""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     tokenizer_class: str = BERT[0]
     do_lower_case: bool = True
@@ -250,12 +231,20 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
             expected="one of " + ", ".join(BERT + AS_IT_IS),
             next_command="import a model with such a tokenizer",
         )
-    data, where = _stored(source, folder)
+    where = source.where(folder + TOKENIZER)
+    data = source.read(folder + TOKENIZER, TOKENIZER_BYTES)
     tokenizer, notes = TextTokenizer(data, where), []
     content: dict[str, Any] = json.loads(data)
     wanted = content.get("normalizer")
     if config.tokenizer_class in BERT:
-        _check_bert(data, where)
+        # `transformers` builds a tokenizer of its own from the vocabulary: the file must hold the same one.
+        parts = [(content.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
+        if parts != ["WordPiece", "BertPreTokenizer"]:
+            raise ConfigError(
+                f"{where}: {parts[0]} after {parts[1]} in a BERT tokenizer",
+                expected="WordPiece after BertPreTokenizer",
+                next_command="set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json",
+            )
         wanted = {
             "type": "BertNormalizer",
             "clean_text": True,
@@ -274,37 +263,6 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
         _check_frame(tokenizer, where)
     longest = config.model_max_length
     return ForeignTokenizer(tokenizer, None if longest is None or longest > 2**31 else int(longest), tuple(notes))
-
-
-def _stored(source: Source, folder: str) -> tuple[bytes, str]:
-    """tokenizer.json, or one made of vocab.txt."""
-    if source.has(folder + TOKENIZER) or not source.has(folder + VOCABULARY):
-        return source.read(folder + TOKENIZER, TOKENIZER_BYTES), source.where(folder + TOKENIZER)
-    where = source.where(folder + VOCABULARY)
-    try:
-        words = source.read(folder + VOCABULARY, 4 * JSON_BYTES).decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: {error}", expected="one token a line, UTF-8") from error
-    vocabulary = {word.rstrip("\r"): place for place, word in enumerate(words) if word.rstrip("\r")}
-    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))  # noqa: S106 - a token of text
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = [word for word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if word in vocabulary]
-    made.add_special_tokens(special)
-    if {"[CLS]", "[SEP]"} <= set(special):
-        made.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    return made.to_str().encode(), where
-
-
-def _check_bert(data: bytes, where: str) -> None:
-    """`transformers` builds a BERT tokenizer of its own from the vocabulary: the file must hold the same one."""
-    parsed = tokenizers.Tokenizer.from_str(data.decode())
-    found = [type(part).__name__ for part in (parsed.model, parsed.pre_tokenizer)]
-    if found != ["WordPiece", "BertPreTokenizer"]:
-        raise ConfigError(
-            f"{where}: {' after '.join(found)} in a BERT tokenizer",
-            expected="WordPiece after BertPreTokenizer",
-            next_command="set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json",
-        )
 
 
 def _lower_cases(normalizer: dict[str, Any] | None) -> bool:

@@ -23,8 +23,7 @@ from pipeline.convert.hugging_face import (
     settings_of,
 )
 from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
-from pipeline.convert.source import TOKENIZER_BYTES, Source
-from pipeline.convert.weights import load_tensors
+from pipeline.convert.source import TOKENIZER_BYTES, Source, load_tensors
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer

@@ -1,4 +1,4 @@
-"""The model as programs of static shapes that need no trnpipe: TorchScript and torch.export, one file for each shape.
+"""The model as TorchScript programs of static shapes that need no trnpipe, one file for each shape.
 
 Every file holds the weights, as compilers for Inferentia2 (torch_neuronx.trace) take one program of one shape.
 """
@@ -21,7 +21,6 @@ from pipeline.model.encoder import TextEncoder
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel
 
-SUFFIXES = {"torchscript": ".pt", "torch-export": ".pt2"}
 TOLERANCE = 1e-5
 SHORTEST = 3  # [CLS], a token, [SEP]
 
@@ -94,7 +93,7 @@ def check_shapes(shapes: Shapes, max_positions: int) -> None:
 
 
 def write_programs(
-    folder: Path, model: RelevanceModel, spec: InputSpec, shapes: Shapes, kind: str, step: Callable[[], object]
+    folder: Path, model: RelevanceModel, spec: InputSpec, shapes: Shapes, step: Callable[[], object]
 ) -> tuple[ProgramFile, ...]:
     """Trace, save, load again and compare every program. `step` is called after each of them, to stop or beat.
 
@@ -107,13 +106,13 @@ def write_programs(
     files = []
     for length in shapes.lengths:
         inputs = (_tokens(spec, shapes.batch_size, length),)
-        name = f"encoder-{length}{SUFFIXES[kind]}"
-        files.append(_write(folder / name, vectors, inputs, ("tokens",), ("vectors", "texts to unit vectors"), kind))
+        name = f"encoder-{length}.pt"
+        files.append(_write(folder / name, vectors, inputs, ("tokens",), ("vectors", "texts to unit vectors")))
         step()
     for bucket in shapes.buckets:
         pair, names = _pair(spec, shapes.batch_size, bucket)
-        name = f"relevance-{bucket.name}{SUFFIXES[kind]}"
-        files.append(_write(folder / name, scores, pair, names, ("logits", "pairs to logits over the classes"), kind))
+        name = f"relevance-{bucket.name}.pt"
+        files.append(_write(folder / name, scores, pair, names, ("logits", "pairs to logits over the classes")))
         step()
     return tuple(files)
 
@@ -125,22 +124,16 @@ def _write(
     inputs: tuple[Tensor, ...],
     names: tuple[str, ...],
     output: tuple[str, str],
-    kind: str,
 ) -> ProgramFile:
     expected: Tensor = program(*inputs)
     buffer = BytesIO()  # torch reports a full disk as a RuntimeError; files are written here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TracerWarning)  # shapes are meant to be constants
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        if kind == "torchscript":
-            # Checked below, as it was saved.
-            traced = torch.jit.trace(program, inputs, check_trace=False)  # type: ignore[no-untyped-call]
-            torch.jit.save(traced, buffer)  # type: ignore[no-untyped-call]
-        else:
-            torch.export.save(torch.export.export(program, inputs), buffer)
+        # Checked below, as it was saved.
+        traced = torch.jit.trace(program, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+        torch.jit.save(traced, buffer)  # type: ignore[no-untyped-call]
         path.write_bytes(buffer.getbuffer())
-        reload = torch.jit.load if kind == "torchscript" else _load_exported
-        found = reload(path)(*inputs)
+        found = torch.jit.load(path)(*inputs)  # type: ignore[no-untyped-call]
     difference = float((found - expected).abs().max())
     if not difference <= TOLERANCE:
         raise RuntimeError(f"{path.name} differs by {difference:g} from the model it was made of")
@@ -150,10 +143,6 @@ def _write(
         inputs=tuple(_spec(name, tensor) for name, tensor in zip(names, inputs, strict=True)),
         output=_spec(output[0], expected),
     )
-
-
-def _load_exported(path: Path) -> nn.Module:
-    return torch.export.load(path).module()
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

@@ -1,5 +1,6 @@
-"""trnpipe.json: what an exported folder says of itself, so that it can be imported again as it was."""
+"""What an exported folder says of itself: trnpipe.json, by which it is imported as it was, and README.md for people."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -7,11 +8,13 @@ from pydantic import Field
 from pipeline.checkpoint.state import Parent
 from pipeline.core.record import Record
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.registry.checkpoints import Ancestor
+from pipeline.registry.records import one_line
 
 KIND = "export"
-FILE = "trnpipe.json"
+FILE, CARD = "trnpipe.json", "README.md"
 SCHEMA_VERSION = 1
-Format = Literal["sentence-transformers", "transformers", "safetensors", "torch", "torchscript", "torch-export"]
+Format = Literal["sentence-transformers", "transformers", "safetensors", "torch", "torchscript"]
 
 
 class TensorSpec(Record):
@@ -47,3 +50,63 @@ class ExportRecord(Record):
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: programs only")
     programs: tuple[ProgramFile, ...] = ()
+
+
+_SENTENCE = 'SentenceTransformer("PATH").encode(["red running shoes"])  # from sentence_transformers'
+_STATES = 'AutoModel.from_pretrained("PATH")(**AutoTokenizer.from_pretrained("PATH")("shoes", return_tensors="pt"))'
+_USE: Mapping[Format, str] = {
+    "sentence-transformers": f"vectors = {_SENTENCE}",
+    "transformers": f"states = {_STATES}.last_hidden_state  # from transformers",
+    "safetensors": 'weights = safetensors.torch.load_file("PATH/model.safetensors")',
+    "torch": 'weights = torch.load("PATH/model.pt", weights_only=True)',
+    "torchscript": 'program = torch.jit.load("PATH/{file}")',
+}
+
+
+def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -> str:
+    """README.md, with the front matter that Hugging Face tools read. `ancestors`: the model first, its root last."""
+    library = record.format if record.format not in ("torch", "torchscript") else "pytorch"
+    size, spec, source = record.model.encoder, record.inputs, record.checkpoint
+    gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
+    features = (
+        f"{', '.join(map(_text, spec.numeric)) or 'no numbers'} and {len(spec.categorical_ids)} hashed categories"
+    )
+    use = _USE[record.format].format(file=record.programs[0].file if record.programs else "")
+    lines = [
+        f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
+        f"# {_text(model_name)}\n",
+        f"BERT text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}; "
+        f"{record.model.pooling} pooling over real tokens, vectors of length one. A head grades how well a product "
+        f"fits a query; a score is the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
+        f"```python\n{use}\n```\n",
+        f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens; padding {spec.pad_id}.",
+        "`trnpipe import` of this folder gives the whole model back, bit for bit.\n" if record.weights else "",
+        *_programs(record),
+        "| metric | value |\n|---|---|",
+        *(f"| {_text(name)} | {value:.6g} |" for one in ancestors[:1] for name, value in sorted(one.figures.items())),
+        "\n| checkpoint | cycle | step | data to | settings | code | digest |\n|---|---|---|---|---|---|---|",
+    ]
+    for one in ancestors:
+        cells = (one.checkpoint, one.cycle, one.step, one.watermark, one.settings_hash, one.code_version, one.digest)
+        lines.append(f"| {' | '.join(_text(str(cell)) or '-' for cell in cells)} |")
+    lines += [f"\nThe lineage ends here: {_text(one.note)}." for one in ancestors if one.note]
+    lines.append(f"\nMade from `{one_line(source.uri)}`, step {source.step} of cycle {_text(source.cycle)}, manifest")
+    lines.append(f"sha256 `{source.digest}`, code `{one_line(record.code_version)}`.")
+    return "\n".join(lines) + "\n"
+
+
+def _programs(record: ExportRecord) -> Iterator[str]:
+    """Static shapes; every file holds all weights, and was checked after loading against the model."""
+    if record.programs:
+        yield "| file | computes | inputs | output |\n|---|---|---|---|"
+    for program in record.programs:
+        inputs = ", ".join(f"{one.name} {one.dtype} {list(one.shape)}" for one in program.inputs)
+        output = f"{program.output.name} {program.output.dtype} {list(program.output.shape)}"
+        yield f"| {program.file} | {program.text} | {inputs} | {output} |"
+    if record.programs:
+        yield ""
+
+
+def _text(value: str) -> str:
+    """Text from data in a table: one line, and nothing that Markdown would read as markup."""
+    return "".join(f"\\{char}" if char in "\\|`*<>[]#" else char for char in one_line(value))

@@ -160,7 +160,7 @@ def test_plans_that_cannot_be_carried_out(checkpoint: Checkpoint) -> None:
         plan("transformers", max_tokens=33),
         plan("transformers", max_tokens=2),
         plan("torchscript", shapes=parse_shapes("16,64", 1)),
-        plan("torch-export", shapes=parse_shapes("2x16", 1)),
+        plan("torchscript", shapes=parse_shapes("2x16", 1)),
     ):
         with pytest.raises(ConfigError, match="tokens"):
             check_plan(checkpoint, wrong)
@@ -189,15 +189,13 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
         "| test_ndcg | 0.75 |",
         f"| checkpoints/c2/step-9 | c2 | 9 | 2026-01-02 | - | - | {'d' * 64} |",
         r"The lineage ends here: it came \|from\| \<afar\> \# heading.",
-        "cut to 20 tokens, the last one `[SEP]`",
-        "lower-cases",
+        "cut to 20 tokens",
         "no: 0, yes: 1",
-        "The head also reads 1 numbers of a pair: price.",
+        "It also reads price and 0 hashed categories.",
         "| encoder-8.pt | texts to unit vectors | tokens int32 [2, 8] | vectors float32 [2, 16] |",
         "query int32 [2, 8], product int32 [2, 12], numeric float32 [2, 1] | logits float32 [2, 2] |",
         checkpoint.digest,
         'program = torch.jit.load("PATH/encoder-8.pt")',
-        "its head is at its initial weights",
     ):
         assert expected.lower() in text.lower(), f"{expected}\n{text}"
     assert text.startswith('---\nlibrary_name: "pytorch"\n')

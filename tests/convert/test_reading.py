@@ -275,14 +275,3 @@ def test_a_tokenizer_that_frames_texts_in_another_way_is_refused(folder: Folder)
     assert "WordPiece after Whitespace in a BERT tokenizer" in refusal(folder, ConfigError)
     (folder.path / "tokenizer.json").write_bytes(b"{}")
     assert "is not a tokenizer.json" in refusal(folder, DataError)
-
-
-def test_a_vocabulary_alone_makes_a_tokenizer(folder: Folder) -> None:
-    vocabulary = json.loads(folder.tokenizer)["model"]["vocab"]
-    words = sorted(vocabulary, key=vocabulary.__getitem__)
-    (folder.path / "vocab.txt").write_text("\n".join(words) + "\n")
-    (folder.path / "tokenizer.json").unlink()
-    (folder.path / "tokenizer_config.json").unlink()
-    found, whole = folder.read().tokenizer, TextTokenizer(folder.tokenizer)
-    for text in ("Red running SHOE", "größe [SEP] 12", "", "unknownword"):
-        assert found.encode([text]).ids.tolist() == whole.encode([text]).ids.tolist()
