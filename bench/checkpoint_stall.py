@@ -107,8 +107,8 @@ def run(*, quick: bool) -> Result:
     settings: dict[str, str | int | float] = {
         "preset": model.preset,
         "every_steps": every,
-        "parameters": sum(program.layout.sizes),
-        "bytes_per_save": 12 * sum(program.layout.sizes),
+        "parameters": program.strategy.size,
+        "bytes_per_save": 12 * program.strategy.size,
     }
     return finish(
         NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=("stall", "step", "all_share"), settings=settings

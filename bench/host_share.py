@@ -17,7 +17,8 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.step import Contrast, TrainProgram
+from pipeline.train.contrast import Contrast
+from pipeline.train.step import TrainProgram
 
 NAME = "host_share"
 TITLE = "Share of a step outside device execution: preset small, batch 32 x 64 tokens a side, XLA:CPU"

@@ -14,8 +14,7 @@ from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.batches import BatchStream
-from pipeline.train.config import TrainConfig
-from pipeline.train.share import groups_of_batch
+from pipeline.train.config import TrainConfig, groups_of_batch
 from pipeline.train.step import TrainProgram
 
 NAME = "loader"

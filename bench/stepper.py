@@ -14,10 +14,8 @@ from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model
-from pipeline.parallel.world import World
 from pipeline.train.batches import BatchStream
-from pipeline.train.config import TrainConfig
-from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram
 
 ENDLESS = 1_000_000
@@ -90,7 +88,7 @@ def open_stepper(
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
     plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
-    share = batch_share(config, World())
+    share = batch_share(config, 1)
     stream = BatchStream(groups, plan, share, config, 0, ENDLESS)
     with backend.loader(stream) as batches:
         yield Stepper(program, backend, stream, batches, plan, log_every, share.accumulation)
@@ -110,7 +108,7 @@ def make_program(
         initial_model(model, spec, config.seed, Path()),
         backend,
         config,
-        accumulation=batch_share(config, World()).accumulation,
+        accumulation=batch_share(config, 1).accumulation,
         host_mean=lambda tensors: tensors,
         figure_rows=log_every,
         buckets=buckets,

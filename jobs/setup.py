@@ -24,8 +24,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
-from pipeline.parallel.world import World
-from pipeline.train.share import batch_share
+from pipeline.train.config import batch_share
 
 _SHARE_BATCHES = ("compile", "train", "evaluate")
 Renew = Callable[[], None]
@@ -54,7 +53,7 @@ def make_plan(settings: CycleSettings) -> Plan:
     """
     for name in _SHARE_BATCHES:
         job = settings.jobs.stage(name)
-        batch_share(settings.train, World(world_size=_ranks(job)))
+        batch_share(settings.train, _ranks(job))
     _check_compiled_ranks(settings)
     if settings.train.mined_per_query and not settings.mine.enabled:
         raise ConfigError(

@@ -15,7 +15,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes, contrastive_batch, estimate_lines, estimates, shapes_of
 from pipeline.telemetry.console import Console
-from pipeline.train.share import batch_share
+from pipeline.train.config import batch_share
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -26,7 +26,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
-    share = batch_share(settings.train, world)
+    share = batch_share(settings.train, world.world_size, world.rank)
     found = estimates(settings, shapes, share)
     for line in estimate_lines(found, contrastive_batch(settings.train, share)):
         say(line)

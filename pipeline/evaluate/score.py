@@ -35,10 +35,10 @@ from pipeline.evaluate.products import text_hashes
 from pipeline.evaluate.scores import stage_arrays
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
-from pipeline.model.flat import FlatLayout, Precision, flat_forward
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
+from pipeline.parallel.strategies.flat import FlatLayout, Precision, flat_forward
 
 # The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
 

@@ -19,11 +19,11 @@ from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
 from pipeline.evaluate.score import PartStore, Score, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample
 from pipeline.io.storage import Storage
-from pipeline.model.flat import FlatLayout, flat_forward
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
+from pipeline.parallel.strategies.flat import FlatLayout, flat_forward
 from pipeline.parallel.world import World
 from pipeline.parity.record import WORK, Precision
 from pipeline.parity.task import SideTask

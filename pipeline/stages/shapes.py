@@ -24,8 +24,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig
-from pipeline.train.share import batch_share, groups_of_batch, needs_two_passes, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.trial import Trial
 
 ASSUMED_CLASSES = 4
@@ -41,7 +40,9 @@ class Shapes:
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
-        return graph_plan(settings, self.spec, self.buckets, batch_share(settings.train, world), device)
+        return graph_plan(
+            settings, self.spec, self.buckets, batch_share(settings.train, world.world_size, world.rank), device
+        )
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
         """The same for evaluation and embedding alone."""

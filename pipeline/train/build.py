@@ -30,12 +30,11 @@ from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.registry.history import in_use
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import TrainConfig
-from pipeline.train.guard import SKIPPED
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.identity import check_identity
 from pipeline.train.inputs import RunInputs
+from pipeline.train.optimizer import SKIPPED
 from pipeline.train.saver import Saver
-from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram
 
 _FITTED_ROWS = 200_000
@@ -79,7 +78,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
     `tokenizer`: content of its tokenizer.json, saved beside the weights. Raises TrnpipeError.
     """
     train, world = settings.train, ctx.world
-    share = batch_share(train, world)
+    share = batch_share(train, world.world_size, world.rank)
     with (
         open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s) as (gang, backend),
         _device_errors(settings, ctx, backend),

@@ -74,7 +74,7 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
 
 def _announce(run: Run) -> None:
     ctx, train, selection = run.ctx, run.settings.train, run.inputs.selection
-    parameters = run.program.layout.size
+    parameters = run.program.strategy.size
     parent = run.inputs.parent.prefix if run.inputs.parent else "scratch"
     mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
     ctx.console.info(

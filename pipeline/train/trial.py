@@ -24,9 +24,8 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console
 from pipeline.train.batches import BatchStream
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.share import batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram
 
 STEPS_PER_BUCKET = 3
@@ -110,7 +109,7 @@ class Trial:
     def _train(self) -> None:
         groups = self._groups()
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
-        steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world)
+        steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
         program = TrainProgram(
             build_model(self.model, self.spec, self.train.seed),
             self.backend,

@@ -16,9 +16,9 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import EventLog
 from pipeline.train.build import open_run
+from pipeline.train.config import batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import train
-from pipeline.train.share import batch_share
 from pipeline.tune.config import Hyperband
 from pipeline.tune.journal import OpenTrial
 from pipeline.tune.space import Space
@@ -66,7 +66,7 @@ class Basis:
 
     def inputs(self, settings: Settings, workspace: Storage) -> RunInputs:
         """Of a trial with these settings. Raises ConfigError for values that do not go together."""
-        batch_share(settings.train, World())
+        batch_share(settings.train, 1)
         _ = settings.model.encoder
         return gather_inputs(workspace, self.token_sets, self.parent, settings.train, settings.model, self.negatives)
 

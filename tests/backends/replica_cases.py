@@ -137,7 +137,7 @@ def test_a_step_holds_one_all_reduce_for_each_chunk(
 ) -> None:
     config = TRAIN.model_copy(update={"step_boundary": boundary, "chunk_mib": chunk_mib, "global_batch_size": 16})
     program, graphs = texts(config, rows, accumulation=accumulation)
-    sizes = [chunk.size for chunk in program.layout.chunks]
+    sizes = [chunk.size for chunk in program.strategy.layout.chunks]
     assert (len(sizes) == 4) == (chunk_mib == 32.0)
     phase = "step" if boundary == "fused" else "update"
     found = all_reduces(graphs.pop(phase))

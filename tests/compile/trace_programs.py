@@ -21,9 +21,8 @@ from pipeline.backends.xla import XlaBackend
 from pipeline.core.batching import Bucket
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import TrainConfig, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
-from pipeline.train.share import rows_of_batch
 from pipeline.train.step import TrainProgram
 from tests.train.rows import SPEC
 
@@ -76,7 +75,13 @@ def own_graph(
         return hlo_text([program.outputs(_pairs(16, bucket)).logits])
     program.step([batch] * accumulation)
     optimizer = program.optimizer
-    state = [*program.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, program.guard.state, program._figures]
+    state = [
+        *program.strategy.masters,
+        *optimizer.exp_avg,
+        *optimizer.exp_avg_sq,
+        program.guard.state,
+        program._figures,
+    ]
     return hlo_text([tensor.detach() for tensor in state])
 
 

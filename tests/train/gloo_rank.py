@@ -35,7 +35,7 @@ def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> d
         groups = grouped(rows, config)
         program.accumulate([one.tensors for one in training_batches(groups, plan_of(groups, config), share, 0, 1)])
         sums = program.reduced()
-        return {**program.layout.unpack(sums[:-1]), "loss": sums[-1]}
+        return {**program.strategy.layout.unpack(sums[:-1]), "loss": sums[-1]}
 
 
 def main() -> None:

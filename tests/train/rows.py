@@ -14,8 +14,7 @@ from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.train.config import TrainConfig
-from pipeline.train.share import groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.train.config import GuardConfig
-from pipeline.train.guard import MEAN, SEEN, SKIPPED, SKIPPED_IN_A_ROW, VARIANCE, SpikeGuard
+from pipeline.train.optimizer import MEAN, SEEN, SKIPPED, SKIPPED_IN_A_ROW, VARIANCE, SpikeGuard
 
 CONFIG = GuardConfig(warmup_steps=10)
 

@@ -301,7 +301,7 @@ def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) 
     config = TRAIN.model_copy(update={"guard": GuardConfig(patience=3)})
     bench = Bench(rows, config=config, max_steps=50, cadence=Cadence(log=2, evaluate=0, save=4))
     weights = bench.weights()
-    bench.program.masters[1].data[0] = float("nan")
+    bench.program.strategy.masters[1].data[0] = float("nan")
     with pytest.raises(NumericError, match="4 steps in a row"):
         bench.run()
     assert not bench.calls

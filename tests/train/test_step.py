@@ -166,7 +166,7 @@ def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
     def loss_and_gradient(shift: float) -> tuple[float, Tensor]:
         program = make_program(CpuBackend(), config, dropped, accumulation=2)
         with torch.no_grad():
-            program.masters[0] += shift * direction if shift else 0.0
+            program.strategy.masters[0] += shift * direction if shift else 0.0
         program.step([{**batch, "control": control_values(1, 0.0, config.optimizer)} for batch in micros], seeds=[3, 4])
         return program.read_figures(1)[0]["loss"], program.optimizer.exp_avg[0].clone()
 
@@ -259,7 +259,7 @@ def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: Tok
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name].double(), tensor, rtol=1e-6, atol=1e-7)
     masters = torch.cat([optimizer["masters.decayed"], optimizer["masters.plain"]])
-    assert torch.equal(masters, torch.cat([master.detach() for master in plain.masters]))
+    assert torch.equal(masters, torch.cat([master.detach() for master in plain.strategy.masters]))
     served = make_program(CpuBackend())
     served.restore(weights, None)
     assert torch.equal(served.outputs(steps[0][0]).logits, averaged.outputs(steps[0][0]).logits)
@@ -271,7 +271,7 @@ def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: Tok
     assert all(torch.equal(left[name], right[name]) for name in left)
     fresh = make_program(CpuBackend(), AVERAGED)
     fresh.restore(weights, None)  # a run that starts from a promoted model
-    assert all(torch.equal(a, m) for a, m in zip(fresh.averages, fresh.masters, strict=True))
+    assert all(torch.equal(a, m) for a, m in zip(fresh.average.tensors, fresh.strategy.masters, strict=True))
 
 
 LEARNT = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=True, temperature=0.05)})
@@ -298,7 +298,7 @@ def test_a_learnt_temperature_stays_at_a_hundredth_or_above(rows: TokenRows) -> 
     program = make_program(CpuBackend(), LEARNT)
     ((batch,),) = batches_of(rows, 1)
     with torch.no_grad():
-        program.masters[-1].fill_(5.0)
+        program.strategy.masters[-1].fill_(5.0)
     step(program, [batch], control(1))
     assert program.read_figures(1)[0]["temperature"] == pytest.approx(0.01)
     assert float(program.snapshot()[0][LOG_SCALE]) == pytest.approx(math.log(100))
@@ -358,7 +358,7 @@ def test_layers_apart_have_the_state_of_one_vector_and_the_same_bits_in_any_chun
     model = MODEL.model_copy(update={"num_layers": 2})
     small = DECAYING.model_copy(update={"chunk_mib": 0.002})
     whole, chunked = (make_program(CpuBackend(), config, model) for config in (DECAYING, small))
-    assert len(whole.masters) == 8 < len(chunked.masters)
+    assert len(whole.strategy.masters) == 8 < len(chunked.strategy.masters)
     assert train(whole, steps[:2]) == train(chunked, steps[:2])
     other = make_program(CpuBackend(), small, model)
     other.restore(*whole.snapshot())
@@ -377,7 +377,7 @@ def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(ro
     """Clipping, too: the norm is that of all gradients. `middle` starts whole and goes on in chunks."""
     steps = batches_of(rows, 4, accumulation=2)
     whole, chunked, middle = (make_program(CpuBackend(), config, accumulation=2) for config in (TRAIN, CHUNKED, TRAIN))
-    assert len(whole.masters) == 4 and len(chunked.masters) > 8
+    assert len(whole.strategy.masters) == 4 and len(chunked.strategy.masters) > 8
     assert train(whole, steps) == train(chunked, steps)
     train(middle, steps[:2])
     other = make_program(CpuBackend(), CHUNKED, accumulation=2)
@@ -424,7 +424,7 @@ def test_low_precision_trains_close_to_fp32(rows: TokenRows, precision: str) -> 
     low, full = train(program, steps, 0.001), train(make_program(CpuBackend()), steps, 0.001)
     assert [row["loss"] for row in low] == pytest.approx([row["loss"] for row in full], rel=0.02)
     assert low != full
-    assert all(master.dtype == torch.float32 for master in program.masters)
+    assert all(master.dtype == torch.float32 for master in program.strategy.masters)
     assert low[-1]["skipped"] == 0
     assert program.outputs(steps[0][0]).logits.dtype == torch.float32
 

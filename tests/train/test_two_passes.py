@@ -16,8 +16,7 @@ from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.stages.shapes import contrastive_batch
-from pipeline.train.config import TrainConfig
-from pipeline.train.share import needs_two_passes
+from pipeline.train.config import TrainConfig, needs_two_passes
 from pipeline.train.step import TrainProgram
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 

@@ -1,4 +1,4 @@
-"""All parameters as a few flat vectors, viewed as named tensors in the forward pass.
+"""Plain data parallel: a whole model on every rank, its parameters a few flat vectors, viewed as named tensors.
 
 Why: an optimizer, a gradient reduction or a norm over a few tensors instead of a hundred. Tracing AdamW over a hundred
 tensors costs 70-90 ms of host time a step on XLA; over two it is under 2 ms (`make bench`, host share). A few and not
@@ -10,13 +10,14 @@ _internal/neuron.py).
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain, islice, product
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, HostGather, HostMean
+from pipeline.core.errors import CheckpointError
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
 from pipeline.model.temperature import LOG_SCALE
 
@@ -218,3 +219,131 @@ def flat_forward(
             model, layout.unpack(flats), (inputs,), {"head_gradient": head_gradient}
         )
     return outputs
+
+
+# The strategy.
+
+State = Mapping[str, Sequence[Tensor]]
+"""Vectors of an optimizer on the device, by their name in a checkpoint: one there, whatever the chunks."""
+
+
+class FlatStrategy:
+    """The weights of one model on one device, and all of a step that depends on how they are spread over ranks.
+
+    What training asks of a strategy, so what another one has to give with other tensors behind it: `model` (structure),
+    `size`, `masters` (fp32: gradients are taken of them, the optimizer changes them), `decayed` (which of them),
+    `single`, `forward`, `gather`, `reduce`, `norm`, `named`, `snapshot` and `restore`. These last three speak of plain
+    named weights, and of optimizer state in the order of a module's parameters: a checkpoint does not know how its
+    model was spread.
+    """
+
+    def __init__(
+        self,
+        model: RelevanceModel,
+        backend: Backend,
+        *,
+        precision: Precision,
+        chunk_mib: float,
+        by_layer: bool = False,
+        world_size: int = 1,
+        host_mean: HostMean,
+        host_gather: HostGather = list,
+    ) -> None:
+        """Takes the model over. `chunk_mib`, `by_layer`: see FlatLayout; `host_*`: over ranks, of CPU tensors."""
+        self.backend, self.world_size = backend, world_size
+        self._precision: Precision = precision
+        self._host_mean, self._host_gather = host_mean, host_gather
+        self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+        self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
+        self.decayed = [chunk.decayed for chunk in self.layout.chunks]
+        self.model = model.to("meta")  # its tensors are the masters
+
+    @property
+    def size(self) -> int:
+        """Parameters of the model."""
+        return self.layout.size
+
+    def single(self, name: str) -> Tensor:
+        """The master of a parameter that is a vector of its own."""
+        return next(m for m, c in zip(self.masters, self.layout.chunks, strict=True) if c.names == (name,))
+
+    def forward(
+        self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
+    ) -> RelevanceOutputs:
+        """Scores and embeddings of one batch on the device. `weights`: in place of the masters."""
+        flats = self.masters if weights is None else weights
+        return flat_forward(
+            self.model,
+            self.layout,
+            flats,
+            batch,
+            backend=self.backend,
+            precision=self._precision,
+            head_gradient=head_gradient,
+        )
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The rows of all ranks, in rank order, without a gradient."""
+        return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
+
+    def reduce(self, sums: list[Tensor]) -> None:
+        """Mean over ranks, in place, of a gradient by master and the loss after it.
+
+        In the graph it is one collective for each vector, the loss with the last; through the host one for all.
+        """
+        if self.world_size == 1:
+            return
+        *chunks, last, loss = sums
+        together = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
+        for tensors in together:
+            self.backend.reduce(tensors, self._host_mean)
+
+    def norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
+        return torch.sqrt(self.layout.sum_of_squares(grads))
+
+    def named(self, vectors: State) -> dict[str, list[Tensor]]:
+        """Vectors that there is one of for each master, by their names in a checkpoint."""
+        found = {}
+        for name, tensors in vectors.items():
+            for kind, decayed in (("decayed", True), ("plain", False)):
+                pairs = zip(tensors, self.decayed, strict=True)
+                found[f"{name}.{kind}"] = [tensor for tensor, is_decayed in pairs if is_decayed == decayed]
+        return found
+
+    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(named weights fp32, optimizer state) copied to host memory with one synchronisation.
+
+        `served`: the weights of the model that is evaluated and saved.
+        """
+        host = iter(self.backend.to_host([*served, *chain.from_iterable(state.values())]))
+        weights = self.layout.unpack(list(islice(host, len(served))))
+        parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
+        return weights, {name: torch.cat(chunks) if len(chunks) > 1 else chunks[0] for name, chunks in parts.items()}
+
+    @torch.no_grad()
+    def restore(
+        self,
+        weights: Mapping[str, Tensor],
+        into: Sequence[Sequence[Tensor]],
+        saved: Mapping[str, Tensor] | None,
+        state: State,
+    ) -> None:
+        """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
+
+        Raises CheckpointError for the state of another model or optimizer.
+        """
+        packed = self.layout.pack(weights)
+        moves = [pair for tensors in into for pair in zip(tensors, packed, strict=True)]
+        if saved is not None and saved.keys() != state.keys():
+            raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
+        for name, whole in (saved or {}).items():
+            sizes = [chunk.numel() for chunk in state[name]]
+            if list(whole.shape) != [sum(sizes)]:
+                raise CheckpointError(
+                    f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model"
+                )
+            moves += zip(state[name], torch.split(whole, sizes), strict=True)
+        for ours, incoming in moves:
+            ours.copy_(incoming.to(self.backend.device))
+        self.backend.synchronise()

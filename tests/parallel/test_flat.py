@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.flat import FlatLayout
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.model.temperature import Temperature
+from pipeline.parallel.strategies.flat import FlatLayout
 
 CONFIG = ModelConfig(
     hidden_size=16, num_layers=2, num_heads=2, intermediate_size=32, interaction_size=8, mlp_sizes=(12,)

@@ -1,0 +1,1 @@
+"""How a model is spread over devices: one file a strategy."""

@@ -1,0 +1,127 @@
+"""The loss of a global batch that is cut into micro-batches and ranks.
+
+Graded and listwise terms are means over micro-batches. The contrastive term is one number of the whole global batch,
+however that is cut. Where one graph holds all of the batch, or can gather it from the other ranks, it is computed
+there. Elsewhere a step has two passes (GradCache, Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+Memory Limited Setup", RepL4NLP 2021): embeddings of every micro-batch without a gradient; the loss of all of them and
+its gradient by embedding; then forward and backward of each micro-batch, where the product of embeddings and those
+gradients stands for the loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.core.batching import RankShare
+from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss
+from pipeline.model.relevance import RelevanceOutputs
+from pipeline.model.temperature import temperature_of
+from pipeline.train.config import TrainConfig, needs_two_passes
+
+
+class Contrast(NamedTuple):
+    """The contrastive loss of a global batch, and its gradient by the embeddings of all its queries and products.
+
+    And by the parameter of the temperature, where that is learnt.
+    """
+
+    loss: Tensor
+    query: Tensor
+    product: Tensor
+    log_scale: Tensor | None = None
+
+
+def targets_of(micros: Sequence[Mapping[str, Tensor]]) -> Targets:
+    """The targets of micro-batches, one after the other."""
+    if len(micros) == 1:
+        return Targets(*(micros[0][name] for name in Targets._fields))
+    return Targets(*(torch.cat([batch[name] for batch in micros]) for name in Targets._fields))
+
+
+@dataclass(frozen=True)
+class GlobalLoss:
+    """What each micro-batch of a rank adds to the loss of the global batch."""
+
+    config: TrainConfig
+    accumulation: int
+    world_size: int
+    gather: Callable[[list[Tensor]], list[Tensor]]
+    """The rows of all ranks, in the order of the global batch, without a gradient."""
+    gathers_in_graph: bool
+    log_scale: Tensor | None
+    """Parameter of the temperature, where that is learnt."""
+
+    @property
+    def needs_two_passes(self) -> bool:
+        share = RankShare(0, self.world_size, self.accumulation)
+        return needs_two_passes(self.config, share, gathers_in_graph=self.gathers_in_graph)
+
+    def contrast(self, mine: Sequence[Tensor]) -> Contrast:
+        """Between the two passes. `mine`: the embeddings of this rank's queries and products, then their Targets."""
+        query, product, targets = self._everybody(mine[0], mine[1], Targets(*mine[2:]))
+        with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
+            query, product = query.requires_grad_(), product.requires_grad_()
+            loss = contrastive_loss(query, product, targets, self.config.loss, self._temperature())
+            by = (query, product) if self.log_scale is None else (query, product, self.log_scale)
+            return Contrast(loss.detach(), *torch.autograd.grad(loss, by))
+
+    def of_micro_batch(
+        self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
+    ) -> tuple[Tensor, Tensor]:
+        """(what is differentiated, what is reported) of a micro-batch; `contrast`: of the first pass, if there is one.
+
+        The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch.
+        """
+        targets, config, mined = targets_of([batch]), self.config.loss, self.config.mined_per_query
+        weight = config.contrastive_weight
+        if not weight or (contrast is None and self.world_size == 1):
+            loss = relevance_loss(outputs, targets, config, mined, self._temperature())
+            return loss, loss
+        pairs = pair_loss(outputs, targets, config, mined, self._temperature())
+        parts = self.accumulation * self.world_size
+        if contrast is None:
+            contrastive = self._gathered(outputs, targets, batch["place"])
+            return pairs + weight * parts * contrastive, pairs + weight * contrastive
+        place, groups, width = batch["place"], *contrast.query.shape
+        products = contrast.product.view(groups, -1).index_select(0, place).view(-1, width)
+        stand_in = (outputs.query.float() * contrast.query.index_select(0, place)).sum()
+        stand_in = stand_in + (outputs.product.float() * products).sum()
+        if self.log_scale is not None and contrast.log_scale is not None:  # the same for all, so each has its part
+            stand_in = stand_in + (self.log_scale * contrast.log_scale).sum() / parts
+        return pairs + weight * parts * stand_in, pairs + weight * contrast.loss
+
+    def _gathered(self, outputs: RelevanceOutputs, targets: Targets, place: Tensor) -> Tensor:
+        """The contrastive loss in this rank's graph, differentiable by this rank's embeddings alone.
+
+        The other ranks' come without a gradient, and the temperature's is shared by all ranks. Where this rank's stand
+        is data, not structure: the graph is the same on every rank.
+        """
+        query, product = outputs.query.float(), outputs.product.float()
+        everybody = self._everybody(query.detach(), product.detach(), targets)
+        places = torch.arange(everybody[0].shape[0], dtype=place.dtype, device=place.device)
+        at = (places[:, None] == place[None, :]).float()  # [Q of all, Q]
+        groups, width = query.shape
+        # Zeros, with the gradient of this rank's.
+        of_query = torch.matmul(at, query - query.detach())
+        of_product = torch.matmul(at, (product - product.detach()).view(groups, -1)).view(-1, width)
+        return contrastive_loss(
+            everybody[0] + of_query,
+            everybody[1] + of_product,
+            everybody[2],
+            self.config.loss,
+            self._temperature(1.0 / self.world_size),
+        )
+
+    def _everybody(self, query: Tensor, product: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Targets]:
+        mine = self.gather([query, product, *targets])
+        return mine[0], mine[1], Targets(*mine[2:])
+
+    def _temperature(self, share: float = 1.0) -> Tensor | None:
+        """That is learnt, fp32 [1]; `share` of its gradient reaches the parameter. None: it is fixed."""
+        if self.log_scale is None or share == 1.0:
+            return None if self.log_scale is None else temperature_of(self.log_scale)
+        fixed = self.log_scale.detach()
+        return temperature_of(fixed + (self.log_scale - fixed) * share)
