@@ -181,7 +181,7 @@ class Embedder:
         self._engine, self._backend, self._stop = engine, backend, stop
         self._limit, self._sep_id = limit, sep_id
         self.dim = engine.dim
-        self.figures = EmbedFigures()
+        self.figures, self._last = EmbedFigures(), time.monotonic()
 
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
         """fp32 [N, D] for each window, in the order of its texts.

@@ -16,6 +16,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.evaluate.holdout import Holdout
+from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Vectors
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
@@ -27,7 +28,7 @@ from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.registry.checkpoints import locate
 from pipeline.registry.history import read_pointer
-from pipeline.registry.records import Pointer
+from pipeline.registry.records import Place, Pointer, StoredVerdict
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
@@ -51,6 +52,39 @@ class Models:
     def is_incumbent(self) -> bool:
         """The candidate is in production already."""
         return self.pointer is not None and self.pointer.digest == self.candidate.digest
+
+    def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
+        """What is judged by what: all that decides the verdict, and whether it is acted on."""
+        acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
+        dimensions = settings.embed.output.dimensions
+        return {
+            "candidate": self.candidate.digest,
+            "incumbent": self.compared.digest if self.compared else "",
+            "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
+            "evaluate": fingerprint(settings.evaluate.model_dump(mode="json", exclude=acted_on)),
+            "gate": fingerprint(settings.gate.model_dump(mode="json")),
+            "precision": settings.train.precision,
+            "code_version": ctx.code_version,
+            **({"dimensions": str(dimensions)} if dimensions else {}),
+        }
+
+    def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
+        """What the registry keeps of a report."""
+        compared = self.compared
+        inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
+        return StoredVerdict(
+            model=settings.model_name,
+            cycle=ctx.cycle,
+            candidate=Place(checkpoint=self.candidate.prefix, digest=self.candidate.digest),
+            incumbent=Place(checkpoint=compared.prefix, digest=compared.digest) if compared and inside else None,
+            promote=report.verdict.promote,
+            reasons=report.verdict.reasons,
+            figures=report.candidate.figures,
+            checks=tuple(check.model_dump(mode="json") for check in report.verdict.checks),
+            settings_hash=report.settings_hash,
+            code_version=report.code_version,
+            at=report.at,
+        )
 
 
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import Baselines, Scored
-from pipeline.evaluate.gate.compare import Verdict
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
@@ -23,21 +23,35 @@ from pipeline.evaluate.retrieval import Found, ModelSearch
 from pipeline.evaluate.scores import ScoreSet, to_rows
 from pipeline.health.device import informed
 from pipeline.io.commit import read_manifest
-from pipeline.parallel.gang import open_ranks
+from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 
-CANDIDATE, INCUMBENT = "candidate", "incumbent"
 _UNTRAINED = (
     "it was trained for retrieval alone (train.loss.graded_weight 0), the scores of its relevance head mean nothing"
 )
 VALID: Split = "valid"
 
 
+def run_evaluation(
+    settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet], inputs: dict[str, str]
+) -> EvaluationReport | None:
+    """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
+    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
+        try:
+            return _open(settings, ctx, models, sets, inputs, gang, backend).run()
+        except RuntimeError as error:
+            nodes = ctx.world.world_size // ctx.world.local_world_size
+            better = informed(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+            if better is error:
+                raise
+            raise better from error
+
+
 @dataclass(frozen=True)
 class Side:
-    """One model and what it scored; `rows` only on rank 0."""
+    """One model and what it scored; `rows` are empty on other ranks than 0."""
 
     checkpoint: Checkpoint
     rows: ScoredRows | None
@@ -69,166 +83,173 @@ class Notes:
         self.seconds[part] = round(time.monotonic() - started, 3)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Splits:
+    """Holdouts of the prepared partitions, or of those that are new to the incumbent (all of them without one)."""
+
+    settings: Settings
+    ctx: StageContext
+    sets: list[TokenSet]
+    new: frozenset[str]
+    notes: Notes
+
+    def open(self, split: Split) -> Holdout:
+        """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
+        config, sets = self.settings.evaluate, self.sets
+        if config.partitions == "new":
+            new = [one for one in sets if one.info.partition in self.new and split in one.info.splits]
+            if not new:
+                self.notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
+            sets = new or sets
+        return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
+
+    def open_valid(self) -> Holdout | str:
+        """Rows of the valid split that are not judged, or why there are none."""
+        if self.settings.evaluate.split == VALID:
+            return "the valid split is the one that is judged"
+        try:
+            return self.open(VALID)
+        except DataError as error:
+            return error.seen
+
+
+def _open(
+    settings: Settings,
+    ctx: StageContext,
+    models: Models,
+    sets: list[TokenSet],
+    inputs: dict[str, str],
+    gang: Gang,
+    backend: Backend,
+) -> "Evaluation":
+    # Every rank read production for itself; it may have moved between two of them.
+    if len(set(gang.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
+        raise TransientError(
+            "production changed while the ranks of this job started",
+            expected="one incumbent on all ranks",
+            next_command="run the same command again; it judges against the new one",
+        )
+    compared, notes = models.compared, Notes(ctx.console)
+    selection = select_partitions(
+        [one.partition for one in sets],
+        parent_watermark=compared.state.watermark if compared else None,
+        parent_partitions=compared.state.partitions if compared else {},
+    )
+    splits = Splits(settings, ctx, sets, frozenset(partition.name for partition in selection.new), notes)
+    holdout = splits.open(settings.evaluate.split)
+    ctx.console.info(
+        f"evaluate: {models.candidate.prefix} against {compared.prefix if compared else 'nothing'} | "
+        f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
+        f"{ctx.world.world_size} x {backend.name}"
+    )
+    with notes.timed("leak_check"):
+        leak = _find_leak(settings, ctx, models, holdout, gang, notes)
+    scorer = ModelScorer(settings, ctx, backend, gang)
+    tokenizer, valid = models.candidate.tokenizer(), splits.open_valid()
+    search = ModelSearch(settings, ctx, backend, gang, sets, holdout, valid, tokenizer, notes.warn)
+    baselines = Baselines(settings, ctx, sets, search, notes.timed)
+    return Evaluation(settings, ctx, models, inputs, backend, notes, splits, holdout, leak, scorer, search, baselines)
+
+
+def _find_leak(
+    settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, gang: Gang, notes: Notes
+) -> Leak | None:
+    """Look for the holdout's queries in what either model was trained on, where that is still prepared."""
+    config, workspace = settings.evaluate, ctx.workspace
+    if config.leak == "off":
+        return None
+    trained: dict[str, str] = {}
+    for model in (models.candidate, models.compared):
+        trained |= {mark: name for name, mark in model.state.partitions.items()} if model else {}
+    prefixes = {mark: f"tokens/{settings.data.name}/{mark}" for mark in sorted(trained)}
+    there = [mark for mark, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
+    unchecked = tuple(sorted(name for mark, name in trained.items() if mark not in there))
+    found = [one for mark in there for one in read_token_sets(workspace, [prefixes[mark]])]  # need not fit together
+    total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
+    rows = (open_rows(workspace, [one], "train", ctx.scratch / "tokens") for one in found)
+    leak = find_leak(holdout.queries(), rows, gang, ctx.stop, unchecked, total)
+    if unchecked:
+        notes.warn(
+            f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
+            f" holdout queries: {', '.join(unchecked[:3])}"
+        )
+    if warning := judge_leak(leak, config.leak, config.max_leak_share):
+        notes.warn(warning)
+    return leak
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One evaluation of one rank."""
 
     settings: Settings
     ctx: StageContext
     models: Models
-    sets: list[TokenSet]
     inputs: dict[str, str]
-
-    def __post_init__(self) -> None:
-        self.notes = Notes(self.ctx.console)
+    backend: Backend
+    notes: Notes
+    splits: Splits
+    holdout: Holdout
+    leak: Leak | None
+    scorer: ModelScorer
+    search: ModelSearch
+    baselines: Baselines
 
     def run(self) -> EvaluationReport | None:
-        """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
-        ctx, settings = self.ctx, self.settings
-        timeout_s = settings.train.collective_timeout_s
-        with open_ranks(settings.backend, ctx.world, timeout_s=timeout_s) as (self.gang, self.backend):
-            try:
-                return self._run()
-            except RuntimeError as error:
-                nodes = ctx.world.world_size // ctx.world.local_world_size
-                better = informed(error, self.backend, settings.health, num_nodes=nodes, stop=ctx.stop)
-                if better is error:
-                    raise
-                raise better from error
-
-    def _run(self) -> EvaluationReport | None:
-        self._agree_on_models()
-        holdout = self._open(self.settings.evaluate.split)
-        self._announce(holdout)
-        with self.notes.timed("leak_check"):
-            leak = self._leak(holdout)
-        self.scorer = ModelScorer(self.settings, self.ctx, self.backend, self.gang)
-        self.search = ModelSearch(
-            self.settings,
-            self.ctx,
-            self.backend,
-            self.gang,
-            self.sets,
-            holdout,
-            self._valid(),
-            self.models.candidate.tokenizer(),
-            self.notes.warn,
-        )
-        ours = self._side(CANDIDATE, self.models.candidate, holdout)
-        theirs = None if self.models.compared is None else self._side(INCUMBENT, self.models.compared, holdout)
-        if not self.gang.world.is_main:
+        """Score, search and judge. Raises Preempted with what is done saved."""
+        ours = self._side("candidate", self.models.candidate)
+        theirs = None if self.models.compared is None else self._side("incumbent", self.models.compared)
+        if not self.ctx.world.is_main:
             return None
-        self.baselines = Baselines(self.settings, self.ctx, self.sets, self.search, self.notes.timed)
         scored = self.baselines.score()
         with self.notes.timed("judging"):
-            return self._report(ours, theirs, scored, holdout, leak)
+            return self._report(ours, theirs, scored)
 
-    def _agree_on_models(self) -> None:
-        """Every rank read production for itself; it may have moved between two of them."""
-        if len(set(self.gang.gather((self.inputs["candidate"], self.inputs["incumbent"])))) > 1:
-            raise TransientError(
-                "production changed while the ranks of this job started",
-                expected="one incumbent on all ranks",
-                next_command="run the same command again; it judges against the new one",
-            )
-
-    def _open(self, split: Split) -> Holdout:
-        """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
-        config, sets = self.settings.evaluate, self.sets
-        if config.partitions == "new":
-            new = [one for one in sets if one.info.partition in self._new and split in one.info.splits]
-            if not new:
-                self.notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
-            sets = new or sets
-        return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
-
-    def _valid(self) -> Holdout | str:
-        """Rows of the valid split that are not judged, or why there are none."""
-        if self.settings.evaluate.split == VALID:
-            return "the valid split is the one that is judged"
-        try:
-            return self._open(VALID)
-        except DataError as error:
-            return error.seen
-
-    @property
-    def _new(self) -> frozenset[str]:
-        """Partitions the incumbent was not trained on; all of them without one."""
-        state = self.models.compared.state if self.models.compared else None
-        selection = select_partitions(
-            [one.partition for one in self.sets],
-            parent_watermark=state.watermark if state else None,
-            parent_partitions=state.partitions if state else {},
-        )
-        return frozenset(partition.name for partition in selection.new)
-
-    def _announce(self, holdout: Holdout) -> None:
-        compared = self.models.compared
-        self.ctx.console.info(
-            f"evaluate: {self.models.candidate.prefix} against {compared.prefix if compared else 'nothing'} | "
-            f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
-            f"{self.ctx.world.world_size} x {self.backend.name}"
-        )
-
-    def _leak(self, holdout: Holdout) -> Leak | None:
-        """Look for the holdout's queries in what either model was trained on, where that is still prepared."""
-        config, workspace = self.settings.evaluate, self.ctx.workspace
-        if config.leak == "off":
-            return None
-        trained: dict[str, str] = {}
-        for model in (self.models.candidate, self.models.compared):
-            trained |= {mark: name for name, mark in model.state.partitions.items()} if model else {}
-        prefixes = {mark: f"tokens/{self.settings.data.name}/{mark}" for mark in sorted(trained)}
-        there = [mark for mark, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
-        unchecked = tuple(sorted(name for mark, name in trained.items() if mark not in there))
-        found = [one for mark in there for one in read_token_sets(workspace, [prefixes[mark]])]  # need not fit together
-        total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
-        rows = (open_rows(workspace, [one], "train", self.ctx.scratch / "tokens") for one in found)
-        leak = find_leak(holdout.queries(), rows, self.gang, self.ctx.stop, unchecked, total)
-        if unchecked:
-            self.notes.warn(
-                f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
-                f" holdout queries: {', '.join(unchecked[:3])}"
-            )
-        if warning := judge_leak(leak, config.leak, config.max_leak_share):
-            self.notes.warn(warning)
-        return leak
-
-    def _side(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> Side:
+    def _side(self, role: str, checkpoint: Checkpoint) -> Side:
         """Score one model and search with it."""
-        vectors = self.scorer.vectors(checkpoint, holdout)
+        vectors = self.scorer.vectors(checkpoint, self.holdout)
         with self.notes.timed(f"scoring_{role}"):
-            rows = self.settings.evaluate.vector_rows
-            scores, key = self.scorer.run(role, checkpoint, holdout, vectors, rows)
-            threshold = self._threshold(role, checkpoint, holdout, scores)
+            count = self.settings.evaluate.vector_rows
+            scores, key = self.scorer.run(role, checkpoint, self.holdout, vectors, count)
+            threshold = self._threshold(role, checkpoint, scores)
         with self.notes.timed(f"searching_{role}"):
             found = self.search.run(role, checkpoint, vectors)
-        rows_of = None if scores is None else judged_slices(to_rows(scores), self._new)
-        if rows_of is not None and not checkpoint.state.trained_head:
-            rows_of = replace(rows_of, meaningless=_UNTRAINED)
-        return Side(checkpoint, rows_of, key, threshold, found)
+        rows = None if scores is None else judged_slices(to_rows(scores), self.splits.new)
+        if rows is not None and not checkpoint.state.trained_head:
+            rows = replace(rows, meaningless=_UNTRAINED)
+        return Side(checkpoint, rows, key, threshold, found)
 
-    def _threshold(self, role: str, checkpoint: Checkpoint, holdout: Holdout, scores: ScoreSet | None) -> float | None:
+    def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
-        if len(holdout.sets[0].info.labels) != 2 or not checkpoint.state.trained_head:
+        if len(self.holdout.sets[0].info.labels) != 2 or not checkpoint.state.trained_head:
             return None
         try:
-            if holdout.split != VALID:
-                valid = self._open(VALID)
+            if self.holdout.split != VALID:
+                valid = self.splits.open(VALID)
                 scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
             return best_threshold(to_rows(scores)) if scores else None
         except DataError as error:
             self.notes.warn(f"no threshold for the {role}: {error.seen}")
             return None
 
-    def _report(
-        self, ours: Side, theirs: Side | None, scored: list[Scored], holdout: Holdout, leak: Leak | None
-    ) -> EvaluationReport:
+    def _report(self, ours: Side, theirs: Side | None, scored: list[Scored]) -> EvaluationReport:
         """Measure and judge; rank 0 only."""
-        config, ctx = self.settings.evaluate, self.ctx
+        config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
-        verdict = self._judged(ours, theirs, scored)
+        verdict = judge(
+            _rows_of(ours),
+            _rows_of(theirs) if theirs else None,
+            self.settings.gate,
+            metrics=config.metrics,
+            candidate_threshold=ours.threshold,
+            incumbent_threshold=theirs.threshold if theirs else None,
+            candidate_retrieval=ours.found.per_query if ours.found else None,
+            incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
+            baselines=[one.baseline for one in scored],
+            seed=config.seed,
+        )
         task = self.search.task if config.retrieval.enabled else ""
+        partitions = tuple(one.info.partition for one in holdout.sets)
         return EvaluationReport(
             cycle=ctx.cycle,
             inputs=self.inputs,
@@ -240,8 +261,8 @@ class Evaluation:
             baselines=tuple(one.report for one in scored),
             holdout=HoldoutReport(
                 split=holdout.split,
-                partitions=tuple(one.info.partition for one in holdout.sets),
-                new_partitions=tuple(one.info.partition for one in holdout.sets if one.info.partition in self._new),
+                partitions=partitions,
+                new_partitions=tuple(name for name in partitions if name in self.splits.new),
                 rows=holdout.order.total,
                 rows_in_split=sum(holdout.rows.sizes),
                 queries=candidate.metrics.num_queries,
@@ -261,8 +282,8 @@ class Evaluation:
         )
 
     def _measured(self, side: Side, scored: list[Scored]) -> ModelReport:
-        state, metrics = side.checkpoint.state, self.settings.evaluate.metrics
-        rows = _there(side.rows)
+        state, metrics, found = side.checkpoint.state, self.settings.evaluate.metrics, side.found
+        rows = _rows_of(side)
         report = ModelReport(
             checkpoint=side.checkpoint.uri,
             digest=side.checkpoint.digest,
@@ -270,9 +291,9 @@ class Evaluation:
             step=state.step,
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
-            retrieval=side.found.report if side.found else None,
-            retrieval_by_width=side.found.by_width if side.found else {},
-            hybrids=self.baselines.hybrids(scored, side.found.ranked) if side.found else (),
+            retrieval=found.report if found else None,
+            retrieval_by_width=found.by_width if found else {},
+            hybrids=self.baselines.hybrids(scored, found.ranked) if found else (),
             slices=slice_reports(rows, metrics, side.threshold),
             threshold=side.threshold,
         )
@@ -286,23 +307,9 @@ class Evaluation:
         )
         return report
 
-    def _judged(self, ours: Side, theirs: Side | None, scored: list[Scored]) -> Verdict:
-        return judge(
-            _there(ours.rows),
-            _there(theirs.rows) if theirs else None,
-            self.settings.gate,
-            metrics=self.settings.evaluate.metrics,
-            candidate_threshold=ours.threshold,
-            incumbent_threshold=theirs.threshold if theirs else None,
-            candidate_retrieval=ours.found.per_query if ours.found else None,
-            incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
-            baselines=[one.baseline for one in scored],
-            seed=self.settings.evaluate.seed,
-        )
 
-
-def _there(rows: ScoredRows | None) -> ScoredRows:
+def _rows_of(side: Side) -> ScoredRows:
     """Rank 0 holds the rows."""
-    if rows is None:
+    if side.rows is None:
         raise ValueError("scores are on rank 0 alone")
-    return rows
+    return side.rows

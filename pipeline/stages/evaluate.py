@@ -4,13 +4,12 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
-from pipeline.core.fingerprint import fingerprint
-from pipeline.data.tokens import TokenSet, read_token_sets
+from pipeline.data.tokens import read_token_sets
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
-from pipeline.evaluate.run import Evaluation
+from pipeline.evaluate.run import run_evaluation
 from pipeline.registry.promote import promote, record_refusal
-from pipeline.registry.records import Author, Place, Pointer, StoredVerdict, store_verdict, verdict_key, who
+from pipeline.registry.records import Author, Pointer, store_verdict, verdict_key, who
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName
@@ -27,10 +26,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
     sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
     models = find_models(settings, ctx, sets)
-    inputs = _inputs(settings, ctx, models, sets)
+    inputs = models.inputs(settings, ctx, sets)
     earlier = ctx.earlier(NAME)
     if earlier is not None and _still_holds(earlier, inputs) and not _left_to_do(settings, models, earlier):
-        ctx.console.info(f"evaluate: done already; {_standing(earlier)}, figures in {_report_uri(ctx)}")
+        standing = "promoted" if earlier.figures.get("promoted") else "passed, and not promoted"
+        ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
         return earlier.model_copy(update={"status": "already_done"})
     known = load_report(ctx.workspace, ctx.cycle)
     if models.is_incumbent:
@@ -39,7 +39,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return _nothing_new(ctx, models, inputs, earlier, started)
     report = known if known is not None and known.inputs == inputs else None
     if report is None:
-        report = Evaluation(settings, ctx, models, sets, inputs).run()
+        report = run_evaluation(settings, ctx, models, sets, inputs)
     if report is None or not ctx.world.is_main:
         return ctx.finish(NAME, started, inputs=inputs, outputs={}, figures={})
     if known is not report:
@@ -49,28 +49,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     return _conclude(settings, ctx, models, report, started)
 
 
-def _inputs(settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet]) -> dict[str, str]:
-    """What is judged by what: all that decides the verdict, and whether it is acted on."""
-    acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
-    dimensions = settings.embed.output.dimensions
-    return {
-        "candidate": models.candidate.digest,
-        "incumbent": models.compared.digest if models.compared else "",
-        "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
-        "evaluate": fingerprint(settings.evaluate.model_dump(mode="json", exclude=acted_on)),
-        "gate": fingerprint(settings.gate.model_dump(mode="json")),
-        "precision": settings.train.precision,
-        "code_version": ctx.code_version,
-        **({"dimensions": str(dimensions)} if dimensions else {}),
-    }
-
-
 def _still_holds(earlier: StageResult, inputs: dict[str, str]) -> bool:
     """The same question was answered and acted on. What was promoted is the incumbent now, or has been."""
     loose = {"code_version"} | ({"incumbent"} if earlier.figures.get("promoted") else set())
-    return {k: v for k, v in earlier.inputs.items() if k not in loose} == {
-        k: v for k, v in inputs.items() if k not in loose
-    }
+    before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
+    return before == now
 
 
 def _left_to_do(settings: Settings, models: Models, earlier: StageResult) -> bool:
@@ -79,8 +62,10 @@ def _left_to_do(settings: Settings, models: Models, earlier: StageResult) -> boo
     return wanted and not earlier.figures.get("promoted")
 
 
-def _standing(result: StageResult) -> str:
-    return "promoted" if result.figures.get("promoted") else "passed, and not promoted"
+def _promoted_by(pointer: Pointer | None, report: EvaluationReport) -> bool:
+    """The candidate of this report is in production because of it."""
+    judged = report.candidate.digest
+    return pointer is not None and (pointer.digest, pointer.verdict) == (judged, verdict_key(report.cycle))
 
 
 def _report_uri(ctx: StageContext) -> str:
@@ -94,49 +79,36 @@ def _nothing_new(
     ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
     figures: dict[str, Figure] = {"promoted": False, "nothing_new": True}
     result = ctx.finish(NAME, started, inputs=inputs, outputs={"checkpoint": models.candidate.prefix}, figures=figures)
-    if earlier is None and ctx.world.is_main:
-        store_result(ctx.workspace, result)
-    return result
+    return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
 
 
 def _conclude(
     settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport, started: datetime
 ) -> StageResult:
     """Act on a verdict: it is stored first, then production changes or the refusal is written down, then the result."""
-    stored = _stored(settings, ctx, models, report)
+    stored = models.verdict(settings, ctx, report)
     if models.in_workspace:
         store_verdict(ctx.workspace, stored)
-    forced = settings.evaluate.force_reason.strip()
+    forced, candidate, reasons = settings.evaluate.force_reason.strip(), stored.candidate.checkpoint, stored.reasons
     decision = stored.decision().model_copy(update={"forced": forced})
     author = Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version)
-    ctx.events.emit(
-        EventName.GATE_JUDGED,
-        promote=report.verdict.promote,
-        forced=bool(forced),
-        candidate=stored.candidate.checkpoint,
-        reasons=list(report.verdict.reasons),
-    )
-    if not report.verdict.promote and not forced:
+    told = {"promote": stored.promote, "forced": bool(forced), "candidate": candidate, "reasons": list(reasons)}
+    ctx.events.emit(EventName.GATE_JUDGED, **told)
+    if not stored.promote and not forced:
         if models.in_workspace and models.against_production:
-            record_refusal(ctx.workspace, settings.model_name, stored.candidate.checkpoint, decision, author)
-        raise _refused(ctx, models, report)
+            record_refusal(ctx.workspace, settings.model_name, candidate, decision, author)
+        more = f"; and {len(reasons) - _REASONS_TOLD} more" if len(reasons) > _REASONS_TOLD else ""
+        raise GateRefused(
+            f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_TOLD])}{more}",
+            expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
+            " (gate.*)",
+            next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
+        )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):
-        pointer = promote(
-            ctx.workspace,
-            settings.model_name,
-            stored.candidate.checkpoint,
-            expected=models.pointer,
-            decision=decision,
-            author=author,
-        )
+        name, expected = settings.model_name, models.pointer
+        pointer = promote(ctx.workspace, name, candidate, expected=expected, decision=decision, author=author)
     return _finish(settings, ctx, models, report, pointer, started)
-
-
-def _promoted_by(pointer: Pointer | None, report: EvaluationReport) -> bool:
-    """The candidate of this report is in production because of it."""
-    judged = report.candidate.digest
-    return pointer is not None and (pointer.digest, pointer.verdict) == (judged, verdict_key(report.cycle))
 
 
 def _finish(
@@ -148,7 +120,20 @@ def _finish(
     started: datetime,
 ) -> StageResult:
     """The result of a candidate that passed, or was forced; `pointer` when it was promoted."""
-    _tell(ctx, settings, models, report, pointer)
+    info, scores = ctx.console.info, {"candidate_scores": report.candidate.scores}
+    info(f"evaluate: figures in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
+    if pointer is not None:
+        how = "promoted by force" if pointer.action == "forced" else "promoted"
+        info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
+    elif not settings.evaluate.promote:
+        info("evaluate: passed, and not promoted (evaluate.promote)")
+    else:
+        production = models.pointer.checkpoint if models.pointer else "nothing"
+        why = f"it was not held against production, {production} (evaluate.incumbent)"
+        info(f"evaluate: passed, and not promoted: {why}")
+    if report.incumbent is not None:
+        scores["incumbent_scores"] = report.incumbent.scores
+    place = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
     figures: dict[str, Figure] = {
         "promoted": pointer is not None,
         "forced": pointer is not None and pointer.action == "forced",
@@ -157,58 +142,6 @@ def _finish(
         "queries": report.holdout.queries,
         **report.figures(),
     }
-    result = ctx.finish(NAME, started, inputs=report.inputs, outputs=_outputs(models, report), figures=figures)
+    outputs = place | {"report": report_key(report.cycle)} | scores
+    result = ctx.finish(NAME, started, inputs=report.inputs, outputs=outputs, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
-
-
-def _stored(settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport) -> StoredVerdict:
-    compared = models.compared
-    inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
-    return StoredVerdict(
-        model=settings.model_name,
-        cycle=ctx.cycle,
-        candidate=Place(checkpoint=models.candidate.prefix, digest=models.candidate.digest),
-        incumbent=Place(checkpoint=compared.prefix, digest=compared.digest) if compared and inside else None,
-        promote=report.verdict.promote,
-        reasons=report.verdict.reasons,
-        figures=report.candidate.figures,
-        checks=tuple(check.model_dump(mode="json") for check in report.verdict.checks),
-        settings_hash=report.settings_hash,
-        code_version=report.code_version,
-        at=report.at,
-    )
-
-
-def _refused(ctx: StageContext, models: Models, report: EvaluationReport) -> GateRefused:
-    reasons = report.verdict.reasons
-    more = f"; and {len(reasons) - _REASONS_TOLD} more" if len(reasons) > _REASONS_TOLD else ""
-    return GateRefused(
-        f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_TOLD])}{more}",
-        expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline (gate.*)",
-        next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
-    )
-
-
-def _tell(
-    ctx: StageContext, settings: Settings, models: Models, report: EvaluationReport, pointer: Pointer | None
-) -> None:
-    scores = ctx.workspace.uri(report.candidate.scores)
-    ctx.console.info(f"evaluate: figures in {_report_uri(ctx)}, scores in {scores}")
-    if pointer is not None:
-        how = "promoted by force" if pointer.action == "forced" else "promoted"
-        ctx.console.info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
-    elif not settings.evaluate.promote:
-        ctx.console.info("evaluate: passed, and not promoted (evaluate.promote)")
-    else:
-        ctx.console.info(
-            f"evaluate: passed, and not promoted: it was not held against production, "
-            f"{models.pointer.checkpoint if models.pointer else 'nothing'} (evaluate.incumbent)"
-        )
-
-
-def _outputs(models: Models, report: EvaluationReport) -> dict[str, str]:
-    scores = {"candidate_scores": report.candidate.scores}
-    if report.incumbent is not None:
-        scores["incumbent_scores"] = report.incumbent.scores
-    place = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
-    return place | {"report": report_key(report.cycle)} | scores

@@ -1,4 +1,4 @@
-"""What an object of the trainer has is decided where it is made: no method adds an attribute later."""
+"""What an object of these packages has is decided where it is made: no method adds an attribute later."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = Path(__file__).parents[2] / "pipeline" / "train"
+PIPELINE = Path(__file__).parents[2] / "pipeline"
+FILES = [
+    path
+    for package in ("embed", "evaluate", "mine", "parity", "train", "tune")
+    for path in sorted((PIPELINE / package).rglob("*.py"))
+]
 
 
 def late_attributes(code: str) -> list[str]:
@@ -32,7 +37,7 @@ def _set_in(node: ast.ClassDef, when: str) -> Iterator[str]:
                 yield ast.unparse(part).removeprefix("self.")
 
 
-@pytest.mark.parametrize("path", sorted(TRAIN.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: "-".join(path.relative_to(PIPELINE).parts))
 def test_no_attribute_is_added_after_construction(path: Path) -> None:
     assert late_attributes(path.read_text(encoding="utf-8")) == []
 
