@@ -28,11 +28,12 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
-from pipeline.evaluate.metrics.labels import class_figures
+from pipeline.evaluate.metrics.labels import accuracy, label_f1, macro_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
-from pipeline.evaluate.metrics.ranking import Judgements, ndcg
+from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
+from pipeline.evaluate.metrics.scored import Queries, mean_over_queries, value_of
 from pipeline.evaluate.products import text_hashes
-from pipeline.evaluate.scores import stage_arrays
+from pipeline.evaluate.scores import stage_arrays, to_probabilities
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.ops import choose_forms
@@ -362,21 +363,21 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
 
     With retrieval also embeddings `query` and `product` [N, D], and `text` [N], equal for equal products.
     """
-    logits = joined["logits"].astype(np.float64)
-    logits -= logits.max(axis=1, keepdims=True)
-    probabilities = np.exp(logits)
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    label = joined["label"].astype(np.int64)
-    labelled = label >= 0
-    classes = class_figures(label[labelled], probabilities[labelled].argmax(axis=1), probabilities.shape[1])
-    chosen = probabilities[labelled, label[labelled]]
+    probabilities = to_probabilities(joined["logits"])
+    label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
+    chosen = probabilities[label >= 0, label[label >= 0]]
+    if not len(chosen):
+        raise DataError("no labelled rows to score", expected="at least one row with a label in the holdout")
+    queries, classes = Queries.of(joined["query_id"]), probabilities.shape[1]
+    ranking = Ranking.of(queries, probabilities @ np.array(label_gains))
+    by_query = ndcg_by_query(ranking, joined["gain"].astype(np.float64), _DEPTH)
     return HoldoutFigures(
         rows=len(label),
         loss=float(-np.log(np.maximum(chosen, 1e-30)).mean()),
-        accuracy=classes.accuracy,
-        macro_f1=classes.macro_f1,
-        positive_f1=classes.positive_f1,
-        ndcg=ndcg(joined["query_id"], joined["gain"].astype(np.float64), probabilities @ np.array(label_gains), 10),
+        accuracy=value_of(accuracy(queries, label, predicted)),
+        macro_f1=value_of(macro_f1(queries, label, predicted, classes)),
+        positive_f1=float(np.nan_to_num(value_of(label_f1(queries, label, predicted, classes, classes - 1)))),
+        ndcg=value_of(mean_over_queries(by_query)),
         retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,
     )
 

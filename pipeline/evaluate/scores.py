@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from pipeline.core.arrays import Float32s, Int32s, Int64s
+from pipeline.core.arrays import Float32s, Float64s, Int32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
+from pipeline.data.shards import Arrays
 from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.storage import Storage, os_errors
@@ -23,10 +24,8 @@ from pipeline.io.storage import Storage, os_errors
 
 ARRAYS_FILE = "arrays.safetensors"
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 
-
-def stage_arrays(folder: Path, file: str, arrays: Arrays) -> None:
+def stage_arrays(folder: Path, file: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Make a folder that holds one file of arrays by name, to be committed. Raises the errors of a disk."""
     shutil.rmtree(folder, ignore_errors=True)
     with os_errors("writing", f"file://{folder}"):
@@ -41,7 +40,7 @@ def save_arrays(
     storage: Storage,
     prefix: str,
     kind: str,
-    arrays: Arrays,
+    arrays: Mapping[str, npt.NDArray[Any]],
     scratch: Path,
     fields: Mapping[str, JsonValue] | None = None,
 ) -> None:
@@ -51,9 +50,7 @@ def save_arrays(
     commit_dir(storage, folder, prefix, kind=kind, fields=fields or {})
 
 
-def load_arrays(
-    storage: Storage, prefix: str, kind: str, cache_dir: Path
-) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, JsonValue]]:
+def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tuple[Arrays, Mapping[str, JsonValue]]:
     """What was committed, verified: arrays and fields. Raises DataError."""
     try:
         manifest = require_manifest(storage, prefix)
@@ -126,27 +123,15 @@ class ScoreSet:
 
 def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) -> Manifest:
     """Commit scores under `prefix`; `scratch` is a local folder for staging. Raises DataError when arrays disagree."""
-    tensors: dict[str, npt.NDArray[np.generic]] = {name: getattr(scores, name) for name in _TYPES if "." not in name}
+    tensors: Arrays = {name: getattr(scores, name) for name in _TYPES if "." not in name}
     tensors |= {_SLICE + name: column.codes for name, column in scores.slices.items()}
     if scores.vectors is not None:
-        tensors |= {
-            "vector.sample_id": scores.vectors.sample_id,
-            "vector.query": scores.vectors.query,
-            "vector.product": scores.vectors.product,
-        }
-    _check(scores, storage.uri(prefix))
+        tensors |= {name: getattr(scores.vectors, name.partition(".")[2]) for name in _TYPES if "." in name}
+    description = _Description(info=scores.info, slices={name: column.names for name, column in scores.slices.items()})
+    _check(description, tensors, storage.uri(prefix))
     folder = scratch / "scores" / prefix.replace("/", "-")
     stage_arrays(folder, FILE, tensors)
-    return commit_dir(
-        storage,
-        folder,
-        prefix,
-        kind=KIND,
-        fields={
-            "info": scores.info.model_dump(mode="json"),
-            "slices": {name: list(column.names) for name, column in scores.slices.items()},
-        },
-    )
+    return commit_dir(storage, folder, prefix, kind=KIND, fields=description.model_dump(mode="json"))
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
@@ -160,43 +145,54 @@ def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
             next_command="trnpipe evaluate",
         )
     try:
-        info = ScoreInfo.model_validate(manifest.fields.get("info"))
-        names = _Names.model_validate({"slices": manifest.fields.get("slices")}).slices
+        description = _Description.model_validate(manifest.fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "info"
         raise _bad(where, f"describes itself in another way ({place}: {first['msg']})") from error
-    if info.schema_version != SCHEMA_VERSION:
-        raise _bad(where, f"has schema {info.schema_version}")
+    if description.info.schema_version != SCHEMA_VERSION:
+        raise _bad(where, f"has schema {description.info.schema_version}")
     file = fetch_dir(storage, prefix, cache_dir) / FILE
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise _bad(where, f"has no readable {FILE}: {error}") from error
-    return _from_tensors(info, names, tensors, where)
+    _check(description, tensors, where)
+    vectors = [tensors[name] for name in _TYPES if "." in name] if description.info.vector_rows else []
+    return ScoreSet(
+        info=description.info,
+        slices={name: SliceColumn(tensors[_SLICE + name], values) for name, values in description.slices.items()},
+        vectors=VectorSample(*vectors) if vectors else None,
+        **{name: tensors[name] for name in _TYPES if "." not in name},
+    )
+
+
+def to_probabilities(logits: Float32s) -> Float64s:
+    """Softmax of [N, K]; NaN in a row with a logit that is not finite."""
+    wide = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        raised = np.exp(wide - wide.max(axis=1, keepdims=True))
+        probabilities: Float64s = raised / raised.sum(axis=1, keepdims=True)
+    return probabilities
 
 
 def to_rows(scores: ScoreSet) -> ScoredRows:
     """Scores as metrics take them: softmax over the classes in double precision, NaN where a logit is not finite."""
-    logits = scores.logits.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        logits = logits - logits.max(axis=1, keepdims=True)
-        probabilities = np.exp(logits)
-        probabilities /= probabilities.sum(axis=1, keepdims=True)
     return ScoredRows(
         query_id=scores.query_id,
         label=scores.label.astype(np.int64),
         gain=scores.gain.astype(np.float64),
-        probabilities=probabilities,
+        probabilities=to_probabilities(scores.logits),
         labels=scores.info.labels,
         label_gains=scores.info.label_gains,
         slices=dict(scores.slices),
     )
 
 
-class _Names(BaseModel):
-    """Names of the codes of every slice column."""
+class _Description(BaseModel):
+    """The fields of the manifest; `slices`: names of the codes of each slice column."""
 
+    info: ScoreInfo
     slices: dict[str, tuple[str, ...]]
 
 
@@ -213,10 +209,12 @@ _TYPES: dict[str, tuple[type[np.generic], int]] = {
 """Element type and number of dimensions of each tensor."""
 
 
-def _from_tensors(
-    info: ScoreInfo, names: Mapping[str, tuple[str, ...]], tensors: dict[str, npt.NDArray[np.generic]], where: str
-) -> ScoreSet:
-    expected = {name for name in _TYPES if "." not in name or info.vector_rows} | {_SLICE + name for name in names}
+def _check(description: _Description, tensors: Arrays, where: str) -> None:
+    """DataError naming the first tensor that disagrees with the manifest or the rest."""
+    info = description.info
+    expected = {name for name in _TYPES if "." not in name or info.vector_rows} | {
+        _SLICE + name for name in description.slices
+    }
     if missing := sorted(expected - tensors.keys()):
         raise _bad(where, f"has no tensor {', '.join(missing)}")
     if extra := sorted(tensors.keys() - expected):
@@ -225,44 +223,23 @@ def _from_tensors(
         dtype, dimensions = _TYPES.get(name, (np.int64, 1))
         if tensor.dtype != dtype or tensor.ndim != dimensions:
             raise _bad(where, f"has {name} as {tensor.dtype} of {tensor.ndim} dimensions")
-    vectors = None
+        rows = info.vector_rows if name.startswith("vector.") else info.rows
+        if len(tensor) != rows:
+            raise _bad(where, f"has {len(tensor)} rows of {name}, not {rows}")
+        if name.endswith("sample_id") and not (np.diff(tensor) > 0).all():
+            raise _bad(where, f"has {name} that do not ascend")
+    if tensors["logits"].shape[1] != len(info.labels):
+        raise _bad(where, f"has logits over {tensors['logits'].shape[1]} classes, not {len(info.labels)}")
+    for name, size in {
+        "label": len(info.labels),
+        **{_SLICE + k: len(v) for k, v in description.slices.items()},
+    }.items():
+        if tensors[name].min(initial=0) < -1 or tensors[name].max(initial=-1) >= size:
+            raise _bad(where, f"has {name} outside -1 to {size - 1}")
     if info.vector_rows:
-        vectors = VectorSample(*(tensors[f"vector.{name}"] for name in ("sample_id", "query", "product")))  # type: ignore[arg-type]
-    scores = ScoreSet(
-        info=info,
-        slices={name: SliceColumn(tensors[_SLICE + name], values) for name, values in names.items()},  # type: ignore[arg-type]
-        vectors=vectors,
-        **{name: tensors[name] for name in _TYPES if "." not in name},  # type: ignore[arg-type]
-    )
-    _check(scores, where)
-    return scores
-
-
-def _check(scores: ScoreSet, where: str) -> None:
-    """DataError naming the first array that disagrees with the rest."""
-    info, rows = scores.info, len(scores.sample_id)
-    sizes = {name: len(getattr(scores, name)) for name in ("query_id", "label", "gain", "logits")}
-    sizes |= {_SLICE + name: len(column.codes) for name, column in scores.slices.items()}
-    for name, size in {"sample_id": rows, **sizes}.items():
-        if size != info.rows:
-            raise _bad(where, f"has {size} rows of {name}, not {info.rows}")
-    if scores.logits.shape[1] != len(info.labels):
-        raise _bad(where, f"has logits over {scores.logits.shape[1]} classes, not {len(info.labels)}")
-    if not (np.diff(scores.sample_id) > 0).all():
-        raise _bad(where, "has sample_id that do not ascend")
-    if rows and (scores.label.min() < -1 or scores.label.max() >= len(info.labels)):
-        raise _bad(where, f"has labels outside -1 to {len(info.labels) - 1}")
-    for name, column in scores.slices.items():
-        if rows and (column.codes.min() < -1 or column.codes.max() >= len(column.names)):
-            raise _bad(where, f"has codes of slice {name} outside -1 to {len(column.names) - 1}")
-    vectors = scores.vectors
-    if (0 if vectors is None else len(vectors.sample_id)) != info.vector_rows:
-        raise _bad(where, f"does not have {info.vector_rows} rows of vectors")
-    if vectors is not None:
-        if not (vectors.query.shape == vectors.product.shape and len(vectors.query) == info.vector_rows):
-            raise _bad(where, f"has query vectors {vectors.query.shape} and product vectors {vectors.product.shape}")
-        if not np.isin(vectors.sample_id, scores.sample_id).all() or not (np.diff(vectors.sample_id) > 0).all():
-            raise _bad(where, "has vectors of rows it does not have, or out of order")
+        query, product = tensors["vector.query"].shape, tensors["vector.product"].shape
+        if query != product or not np.isin(tensors["vector.sample_id"], tensors["sample_id"]).all():
+            raise _bad(where, f"has query vectors {query} and product vectors {product}, or of rows it does not have")
 
 
 def _bad(where: str, what: str) -> DataError:

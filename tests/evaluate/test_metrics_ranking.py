@@ -17,8 +17,8 @@ from sklearn.metrics import ndcg_score
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import metric_report
-from pipeline.evaluate.metrics.ranking import ndcg
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
+from pipeline.evaluate.metrics.scored import Queries, ScoredRows, mean_over_queries, value_of
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9
@@ -73,6 +73,10 @@ def test_ranks_are_those_of_trec_eval(rows: ScoredRows) -> None:
         else:
             missing = "no query has a row with a gain" if name.startswith("ndcg") else "no query has a relevant row"
             assert report.missing[name] == missing
+
+
+def ndcg(query: Int64s, gain: Float64s, score: Float64s, k: int) -> float:
+    return value_of(mean_over_queries(ndcg_by_query(Ranking.of(Queries.of(query), score), gain, k)))
 
 
 @settings(deadline=None, max_examples=60)

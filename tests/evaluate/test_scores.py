@@ -111,12 +111,12 @@ def test_no_rows(storage: Storage, tmp_path: Path) -> None:
         ({"sample_id": np.array([2, 5])}, "2 rows of sample_id, not 3"),
         ({"gain": np.zeros(4, dtype=np.float32)}, "4 rows of gain"),
         ({"logits": np.zeros((3, 3), dtype=np.float32)}, "over 3 classes, not 2"),
-        ({"label": np.array([0, 1, 2], dtype=np.int32)}, "labels outside -1 to 1"),
-        ({"slices": {"s": SliceColumn(np.array([0, 0, 2]), ("a", "b"))}}, "slice s outside -1 to 1"),
-        ({"vectors": None}, "not have 2 rows of vectors"),
-        ({"vectors": VectorSample(np.array([2, 9]), UNIT, UNIT[:1])}, "product vectors"),
+        ({"label": np.array([0, 1, 2], dtype=np.int32)}, "label outside -1 to 1"),
+        ({"slices": {"s": SliceColumn(np.array([0, 0, 2]), ("a", "b"))}}, r"slice\.s outside -1 to 1"),
+        ({"vectors": None}, r"no tensor vector\.product"),
+        ({"vectors": VectorSample(np.array([2, 9]), UNIT, UNIT[:1])}, r"1 rows of vector\.product, not 2"),
         ({"vectors": VectorSample(np.array([2, 7]), UNIT, UNIT)}, "rows it does not have"),
-        ({"vectors": VectorSample(np.array([9, 2]), UNIT, UNIT)}, "out of order"),
+        ({"vectors": VectorSample(np.array([9, 2]), UNIT, UNIT)}, r"vector\.sample_id that do not ascend"),
     ],
 )
 def test_arrays_that_disagree_are_not_saved(
@@ -147,7 +147,7 @@ def _with(**changes: np.ndarray[Any, Any]) -> Callable[[Tensors], object]:
         (_with(more=np.zeros(1)), "a tensor more that its manifest does not name"),
         (_with(label=np.zeros(3, dtype=np.int64)), "label as int64 of 1 dimensions"),
         (_with(logits=np.zeros(6, dtype=np.float32)), "logits as float32 of 1 dimensions"),
-        (_with(label=np.full(3, 7, dtype=np.int32)), "labels outside"),
+        (_with(label=np.full(3, 7, dtype=np.int32)), "label outside"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_name(

@@ -132,32 +132,6 @@ def _dot(left: Float64s, right: Float64s) -> Float64s:
 # Metrics of the most probable label of each row. Of equal probabilities the least relevant label is taken.
 
 
-@dataclass(frozen=True)
-class ClassFigures:
-    """Accuracy and F1 over K classes; `positive_f1` is the F1 of the most relevant class."""
-
-    accuracy: float
-    macro_f1: float
-    positive_f1: float
-    f1_by_class: tuple[float, ...]
-
-
-def class_figures(label: Int64s, predicted: Int64s, num_classes: int) -> ClassFigures:
-    """Compare predicted with true classes, [N] each. A class neither present nor predicted is left out of the mean."""
-    if label.size == 0:
-        raise DataError("no labelled rows to score", expected="at least one row with a label in the holdout")
-    confusion = np.bincount(label * num_classes + predicted, minlength=num_classes**2).reshape(num_classes, num_classes)
-    hits, present, guessed = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-    seen = (present + guessed) > 0
-    f1 = np.divide(2 * hits, present + guessed, out=np.zeros(num_classes), where=seen)
-    return ClassFigures(
-        accuracy=float(hits.sum() / label.size),
-        macro_f1=float(f1[seen].mean()),
-        positive_f1=float(f1[num_classes - 1]),
-        f1_by_class=tuple(float(value) for value in f1),
-    )
-
-
 def accuracy(queries: Queries, label: Int64s, predicted: Int64s) -> Sums:
     """Share of labelled rows [N] whose predicted label is right. Micro F1 is the same: each row has one label."""
     labelled = label >= 0

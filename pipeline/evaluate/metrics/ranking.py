@@ -103,13 +103,6 @@ def _changes(values: Float64s | Int64s) -> Bools:
     return np.concatenate([np.ones(min(1, len(values)), dtype=bool), values[1:] != values[:-1]])
 
 
-def ndcg(query: Int64s, gain: Float64s, score: Float64s, k: int) -> float:
-    """Mean nDCG@k over queries with some gain, [N] each. NaN when no query has any."""
-    values = ndcg_by_query(Ranking.of(Queries.of(query), score), gain, k)
-    useful = ~np.isnan(values)
-    return float(values[useful].mean()) if useful.any() else float("nan")
-
-
 # Metrics of ranked lists: what a search against the whole catalogue found, against what is relevant.
 
 
