@@ -20,8 +20,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             expected="the extra tune",
             next_command="pip install 'trnpipe[tune]'",
         )
-    from pipeline.tune.study import BEST, TABLE, run_study, study_folder
-    from pipeline.tune.table import lines_of
+    from pipeline.tune.study import BEST, TABLE, lines_of, run_study, study_folder
 
     with open_context(settings, stop) as ctx:
         told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)

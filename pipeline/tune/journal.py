@@ -86,7 +86,7 @@ class Journal:
 
     def _open(self, trial: Trial) -> "OpenTrial":
         for name, distribution in self._distributions.items():
-            _suggest(trial, name, distribution)
+            trial._suggest(name, distribution)  # what Study.ask does with fixed distributions
         return OpenTrial(self._study, trial)
 
 
@@ -231,16 +231,6 @@ def _distribution(allowed: Range) -> BaseDistribution:
     if isinstance(allowed, Floats):
         return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
     return IntDistribution(allowed.low, allowed.high)
-
-
-def _suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
-    match distribution:
-        case CategoricalDistribution():
-            trial.suggest_categorical(name, distribution.choices)
-        case FloatDistribution():
-            trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-        case IntDistribution():
-            trial.suggest_int(name, distribution.low, distribution.high)
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:

@@ -16,8 +16,7 @@ from pipeline.io.storage import open_storage
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.tune.config import TuneConfig
-from pipeline.tune.study import run_study
-from pipeline.tune.table import StudyTable
+from pipeline.tune.study import StudyTable, run_study
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CYCLE = "c1"

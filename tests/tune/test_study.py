@@ -20,8 +20,7 @@ from pipeline.settings import LaunchConfig, Settings
 from pipeline.stages import train as train_stage
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train.step import TrainProgram
-from pipeline.tune.study import run_study
-from pipeline.tune.table import StudyTable, lines_of
+from pipeline.tune.study import StudyTable, lines_of, run_study
 from tests.killing import FORK
 from tests.tune.case import SPACE, TUNE, context, search, settings_of, without_seconds
 
