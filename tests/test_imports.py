@@ -50,7 +50,7 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 # A third-party package and the only places (files, or folders ending in /) that may import it.
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
-    "matplotlib": ("pipeline/parity/plot.py",),
+    "matplotlib": ("pipeline/parity/compare.py",),
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
@@ -68,7 +68,7 @@ ONLY_IN = {
         "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
-        "pipeline/parity/scoring.py",
+        "pipeline/parity/record.py",
         "pipeline/stages/",
         "pipeline/telemetry/console.py",
         "pipeline/train/",

@@ -9,11 +9,9 @@ from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage, open_storage
-from pipeline.parity.compare import ParityReport, bound_text, compare_sides, lines_of, value_text
-from pipeline.parity.plot import INSTALL, has_matplotlib, plot_svg
-from pipeline.parity.record import RecordedSide, Side, load_side, parse_side, sides_text
-from pipeline.parity.task import make_task, record_side
+from pipeline.io.storage import open_storage
+from pipeline.parity.compare import INSTALL, RecordedSide, Side, compare_sides, lines_of, plot_svg
+from pipeline.parity.record import load_side, make_task, parse_side, record_side, sides_text
 from pipeline.settings import Settings
 
 
@@ -41,8 +39,26 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             return EXIT_OK
         a, b = (recorded[word] for word in words)
         report = compare_sides(a, b, settings.parity)
-        _publish(report, a, b, ctx, say)
-    return _verdict(report)
+        for line in lines_of(report):
+            say(line)
+        prefix = f"cycles/{ctx.cycle}/parity/{report.a.name}-{report.b.name}"
+        ctx.workspace.write_bytes(f"{prefix}/parity.json", report.model_dump_json(indent=1).encode() + b"\n")
+        say(f"report {ctx.workspace.uri(prefix)}/parity.json")
+        picture = plot_svg(report, a.record.curve, b.record.curve)
+        if picture is not None:
+            ctx.workspace.write_bytes(f"{prefix}/parity.svg", picture)
+            say(f"picture {ctx.workspace.uri(prefix)}/parity.svg")
+        else:
+            say(f"no picture: matplotlib is not installed ({INSTALL})")
+    failed = [check for check in report.checks if check.outcome == "fail"]
+    if failed:
+        raise GateRefused(
+            f"{report.a.name} and {report.b.name} do not agree: "
+            + "; ".join(f"{check.text} {check.value_text}" for check in failed),
+            expected="; ".join(check.bound_text for check in failed),
+            next_command="see in parity.json where they part; the bars are the settings of parity",
+        )
+    return EXIT_OK
 
 
 def _check_words(words: tuple[str, ...], sides: list[Side | None], to: str) -> None:
@@ -66,31 +82,3 @@ def _check_words(words: tuple[str, ...], sides: list[Side | None], to: str) -> N
 def _load(place: str, ctx: StageContext) -> RecordedSide:
     storage = open_storage(place, retry=ctx.settings.storage, stop=ctx.stop)
     return load_side(storage, ctx.scratch / "parity" / "scores")
-
-
-def _publish(report: ParityReport, a: RecordedSide, b: RecordedSide, ctx: StageContext, say: Say) -> None:
-    """The table to the terminal; report and picture into the cycle."""
-    for line in lines_of(report):
-        say(line)
-    prefix = f"cycles/{ctx.cycle}/parity/{report.a.name}-{report.b.name}"
-    workspace: Storage = ctx.workspace
-    workspace.write_bytes(f"{prefix}/parity.json", report.model_dump_json(indent=1).encode() + b"\n")
-    say(f"report {workspace.uri(prefix)}/parity.json")
-    if has_matplotlib():
-        workspace.write_bytes(f"{prefix}/parity.svg", plot_svg(report, a.record.curve, b.record.curve))
-        say(f"picture {workspace.uri(prefix)}/parity.svg")
-    else:
-        say(f"no picture: matplotlib is not installed ({INSTALL})")
-
-
-def _verdict(report: ParityReport) -> int:
-    failed = [check for check in report.checks if check.outcome == "fail"]
-    if not failed:
-        return EXIT_OK
-    seen = "; ".join(f"{check.text} {value_text(check)}" for check in failed)
-    bars = "; ".join(map(bound_text, failed))
-    raise GateRefused(
-        f"{report.a.name} and {report.b.name} do not agree: {seen}",
-        expected=bars,
-        next_command="see in parity.json where they part; the bars are the settings of parity",
-    )

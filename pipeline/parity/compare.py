@@ -1,33 +1,338 @@
-"""Two recorded sides: are they of the same work, and how far apart are they."""
+"""Do two recorded sides agree: compared in figures, held against bars, told as a table and a picture.
 
-from collections.abc import Iterator
+Pure, but for the picture's library. `a` is the reference: relative differences are shares of its values. A figure that
+is NaN fails its bar.
+"""
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.record import Record
 from pipeline.evaluate.config import ParityBars, ParityConfig
-from pipeline.evaluate.parity import (
-    Comparison,
-    ParityCheck,
-    compare_curves,
-    compare_evaluations,
-    compare_scores,
-    compare_vectors,
-    judge,
-)
-from pipeline.evaluate.scores import to_rows
-from pipeline.parity.record import RecordedSide
+from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.scores import ScoreSet, to_rows
 
+TOP_K = 10
+TIE = 1e-6
+"""Scores this close rank as equal: which of them is among the first ten is a matter of rounding."""
 FULL = "fp32"
+INSTALL = "pip install 'trnpipe[report]'"
 
 
-class SideSummary(BaseModel):
+class _Record(Record):
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+
+class Evaluation(_Record):
+    """One evaluation of the holdout during training; step 0 is the checkpoint itself."""
+
+    step: int
+    metric: float
+    loss: float
+
+
+class Curve(_Record):
+    """Every training step, the first one first: loss, gradient norm, digest of the samples in its batch."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    samples: tuple[str, ...]
+
+
+Precision = Literal["fp32", "autocast", "bf16"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side computes on, and in: a backend with a precision."""
+
+    backend: str
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        """As in file names: cpu.fp32"""
+        return f"{self.backend}.{self.precision}"
+
+
+class SideRecord(_Record):
+    """What one side computed, from what, with what."""
+
+    schema_version: Literal[1] = 1
+    run: str = Field(description="Name of what was computed; the same for sides that were asked for together")
+    backend: str
+    precision: Precision
+    device: str = Field(description="What graphs are compiled for, such as xla:CPU")
+    checkpoint: str = Field(description="URI of the checkpoint")
+    digest: str = Field(description="Digest of its manifest: names its content")
+    identity: dict[str, str] = Field(description="Fingerprint of all that decides the weights, but the precision")
+    metric: str
+    evaluations: tuple[Evaluation, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
+    curve: Curve
+    scores: str = Field(description="Digest of the manifest of the scores beside it")
+    settings_hash: str
+    code_version: str
+    finished: datetime = Field(description="UTC")
+
+    @property
+    def side(self) -> Side:
+        return Side(self.backend, self.precision)
+
+
+@dataclass(frozen=True)
+class RecordedSide:
+    """A record with the scores it goes with."""
+
+    uri: str
+    record: SideRecord
+    scores: ScoreSet
+
+
+# The figures.
+
+
+class EvaluationPair(_Record):
+    """One evaluation on both sides."""
+
+    step: int
+    a: float
+    b: float
+    difference: float = Field(description="b - a")
+    relative: float = Field(description="Its size as a share of a")
+    loss_a: float
+    loss_b: float
+    loss_relative: float
+
+
+class CurveFigures(_Record):
+    """How far the training losses and gradient norms are apart, relative to a."""
+
+    steps: int
+    first_steps: int = Field(description="How many the `first` figures cover")
+    first_loss: float
+    first_gradient: float
+    max_loss: float
+    mean_loss: float
+
+
+class ScoreFigures(_Record):
+    """How far the scores of one checkpoint are apart. None where a figure has no meaning."""
+
+    rows: int
+    ranked_queries: int = Field(description="Queries with more rows than the overlap looks at")
+    max_probability: float
+    mean_probability: float
+    decisions: int = Field(description="Rows with another most likely class")
+    pearson: float | None
+    spearman: float | None
+    overlap: float | None = Field(description="Share in common of the first ten rows of a query, mean over queries")
+
+
+class VectorFigures(_Record):
+    """How far embeddings are apart: cosines between the sides, and the nearest products of each query."""
+
+    rows: int
+    min_cosine: float
+    mean_cosine: float
+    overlap: float | None = Field(description="Share in common of the ten nearest products, mean over queries")
+
+
+class Comparison(_Record):
+    """Everything that was compared."""
+
+    evaluations: tuple[EvaluationPair, ...]
+    curve: CurveFigures
+    scores: ScoreFigures
+    vectors: VectorFigures | None
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| as a share of |a|; infinite when only `a` is 0, NaN when one is not finite."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.nan
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
+def compare_evaluations(a: Sequence[Evaluation], b: Sequence[Evaluation]) -> tuple[EvaluationPair, ...]:
+    """Pairs by step. Raises DataError when there are none or the steps differ."""
+    steps_a, steps_b = [one.step for one in a], [one.step for one in b]
+    if not a or steps_a != steps_b:
+        raise DataError(
+            f"evaluations at steps {steps_a} against {steps_b}", expected="at least one, and the same steps on both"
+        )
+    return tuple(
+        EvaluationPair(
+            step=one.step,
+            a=one.metric,
+            b=other.metric,
+            difference=other.metric - one.metric,
+            relative=relative_difference(one.metric, other.metric),
+            loss_a=one.loss,
+            loss_b=other.loss,
+            loss_relative=relative_difference(one.loss, other.loss),
+        )
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+def compare_curves(a: Curve, b: Curve, *, first_steps: int) -> CurveFigures:
+    """Losses and gradient norms of every step.
+
+    Rounding is magnified from step to step; the first steps show whether gradients and updates are the same.
+    Raises DataError when lengths differ, or a step was made of other samples.
+    """
+    if not a.losses or len(a.losses) != len(b.losses):
+        raise DataError(f"{len(a.losses)} steps against {len(b.losses)}", expected="at least one, as many on both")
+    for step, (one, other) in enumerate(zip(a.samples, b.samples, strict=True), start=1):
+        if one != other:
+            raise DataError(
+                f"step {step} was made of samples {one} against {other}", expected="the same samples in the same order"
+            )
+    losses, gradients = _apart(a.losses, b.losses), _apart(a.grad_norms, b.grad_norms)
+    return CurveFigures(
+        steps=len(losses),
+        first_steps=min(first_steps, len(losses)),
+        first_loss=_largest(losses[:first_steps]),
+        first_gradient=_largest(gradients[:first_steps]),
+        max_loss=_largest(losses),
+        mean_loss=float(np.mean(losses)),
+    )
+
+
+def compare_scores(a: ScoredRows, b: ScoredRows) -> ScoreFigures:
+    """Scores of the same N rows in the same order. Raises DataError for none, or for other rows or classes."""
+    if not a.num_rows:
+        raise DataError("no row was scored", expected="at least one on both sides")
+    if a.probabilities.shape != b.probabilities.shape or not np.array_equal(a.query_id, b.query_id):
+        raise DataError(
+            f"scores of {a.probabilities.shape} and of {b.probabilities.shape} are not of the same rows",
+            expected="the same rows and classes on both sides",
+        )
+    apart = np.abs(a.probabilities - b.probabilities)
+    order = np.argsort(a.query_id, kind="stable")
+    queries = np.split(order, np.unique(a.query_id[order], return_index=True)[1][1:])
+    overlaps = [overlap_at(a.relevance[rows], b.relevance[rows]) for rows in queries if len(rows) > TOP_K]
+    return ScoreFigures(
+        rows=a.num_rows,
+        ranked_queries=len(overlaps),
+        max_probability=float(apart.max()),
+        mean_probability=float(apart.mean()),
+        decisions=int((a.probabilities.argmax(axis=1) != b.probabilities.argmax(axis=1)).sum()),
+        pearson=pearson(a.relevance, b.relevance),
+        spearman=spearman(a.relevance, b.relevance),
+        overlap=float(np.mean(overlaps)) if overlaps else None,
+    )
+
+
+def compare_vectors(a: tuple[Float32s, Float32s], b: tuple[Float32s, Float32s]) -> VectorFigures:
+    """(query [M, D], product [M, D]) of each side, the same M rows in the same order. Raises DataError."""
+    if not len(a[0]) or [one.shape for one in a] != [one.shape for one in b]:
+        raise DataError(
+            f"vectors of {[one.shape for one in a]} against {[one.shape for one in b]}",
+            expected="at least one row, and the same shapes on both sides",
+        )
+    units_a, units_b = [_units(one) for one in a], [_units(one) for one in b]
+    cosines = np.concatenate([(one * other).sum(axis=1) for one, other in zip(units_a, units_b, strict=True)])
+    near_a, near_b = units_a[0] @ units_a[1].T, units_b[0] @ units_b[1].T
+    overlaps = [overlap_at(one, other) for one, other in zip(near_a, near_b, strict=True)]
+    return VectorFigures(
+        rows=len(a[0]),
+        min_cosine=float(cosines.min()),
+        mean_cosine=float(cosines.mean()),
+        overlap=float(np.mean(overlaps)) if near_a.shape[1] > TOP_K else None,
+    )
+
+
+def overlap_at(a: Float64s, b: Float64s, k: int = TOP_K) -> float:
+    """Share in common of the `k` highest of N scores, N > k; those as good as equal to the last of them count, too.
+
+    NaN when a score is not finite.
+    """
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return math.nan
+    counts = []
+    for ours, theirs in ((a, b), (b, a)):
+        chosen = np.argsort(-theirs, kind="stable")[:k]
+        counts.append((ours[chosen] >= np.partition(ours, -k)[-k] - TIE).mean())
+    return float(np.mean(counts))
+
+
+def pearson(a: Float64s, b: Float64s) -> float | None:
+    """Correlation of [N] values; None when either does not vary."""
+    left, right = a - a.mean(), b - b.mean()
+    scale = math.sqrt(float(left @ left)) * math.sqrt(float(right @ right))
+    return float(left @ right) / scale if scale else None
+
+
+def spearman(a: Float64s, b: Float64s) -> float | None:
+    """Correlation of the ranks of [N] values, equal ones sharing their mean rank. NaN when a value is not finite."""
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return math.nan
+    return pearson(_ranks(a), _ranks(b))
+
+
+def _apart(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [relative_difference(one, other) for one, other in zip(a, b, strict=True)]
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN when one of them is."""
+    return float(np.max(values))
+
+
+def _units(vectors: Float32s) -> Float64s:
+    """[M, D] scaled to length one; NaN for a vector of zeros."""
+    wide = vectors.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        units: Float64s = wide / np.linalg.norm(wide, axis=1, keepdims=True)
+    return units
+
+
+def _ranks(values: Float64s) -> Float64s:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[places]
+
+
+# The verdict.
+
+
+class ParityCheck(_Record):
+    """One figure held against its bar."""
+
+    name: str
+    text: str
+    value: float | None
+    comparison: Literal["<=", ">="]
+    bound: float
+    outcome: Literal["pass", "fail", "skipped"]
+
+    @property
+    def value_text(self) -> str:
+        """A difference in three digits; what should be near one in seven."""
+        if self.value is None:
+            return "-"
+        return f"{self.value:.3g}" if self.comparison == "<=" else f"{self.value:.7g}"
+
+    @property
+    def bound_text(self) -> str:
+        return f"{'at most' if self.comparison == '<=' else 'at least'} {self.bound:g}"
+
+
+class SideSummary(Record):
     """One side, as the report names it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     device: str
@@ -35,10 +340,8 @@ class SideSummary(BaseModel):
     code_version: str
 
 
-class ParityReport(BaseModel):
+class ParityReport(_Record):
     """The comparison of two sides with its verdict."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     schema_version: Literal[1] = 1
     a: SideSummary
@@ -57,9 +360,54 @@ class ParityReport(BaseModel):
         return all(check.outcome != "fail" for check in self.checks)
 
 
+def judge(compared: Comparison, bars: ParityBars, max_difference: float) -> tuple[ParityCheck, ...]:
+    """Every figure that has a bar. `max_difference`: of the metric at any evaluation, relative."""
+    pairs, curve, scores, vectors = compared.evaluations, compared.curve, compared.scores, compared.vectors
+    first = f"in the first {curve.first_steps} steps"
+    metric, loss = _largest([pair.relative for pair in pairs]), _largest([pair.loss_relative for pair in pairs])
+    cosine, near = (vectors.min_cosine, vectors.overlap) if vectors else (None, None)
+    at_most: tuple[tuple[str, str, float | None, float], ...] = (
+        ("metric", "relative difference of the metric", metric, max_difference),
+        ("holdout_loss", "relative difference of the holdout loss", loss, bars.max_loss_difference),
+        ("first_losses", f"relative difference of the loss {first}", curve.first_loss, bars.max_first_loss_difference),
+        (
+            "first_gradients",
+            f"relative difference of the gradient norm {first}",
+            curve.first_gradient,
+            bars.max_first_gradient_difference,
+        ),
+        ("probability", "largest difference of a probability", scores.max_probability, bars.max_probability_difference),
+        (
+            "mean_probability",
+            "mean difference of the probabilities",
+            scores.mean_probability,
+            bars.mean_probability_difference,
+        ),
+    )
+    at_least: tuple[tuple[str, str, float | None, float], ...] = (
+        ("pearson", "correlation of the scores", scores.pearson, bars.min_correlation),
+        ("spearman", "correlation of the ranks", scores.spearman, bars.min_correlation),
+        ("ranking", "first ten of a query in common", scores.overlap, bars.min_overlap),
+        ("cosine", "least cosine of an embedding", cosine, bars.min_cosine),
+        ("neighbours", "ten nearest products in common", near, bars.min_overlap),
+    )
+    return (
+        *(_check(*one, comparison="<=") for one in at_most),
+        *(_check(*one, comparison=">=") for one in at_least),
+    )
+
+
+def _check(name: str, text: str, value: float | None, bound: float, comparison: Literal["<=", ">="]) -> ParityCheck:
+    outcome: Literal["pass", "fail", "skipped"] = "skipped"
+    if value is not None:  # NaN is neither above nor below
+        holds = value <= bound if comparison == "<=" else value >= bound
+        outcome = "pass" if holds else "fail"
+    return ParityCheck(name=name, text=text, value=value, comparison=comparison, bound=bound, outcome=outcome)
+
+
 def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> ParityReport:
     """Compare and judge; `a` is the reference. Raises ConfigError, DataError naming in what the work differs."""
-    check_same(a, b)
+    _check_same(a, b)
     vectors_a, vectors_b = a.scores.vectors, b.scores.vectors
     compared = Comparison(
         evaluations=compare_evaluations(a.record.evaluations, b.record.evaluations),
@@ -80,11 +428,16 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
         bars=ParityBars.model_validate(bars.model_dump()),
         compared=compared,
         checks=judge(compared, bars, config.max_difference),
-        notes=tuple(_notes(a, b, compared, config)),
+        notes=tuple(_notes(a.record, b.record, compared, config)),
     )
 
 
-def check_same(a: RecordedSide, b: RecordedSide) -> None:
+def _summary(side: RecordedSide) -> SideSummary:
+    record = side.record
+    return SideSummary(name=record.side.name, device=record.device, record=side.uri, code_version=record.code_version)
+
+
+def _check_same(a: RecordedSide, b: RecordedSide) -> None:
     """Both must have computed the same but for backend and precision. Raises ConfigError, DataError with the field."""
     names = f"{a.uri} and {b.uri}"
     if a.record.digest != b.record.digest:
@@ -124,86 +477,88 @@ def _check_array(what: str, a: npt.NDArray[Any], b: npt.NDArray[Any], names: str
     )
 
 
-def _summary(side: RecordedSide) -> SideSummary:
-    record = side.record
-    return SideSummary(name=record.side.name, device=record.device, record=side.uri, code_version=record.code_version)
-
-
-def _notes(a: RecordedSide, b: RecordedSide, compared: Comparison, config: ParityConfig) -> list[str]:
-    notes = []
-    one_row = 1.0 / (compared.scores.rows * compared.evaluations[0].a) if compared.evaluations[0].a > 0 else 1.0
+def _notes(a: SideRecord, b: SideRecord, compared: Comparison, config: ParityConfig) -> Iterator[str]:
+    scores, vectors = compared.scores, compared.vectors
+    one_row = 1.0 / (scores.rows * compared.evaluations[0].a) if compared.evaluations[0].a > 0 else 1.0
     if one_row > config.max_difference:
-        notes.append(
-            f"one of the {compared.scores.rows:,} holdout rows is {one_row:.2%} of the metric: "
+        yield (
+            f"one of the {scores.rows:,} holdout rows is {one_row:.2%} of the metric: "
             f"too few rows to tell a difference of {config.max_difference:.2%}"
         )
-    if a.record.code_version != b.record.code_version:
-        notes.append(f"recorded by versions {a.record.code_version} and {b.record.code_version}")
-    notes += [f"not judged: {one} has no meaning for this data" for one in _skipped(compared)]
-    return notes
-
-
-def _skipped(compared: Comparison) -> list[str]:
-    vectors = compared.vectors
-    missing = {
-        "correlation": compared.scores.pearson,
-        "overlap of rankings (no query has more than ten rows)": compared.scores.overlap,
+    if a.code_version != b.code_version:
+        yield f"recorded by versions {a.code_version} and {b.code_version}"
+    figures = {
+        "correlation": scores.pearson,
+        "overlap of rankings (no query has more than ten rows)": scores.overlap,
         "overlap of neighbours": vectors and vectors.overlap,
     }
-    return [name for name, value in missing.items() if value is None]
+    yield from (f"not judged: {name} has no meaning for this data" for name, value in figures.items() if value is None)
 
 
-# A comparison as lines for a terminal.
+# A comparison as lines for a terminal, and as a picture.
 
 
 def lines_of(report: ParityReport) -> list[str]:
     """Evaluations side by side, then every figure with its bar, then what to know."""
-    return [*_head(report), "", *_evaluations(report), "", *map(_check_line, report.checks), "", *_tail(report)]
-
-
-def _head(report: ParityReport) -> Iterator[str]:
-    scores, curve, a, b = report.compared.scores, report.compared.curve, report.a, report.b
-    yield f"parity of A {a.name} ({a.device}) and B {b.name} ({b.device})"
-    yield f"checkpoint {report.checkpoint} | {scores.rows:,} holdout rows | {curve.steps:,} steps from it"
-
-
-def _evaluations(report: ParityReport) -> Iterator[str]:
-    a, b, metric = f"A {report.a.name}", f"B {report.b.name}", report.metric
+    compared, a, b, metric = report.compared, f"A {report.a.name}", f"B {report.b.name}", report.metric
+    scores, vectors = compared.scores, compared.vectors
     width = max(12, len(a), len(b), len(metric)) + 2
-    yield f"{'':>6}" + "".join(f"{text:>{width}}" for text in (metric, metric, "", "", "loss", "loss", ""))
-    yield f"{'step':>6}" + "".join(f"{text:>{width}}" for text in (a, b, "difference", "relative", a, b, "relative"))
-    for pair in report.compared.evaluations:
-        cells = (
-            f"{pair.a:.6f}",
-            f"{pair.b:.6f}",
-            f"{pair.difference:+.6f}",
-            f"{pair.relative:.4%}",
-            f"{pair.loss_a:.6f}",
-            f"{pair.loss_b:.6f}",
-            f"{pair.loss_relative:.4%}",
-        )
-        yield f"{pair.step:>6}" + "".join(f"{cell:>{width}}" for cell in cells)
 
+    def row(first: object, *cells: str) -> str:
+        return f"{first:>6}" + "".join(f"{cell:>{width}}" for cell in cells)
 
-def value_text(check: ParityCheck) -> str:
-    """A difference in three digits; what should be near one in seven."""
-    if check.value is None:
-        return "-"
-    return f"{check.value:.3g}" if check.comparison == "<=" else f"{check.value:.7g}"
-
-
-def bound_text(check: ParityCheck) -> str:
-    return f"{'at most' if check.comparison == '<=' else 'at least'} {check.bound:g}"
-
-
-def _check_line(check: ParityCheck) -> str:
-    mark = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}[check.outcome]
-    return f"  {mark}  {check.text:<62} {value_text(check):>10}  {bound_text(check)}"
-
-
-def _tail(report: ParityReport) -> Iterator[str]:
-    scores, vectors = report.compared.scores, report.compared.vectors
-    yield f"  {scores.decisions:,} of {scores.rows:,} rows have another most likely class"
+    lines = [
+        f"parity of {a} ({report.a.device}) and {b} ({report.b.device})",
+        f"checkpoint {report.checkpoint} | {scores.rows:,} holdout rows | {compared.curve.steps:,} steps from it",
+        "",
+        row("", metric, metric, "", "", "loss", "loss", ""),
+        row("step", a, b, "difference", "relative", a, b, "relative"),
+    ]
+    for pair in compared.evaluations:
+        metrics = f"{pair.a:.6f}", f"{pair.b:.6f}", f"{pair.difference:+.6f}", f"{pair.relative:.4%}"
+        lines.append(row(pair.step, *metrics, f"{pair.loss_a:.6f}", f"{pair.loss_b:.6f}", f"{pair.loss_relative:.4%}"))
+    marks = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}
+    checks = [f"  {marks[one.outcome]}  {one.text:<62} {one.value_text:>10}  {one.bound_text}" for one in report.checks]
+    lines += ["", *checks, "", f"  {scores.decisions:,} of {scores.rows:,} rows have another most likely class"]
     if vectors:
-        yield f"  mean cosine of embeddings {vectors.mean_cosine:.7f} over {vectors.rows:,} pairs of texts"
-    yield from (f"  note: {note}" for note in report.notes)
+        lines.append(f"  mean cosine of embeddings {vectors.mean_cosine:.7f} over {vectors.rows:,} pairs of texts")
+    return [*lines, *(f"  note: {note}" for note in report.notes)]
+
+
+def plot_svg(report: ParityReport, a: Curve, b: Curve) -> bytes | None:
+    """The metric, the difference of metric and holdout loss, that of every step; None without the extra `report`.
+
+    The same figures give the same bytes. No display is needed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+
+    def logarithmic(values: Sequence[float]) -> list[float]:
+        return [max(value, 1e-9) for value in values]  # no difference at all has a place on the axis, too
+
+    pairs = report.compared.evaluations
+    steps = [pair.step for pair in pairs]
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    metric, difference, curve = figure.subplots(1, 3)
+    metric.plot(steps, [pair.a for pair in pairs], "o-", label=report.a.name)
+    metric.plot(steps, [pair.b for pair in pairs], "x--", label=report.b.name)
+    metric.set(title=report.metric, xlabel="step")
+    difference.plot(steps, logarithmic([pair.relative for pair in pairs]), "o-", label=report.metric)
+    difference.plot(steps, logarithmic([pair.loss_relative for pair in pairs]), "x--", label="holdout loss")
+    difference.axhline(report.max_difference, color="red", label=f"bar {report.max_difference:.2%}")
+    difference.set(title="relative difference at evaluations", xlabel="step", yscale="log")
+    for text, left, right in (("loss", a.losses, b.losses), ("gradient norm", a.grad_norms, b.grad_norms)):
+        curve.plot(range(1, len(left) + 1), logarithmic(_apart(left, right)), linewidth=0.8, label=text)
+    curve.set(title="relative difference of training steps", xlabel="step", yscale="log")
+    for axes in (metric, difference, curve):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center right")
+    figure.suptitle(f"{report.a.name} and {report.b.name}: {'pass' if report.passed else 'FAIL'}")
+    file = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "trnpipe"}):
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    return file.getvalue()

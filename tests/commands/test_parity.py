@@ -16,8 +16,7 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataErro
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.parity.compare import ParityReport
-from pipeline.parity.recording import record
-from pipeline.parity.task import SideTask
+from pipeline.parity.record import SideTask, record
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from tests.parity.case import CYCLE, Case, make_case

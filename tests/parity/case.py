@@ -12,9 +12,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
-from pipeline.parity.recording import record
-from pipeline.parity.task import SideTask, make_task
+from pipeline.parity.compare import RecordedSide, Side, SideRecord
+from pipeline.parity.record import SideTask, load_side, make_task, record
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.build import open_run

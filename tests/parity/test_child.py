@@ -15,10 +15,9 @@ from pipeline.commands import parity as command
 from pipeline.core.errors import EXIT_OK, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.parity import child
-from pipeline.parity.compare import compare_sides
-from pipeline.parity.record import Side, find_record, load_side
-from pipeline.parity.task import SideTask, record_side
+from pipeline.parity import record as child
+from pipeline.parity.compare import Side, compare_sides
+from pipeline.parity.record import SideTask, find_record, load_side, record_side
 from pipeline.telemetry.console import Console
 from tests.compile.traces import FAST_COMPILE, needs_xla
 from tests.parity.case import PARITY, Case, make_case
@@ -46,7 +45,7 @@ def test_a_killed_side_goes_on_and_ends_the_same(case: Case, tmp_path: Path) -> 
     task = case.task(place="killed", steps=20)
     file = tmp_path / "task.json"
     file.write_text(task.model_dump_json())
-    words = [sys.executable, "-m", "pipeline.parity.child", str(file), str(os.getpid())]
+    words = [sys.executable, "-m", "pipeline.parity.record", str(file), str(os.getpid())]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
         wait_for_a_checkpoint(task, process)
         process.kill()

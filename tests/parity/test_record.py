@@ -38,7 +38,7 @@ def test_an_empty_folder_says_how_to_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"schema_version": 2}'])
 def test_rubbish_for_a_record_is_named(place: Storage, tmp_path: Path, content: bytes) -> None:
     place.write_bytes("record.json", content)
-    with pytest.raises(DataError, match=r"record\.json is no record of a side"):
+    with pytest.raises(DataError, match=r"record\.json is not a record of a side"):
         load_side(place, tmp_path / "cache")
 
 

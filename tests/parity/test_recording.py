@@ -16,10 +16,9 @@ from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.parity import scoring
-from pipeline.parity.compare import compare_sides
-from pipeline.parity.record import RecordedSide, Side, SideRecord, load_side
-from pipeline.parity.recording import curve_of, evaluations_of
+from pipeline.parity import record as scoring
+from pipeline.parity.compare import RecordedSide, Side, SideRecord, compare_sides
+from pipeline.parity.record import curve_of, evaluations_of, load_side
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train import batches, saver
 from pipeline.train.step import TrainProgram

@@ -6,7 +6,8 @@ import pytest
 
 from pipeline.backends import NAMES
 from pipeline.core.errors import ConfigError
-from pipeline.parity.record import BACKENDS, PRECISIONS, Side, parse_side
+from pipeline.parity.compare import Side
+from pipeline.parity.record import BACKENDS, PRECISIONS, parse_side
 from pipeline.train.config import TrainConfig
 
 
