@@ -14,11 +14,10 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.backends import TRACED, open_backend
 from pipeline.compile.watch import Recorder
-from pipeline.config_sources import resolve
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
-from pipeline.settings import Settings
+from pipeline.settings import Settings, resolve
 from pipeline.stages.shapes import expected_shapes
 from pipeline.telemetry.console import Console
 

@@ -1,11 +1,10 @@
 """The settings of `trnjobs`: those of the pipeline, and `[jobs]` beside them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from jobs.config import JobsConfig
-from pipeline.config_sources import Schema
 from pipeline.core.fingerprint import fingerprint
 from pipeline.settings import Settings
 
@@ -13,10 +12,11 @@ from pipeline.settings import Settings
 class CycleSettings(Settings):
     """Everything a cycle of jobs can be told."""
 
+    program: ClassVar[str] = "trnjobs"
+    other_programs: ClassVar[frozenset[str]] = frozenset()
     jobs: JobsConfig = Field(JobsConfig())
 
 
-SCHEMA = Schema(CycleSettings, program="trnjobs")
 _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 

@@ -1,99 +1,103 @@
-"""The `trnpipe` command: a table of stages, one of tools, one place where errors become exit codes."""
+"""The `trnpipe` command: the stages of a cycle, and the tools beside them."""
 
 import contextlib
 import faulthandler
 import os
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from pipeline.command_line import hint, parse, take_action, take_arguments
+from pipeline.command_line import HELP, CommandParser, Program, hint, rows, show
 from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
-from pipeline.compile.neuron_command import drives_tool, use_neuron_cache
-from pipeline.config_sources import resolve
-from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, exit_code_of
+from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.proc.children import LAUNCHER_S
 from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
-from pipeline.settings import Settings
-from pipeline.settings_text import as_json, flags_text, table_text
 from pipeline.telemetry.events import EventName
 
-HELP = frozenset({"--help", "-h"})
-
-_USAGE = "usage: trnpipe <command> [--config FILE.toml ...] [--section.key value ...]"
-_COMMON = """\
-  --config FILE.toml   settings from a file; may be repeated, later files win
-  --help               this text
-
-Order: defaults < --config files < environment < flags. --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the
-environment and max_steps under [train] in a file. Lists: a,b or JSON; no value: null; booleans also as --no-key."""
+if TYPE_CHECKING:  # an overview needs no settings
+    from pipeline.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
-    words = list(sys.argv[1:] if argv is None else argv)
     show_stacks_when_asked()
-    code = _guarded(words)
+    code = Program("trnpipe", COMMANDS, _run)(argv)
     note_exit_code(code)
     return code
 
 
-def _guarded(words: list[str]) -> int:
-    try:
-        return _command(words)
-    except (TrnpipeError, KeyboardInterrupt) as error:
-        name = " ".join(["trnpipe", *words[:1]])
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return exit_code_of(error)
-    except Exception as error:  # a bug: traceback and exit code 1, from one place
-        traceback.print_exc()
-        return exit_code_of(error)
+def _run(name: str, words: list[str]) -> int:
+    from pipeline.settings import Settings, as_json, table_text
 
-
-def _command(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        return _show(_overview())
-    name, rest = words[0], words[1:]
-    if name == "--version":
-        from pipeline.telemetry.code_version import code_version
-
-        return _show(f"trnpipe {code_version()}")
-    if name not in COMMANDS:
-        raise ConfigError(
-            f"no command {name!r}{hint(name, COMMANDS)}",
-            expected=f"one of {', '.join(COMMANDS)}",
-            next_command="trnpipe --help",
-        )
-    asks_help = bool(HELP & set(rest))
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
-    action = take_action(name, tool, rest, required=name not in STAGES and not asks_help)
-    rest = rest[1:] if action else rest
-    given = take_arguments(f"{name} {action}".strip(), () if asks_help else tool.arguments.get(action, ()), rest)
-    if name in STAGES and not action:
-        tool = Tool("")  # its flags belong to its actions
-    arguments = parse(rest[len(given) :], HELP | tool.switches, tool.options)
-    if arguments.switches & HELP:
-        return _show(_help(name))
-    resolved = resolve(arguments.files, os.environ, arguments.flags)
+    action = _action(name, tool, words)
+    # the flags of a stage's tool belong to its actions
+    read = _parser(name, action, tool, is_tool=action != "" or name not in STAGES).read(
+        words[1:] if action else words, Settings
+    )
+    if read is None:
+        return EXIT_OK
+    asked, resolved = read
+    settings = resolved.settings
     if name == "config":
-        return _show(as_json(resolved) if "--json" in arguments.switches else table_text(resolved))
+        return show(as_json(resolved) if vars(asked)["--json"] else table_text(resolved))
     if name in TOOLS and (action or name not in STAGES):
-        call = ToolCall(action, given, arguments.switches, arguments.options)
-        return run_tool(tool.module or name, resolved.settings, call)
+        given = vars(asked)
+        call = ToolCall(
+            action,
+            tuple(given[word] for word in tool.arguments.get(action, ()) if given[word] is not None),
+            frozenset(switch for switch in tool.switches if given[switch]),
+            {option: given[option] for option in tool.options if given[option] is not None},
+        )
+        return run_tool(tool.module or name, settings, call)
     if name in PARALLEL:
-        settings = resolved.settings
-        told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
-        if told:
-            print(f"trnpipe {name}: warning: {told}", file=sys.stderr)
+        from pipeline.compile.neuron_command import use_neuron_cache
+
+        warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        if warning:
+            print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
         if needs_ranks(name, settings):
-            return _launch_ranks(words, settings)
-    return run_stage(name, resolved.settings, words)
+            return _launch_ranks([name, *words], settings)
+    return run_stage(name, settings, [name, *words])
 
 
-def _launch_ranks(words: list[str], settings: Settings) -> int:
+def _action(name: str, tool: Tool, words: Sequence[str]) -> str:
+    """The action that stands first; empty where there is none. Raises ConfigError for a missing or unknown one."""
+    given = words[0] if words and not words[0].startswith("-") else ""
+    if not tool.actions or given in tool.actions:
+        return given if tool.actions else ""
+    if not given and (name in STAGES or HELP & set(words)):
+        return ""
+    seen = f"trnpipe {name} has no action {given!r}{hint(given, tool.actions)}" if given else "no action is given"
+    raise ConfigError(
+        seen, expected=f"one of {', '.join(tool.actions)}, before the flags", next_command=f"trnpipe {name} --help"
+    )
+
+
+def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandParser:
+    arguments = tool.arguments.get(action, ())
+    actions = {" ".join([one, *tool.arguments.get(one, ())]): text for one, text in tool.actions.items()}
+    choice = (
+        "" if action or not actions else f"<{'|'.join(tool.actions)}>" if is_tool else f"[{'|'.join(tool.actions)}]"
+    )
+    prog = " ".join(word for word in ("trnpipe", name, action, choice) if word)
+    parser = CommandParser(prog, "\n".join([COMMANDS[name], "", *rows(actions)]).rstrip())
+    if not is_tool:
+        return parser
+    for word in arguments:
+        parser.add_argument(word, metavar=word.strip("[]"), nargs="?" if word.startswith("[") else None)
+    for switch in sorted(tool.switches):
+        parser.add_argument(switch, dest=switch, action="store_true")
+    for option, text in tool.options.items():
+        metavar, _, about = text.partition("  ")
+        parser.add_argument(option, dest=option, metavar=metavar, help=about)
+    return parser
+
+
+def _launch_ranks(words: list[str], settings: "Settings") -> int:
     from pipeline.context import cycle_name
 
     stop = StopSignal()
@@ -101,13 +105,15 @@ def _launch_ranks(words: list[str], settings: Settings) -> int:
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
-def needs_ranks(name: str, settings: Settings) -> bool:
+def needs_ranks(name: str, settings: "Settings") -> bool:
     """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
+    from pipeline.compile.neuron_command import drives_tool
+
     driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
     return not driven and needs_launch(settings.launch.processes, os.environ)
 
 
-def run_stage(name: str, settings: Settings, words: Sequence[str] = ()) -> int:
+def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int:
     """Run one stage under the signal handlers, with its start and outcome in the event log.
 
     `words` is the whole command line, for a stage that runs itself again.
@@ -142,48 +148,8 @@ def run_stage(name: str, settings: Settings, words: Sequence[str] = ()) -> int:
     return EXIT_OK
 
 
-def run_tool(module: str, settings: Settings, call: ToolCall) -> int:
+def run_tool(module: str, settings: "Settings", call: ToolCall) -> int:
     """Run one tool under the signal handlers."""
     stop = StopSignal()
     with stop_on_signals(stop):
-        return int(import_module(f"pipeline.commands.{module}").run(settings, stop, _show, call))
-
-
-def _help(name: str) -> str:
-    tool = TOOLS.get(name, Tool(""))
-    words = name
-    if tool.actions:
-        words += f" [{'|'.join(tool.actions)}]" if name in STAGES else f" <{'|'.join(tool.actions)}>"
-    words = " ".join([words, *tool.arguments.get("", ())])
-    actions = {" ".join([one, *tool.arguments.get(one, ())]): text for one, text in tool.actions.items()}
-    about = "\n".join([COMMANDS[name], *_rows(actions), *_rows(tool.options)])
-    return "\n\n".join([_USAGE.replace("<command>", words), about, _COMMON, flags_text()])
-
-
-def _overview() -> str:
-    return "\n".join(
-        [
-            _USAGE,
-            "       trnpipe --version",
-            "",
-            *_rows(COMMANDS),
-            "",
-            _COMMON,
-            "",
-            "trnpipe <command> --help lists every setting.",
-        ]
-    )
-
-
-def _rows(table: Mapping[str, str]) -> list[str]:
-    width = max(map(len, table), default=0)
-    return [f"  {name:<{width}}  {text}" for name, text in table.items()]
-
-
-def _show(text: str) -> int:
-    """Print; a reader that closes early (`| head`) is no failure."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_OK
+        return int(import_module(f"pipeline.commands.{module}").run(settings, stop, show, call))

@@ -1,52 +1,118 @@
-"""Takes a command line apart; nothing is interpreted yet."""
+"""The command line of both console programs: their words, help and exit codes."""
 
+import argparse
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.command_table import Tool
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_of
+
+if TYPE_CHECKING:  # the tree of settings takes a while to import, and an overview needs none
+    from pipeline.settings import Resolved, S
+
+HELP = frozenset({"--help", "-h"})
+_SETTINGS = """\
+Order: defaults < --config files < environment < flags. --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the
+environment and max_steps under [train] in a file. Lists: a,b or JSON; no value: null; booleans also as --no-key."""
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """A command line taken apart; nothing is interpreted yet."""
+class Program:
+    """One table of commands, and one place where errors become the exit codes of core/errors.py."""
 
-    files: tuple[Path, ...]
-    flags: tuple[tuple[str, str | None], ...]
-    switches: frozenset[str]
-    options: Mapping[str, str] = field(default_factory=dict)
+    name: str
+    commands: Mapping[str, str]
+    run: Callable[[str, list[str]], int]
+    """Carries out a command of the table with the words behind it."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        words = list(sys.argv[1:] if argv is None else argv)
+        try:
+            return self._command(words)
+        except (TrnpipeError, KeyboardInterrupt) as error:
+            print(f"{' '.join([self.name, *words[:1]])}: {type(error).__name__}: {error}", file=sys.stderr)
+            return exit_code_of(error)
+        except Exception as error:  # a bug: traceback and exit code 1, from one place
+            traceback.print_exc()
+            return exit_code_of(error)
+
+    def _command(self, words: list[str]) -> int:
+        if not words or words[0] in {*HELP, "help"}:
+            return show(self._overview())
+        if words[0] == "--version":
+            from pipeline.telemetry.code_version import code_version
+
+            return show(f"{self.name} {code_version()}")
+        if words[0] not in self.commands:
+            raise ConfigError(
+                f"no command {words[0]!r}{hint(words[0], self.commands)}",
+                expected=f"one of {', '.join(self.commands)}",
+                next_command=f"{self.name} --help",
+            )
+        return self.run(words[0], words[1:])
+
+    def _overview(self) -> str:
+        usage = f"usage: {self.name} <command> [--config FILE.toml ...] [--section.key value ...]"
+        version, more = f"       {self.name} --version", f"{self.name} <command> --help lists every setting."
+        return "\n".join([usage, version, "", *rows(self.commands), "", _SETTINGS, "", more])
 
 
-def take_action(name: str, tool: Tool, words: Sequence[str], *, required: bool) -> str:
-    """The action that stands first; empty where there is none. Raises ConfigError for a missing or unknown one."""
-    given = words[0] if words and not words[0].startswith("-") else ""
-    if given in tool.actions or not tool.actions:
-        return given if tool.actions else ""
-    if not given and not required:
-        return ""
-    seen = f"trnpipe {name} has no action {given!r}{hint(given, tool.actions)}" if given else "no action is given"
-    raise ConfigError(
-        seen, expected=f"one of {', '.join(tool.actions)}, before the flags", next_command=f"trnpipe {name} --help"
-    )
+class CommandParser(argparse.ArgumentParser):
+    """The words of one command; every other flag is a setting. Raises ConfigError where argparse would exit."""
 
-
-def take_arguments(name: str, wanted: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """The words before the first flag, one for each of `wanted`. Raises ConfigError when some are missing."""
-    given: list[str] = []
-    for word in words[: len(wanted)]:
-        if word.startswith("-"):
-            break
-        given.append(word)
-    needed = [one for one in wanted if not one.startswith("[")]
-    if len(given) < len(needed):
-        raise ConfigError(
-            f"{len(given)} of {len(needed)} arguments are given",
-            expected=f"trnpipe {name} {' '.join(wanted)}, before the flags",
-            next_command=f"trnpipe {name.split()[0]} --help",
+    def __init__(self, prog: str, text: str) -> None:
+        self._own = set(HELP)
+        super().__init__(
+            prog=prog,
+            description=text,
+            epilog=_SETTINGS,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=110),
+            allow_abbrev=False,
+            add_help=False,
         )
-    return tuple(given)
+        self.add_argument("-h", "--help", action="store_true", help="this text")
+        files = "settings from a file; may be repeated, later files win"
+        self.add_argument("--config", type=Path, action="append", default=[], metavar="FILE.toml", help=files)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        self._own.update(names)
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, expected=self._words(), next_command=f"{self.prog} --help")
+
+    def read(self, words: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
+        """What the command was asked, with the flags of settings in `flags`, and the settings; None: help was shown."""
+        from pipeline.settings import FlagSource, resolve
+
+        if HELP & set(words):
+            self.usage = self._words()  # without every flag of the settings
+            FlagSource(model, self)
+            show(self.format_help())
+            return None
+        own, flags = self._split(words)
+        asked = self.parse_args(own, argparse.Namespace(flags=flags))
+        return asked, resolve(asked.config, os.environ, flags, model)
+
+    def _words(self) -> str:
+        return self.format_usage().removeprefix("usage: ").strip() + " [--section.key value ...]"
+
+    def _split(self, words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+        """The words of the command, and flags of settings: `--flag value`, `--flag=value` or a bare `--flag`."""
+        own, flags, rest = list[str](), list[tuple[str, str | None]](), list(words)
+        while rest:
+            word = rest.pop(0)
+            flag, equals, text = word.partition("=")
+            if not flag.startswith("--") or flag in {*self._own, "--"}:
+                own.append(word)
+            else:
+                flags.append((flag, text if equals else rest.pop(0) if rest and rest[0][:2] != "--" else None))
+        return own, flags
 
 
 def hint(word: str, known: Iterable[str]) -> str:
@@ -55,35 +121,16 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def parse(words: Sequence[str], switches: Collection[str], options: Collection[str] = ()) -> Arguments:
-    """Split into --config files, flags, switches and options.
+def rows(table: Mapping[str, str]) -> list[str]:
+    """Two columns."""
+    width = max(map(len, table), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in table.items()]
 
-    `--flag value`, `--flag=value` and a bare `--flag` are taken; `options` must have a value. Raises ConfigError for
-    words that belong to no flag.
-    """
-    files: list[Path] = []
-    flags: list[tuple[str, str | None]] = []
-    seen: set[str] = set()
-    given: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in switches:
-            seen.add(word)
-            continue
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"unexpected argument {word!r}", expected="--section.key value", next_command="trnpipe --help"
-            )
-        flag, equals, text = word.partition("=")
-        value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
-        if flag != "--config" and flag not in options:
-            flags.append((flag, value))
-        elif not value:
-            expected = "--config FILE.toml" if flag == "--config" else f"{flag} VALUE"
-            raise ConfigError(f"{flag} has no value", expected=expected)
-        elif flag in options:
-            given[flag] = value
-        else:
-            files.append(Path(value))
-    return Arguments(tuple(files), tuple(flags), frozenset(seen), given)
+
+def show(text: str) -> int:
+    """Print; a reader that closes early (`| head`) is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OK

@@ -93,7 +93,7 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("[CHECKPOINT]",)},
         options={
             "--to": "DIR  folder or URI to write; new, empty, or an earlier export",
-            "--format": "sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",

@@ -1,11 +1,34 @@
-"""The one tree of settings. Values come together in `pipeline.config_sources`."""
+"""The one tree of settings, and where its values come from: defaults < files < environment < flags."""
 
-from pydantic import BaseModel, ConfigDict, Field
+import difflib
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic.main import IncEx
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    JsonConfigSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+from pydantic_settings.sources.types import EnvNoneType
+from typing_extensions import TypeVar  # with a default: from 3.13 on it is in typing
 
 from pipeline.backends import Name
 from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.compile.config import CompileConfig, EstimateConfig
+from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
@@ -16,6 +39,12 @@ from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.tune.config import TuneConfig
+
+ENV_PREFIX = "TRNPIPE_"
+DEFAULT = "default"
+RETIRED = frozenset({"health.max_clock_skew_s", "health.nccom_across_nodes"})
+"""Settings of earlier versions: files that were stored with a cycle may still name them, and they do nothing."""
+_NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 
 
 class LaunchConfig(BaseModel):
@@ -35,10 +64,21 @@ class LogConfig(BaseModel):
     tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
 
 
-class Settings(BaseModel):
-    """Everything a cycle can be told."""
+class Settings(BaseSettings):
+    """Everything a cycle can be told. Made in code it has its arguments alone; `resolve` reads the other sources."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=False,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_parse_none_str=_NONE,
+        cli_kebab_case=True,
+    )
+    program: ClassVar[str] = "trnpipe"
+    other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
+    """Sections of other programs in the same files and environment: passed over unread."""
 
     workspace: str = Field(
         "workspace", min_length=1, description="Folder or URI (file://, s3://) of all a cycle reads and writes"
@@ -70,6 +110,13 @@ class Settings(BaseModel):
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
 
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """No source but the arguments, so that stored settings read back are not mixed with this environment."""
+        return (init_settings,)
+
 
 # Where, when and how fast a cycle runs; the same work has the same hash without them.
 _NOT_HASHED: dict[str, IncEx | bool] = {
@@ -95,3 +142,360 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
 def settings_hash(settings: Settings) -> str:
     """32 hex digits naming the settings that decide what is produced; equal on every machine and in every process."""
     return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))
+
+
+# Where values come from. pydantic-settings reads each source; ours are the spelling of names and texts, the source of
+# every value, and errors that name it.
+
+S = TypeVar("S", bound=Settings, default=Settings)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[S]):
+    """The validated tree, and the source of each leaf by dotted name."""
+
+    settings: S
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One value of the tree, with its names in TOML, on the command line and in the environment."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.replace(".", "__").upper()
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The types it may have; with NoneType where it is optional."""
+        kind = self.field.annotation
+        return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+    @property
+    def origins(self) -> set[Any]:
+        """tuple or dict where it is one."""
+        return {get_origin(option) for option in self.options} & {tuple, dict}
+
+    @property
+    def takes(self) -> str:
+        """Short text of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
+        return "|".join(_type_text(option) for option in self.options if option is not type(None))
+
+    def spell(self, text: str) -> str:
+        """A text as the library wants it, for `null` and for an empty list or mapping."""
+        if text == "null" and type(None) in self.options:
+            return _NONE
+        return text or ("[]" if tuple in self.origins else "{}" if dict in self.origins else "")
+
+    def decode(self, text: str) -> Any:
+        """A list: JSON or `a,b`; a mapping: JSON or `k=v,k=v`. What is neither stays text, which validation refuses."""
+        if not self.origins:
+            return text
+        if text[:1] in ("[", "{"):
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError:
+                return text
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if tuple in self.origins:
+            return parts
+        return dict(part.split("=", 1) for part in parts) if all("=" in part for part in parts) else text
+
+
+@cache
+def leaves(model: type[BaseModel], section: str = "") -> dict[str, Leaf]:
+    """All leaves below a model by dotted name: its own in the order of declaration, then those of its sections."""
+    own, nested = dict[str, Leaf](), dict[str, Leaf]()
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            nested |= leaves(kind, f"{section}{name}.")
+        else:
+            own[section + name] = Leaf(section + name, field)
+    return own | nested
+
+
+def resolve(
+    files: Sequence[Path],
+    env: Mapping[str, str],
+    flags: Sequence[tuple[str, str | None]] = (),
+    model: type[S] = Settings,  # type: ignore[assignment]
+) -> Resolved[S]:
+    """Bring defaults, files, environment and flags together and validate once; the last one wins whole values.
+
+    Args:
+        files: TOML files, or JSON files of the same shape; later ones win.
+        env: environment; only names starting with `TRNPIPE_` are looked at.
+        flags: (flag as typed without its value, value or None) in order, later ones win.
+        model: which settings there are.
+
+    Raises:
+        ConfigError: an unknown key, or a value of a wrong type or out of bounds, with its source.
+    """
+    given = dict[str, Given]()
+    for layer in (*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)):
+        for unknown in layer.keys() - leaves(model).keys():
+            raise _unknown(model, unknown, layer[unknown])
+        given |= layer
+    try:
+        settings = model.model_validate(_nested(given))
+    except ValidationError as error:
+        raise _explain(model, error, given) from None
+    except ConfigError as error:  # a component's own check; it cannot know where the value came from
+        seen = f"{error.seen} ({_blame(model, given)})"
+        raise ConfigError(seen, expected=error.expected, next_command=error.next_command) from None
+    return Resolved(settings, {name: given[name].source if name in given else DEFAULT for name in leaves(model)})
+
+
+class Given(NamedTuple):
+    """A value somebody set, and where."""
+
+    value: Any
+    source: str
+
+
+Layer = dict[str, Given]
+
+
+def _of_file(model: type[Settings], path: Path) -> Layer:
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        path.open("rb").close()  # the library passes over a file that is not there
+        source = JsonConfigSettingsSource(model, path) if kind == "JSON" else TomlConfigSettingsSource(model, path)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}", expected=f"a readable {kind} file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not {kind}: {error}", next_command=f"edit {path}") from None
+    except TypeError:
+        raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
+    tree = {name: value for name, value in source().items() if name not in model.other_programs}
+    return {name: Given(value, str(path)) for name, value in _flat(tree, leaves(model)) if name not in RETIRED}
+
+
+def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
+    """`__` separates levels; `TRNPIPE_DATA__FILTER__column=x` is one key of a mapping."""
+    names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in sorted(env) if key.startswith(ENV_PREFIX)}
+    ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
+    typed = _typed(model, [(name, env[key], f"env {key}") for key, name in ours.items()])
+    return _read(model, typed, lambda texts: _Environment(model, texts))
+
+
+def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
+    """`--a.b-c value`; a boolean also as a bare `--a.b` or `--no-a.b`; `--data.filter.column x` is one key."""
+    if not flags:
+        return {}
+    words = list[tuple[str, str | None, str]]()
+    for flag, text in flags:
+        name = flag.removeprefix("--")
+        switch = leaves(model).get(_spelled(name.removeprefix("no-")))
+        if text is None and switch is not None and switch.field.annotation is bool:
+            name, text = switch.name, str(not name.startswith("no-")).lower()
+        words.append((name, text, f"flag {flag}"))
+    source = FlagSource(model, ArgumentParser(add_help=False))
+    return _read(model, _typed(model, words), lambda texts: source(parsed_args=texts))
+
+
+def _typed(model: type[Settings], typed: Iterable[tuple[str, str | None, str]]) -> Layer:
+    """(name in any spelling, text, source) by dotted name; single keys of a mapping come together as one JSON text."""
+    found: Layer = {}
+    for name, text, source in typed:
+        leaf, key = _locate(model, name)
+        if leaf is None:
+            found[name] = Given(text, source)  # to be refused
+        elif text is None:
+            expected = f"{leaf.flag} {leaf.takes}"
+            raise ConfigError(f"{leaf.flag} has no value", expected=expected, next_command=_help(model))
+        elif key:  # one entry, beside those that the same source set before
+            earlier = leaf.decode(found[leaf.name].value) if leaf.name in found else {}
+            found[leaf.name] = Given(json.dumps({**earlier, key: text}), source)
+        else:
+            found[leaf.name] = Given(text, source)
+    return found
+
+
+def _locate(model: type[Settings], name: str) -> tuple[Leaf | None, str]:
+    """The leaf of a name in any spelling, and the key inside it where the name goes on into a mapping."""
+    known, words = leaves(model), name.split(".")
+    for depth in range(len(words), 0, -1):  # a key may have dots itself, such as the name of a setting
+        leaf, key = known.get(_spelled(".".join(words[:depth]))), ".".join(words[depth:])
+        if leaf is not None and (not key or dict in leaf.origins):
+            return leaf, key
+    return None, ""
+
+
+def _read(model: type[Settings], typed: Layer, source_of: Callable[[dict[str, str]], Callable[[], Any]]) -> Layer:
+    """What the library makes of texts."""
+    known = leaves(model)
+    texts = {name: known[name].spell(given.value) for name, given in typed.items() if name in known}
+    values = dict(_flat(source_of(texts)(), known))
+    return {name: Given(values.get(name, given.value), given.source) for name, given in typed.items()}
+
+
+class _TextSource(EnvSettingsSource):
+    """Lists and mappings also in our short form."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return Leaf(field_name, field).decode(value)
+
+
+class _Environment(_TextSource):
+    """Variables by the dotted names of their settings, which `_typed` has found whatever their case."""
+
+    def __init__(self, model: type[Settings], texts: Mapping[str, str]) -> None:
+        self._texts = {f"{ENV_PREFIX}{name.replace('.', '__')}".lower(): text for name, text in texts.items()}
+        super().__init__(model)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name: EnvNoneType(text) if text == _NONE else text for name, text in self._texts.items()}
+
+
+class FlagSource(_TextSource, CliSettingsSource[ArgumentParser]):
+    """The flags of a tree; a parser gets them for its help, one group a section, defaults as one would type them."""
+
+    def __init__(self, model: type[Settings], parser: ArgumentParser) -> None:
+        self._leaves = leaves(model)
+        super().__init__(
+            model,
+            root_parser=parser,
+            cli_use_class_docs_for_groups=True,
+            add_argument_method=self._add_flag,
+        )
+
+    def _add_flag(self, group: Any, *names: str, **options: Any) -> None:
+        if leaf := self._leaves.get(options["dest"]):  # else a whole section as JSON, which is not offered
+            text = f"{leaf.field.description} [{shown(leaf.field.get_default(call_default_factory=True))}]"
+            group.add_argument(*names, dest=leaf.name, metavar=leaf.takes, help=text.replace("%", "%%"))
+
+
+def _flat(tree: Mapping[str, Any], known: Mapping[str, Leaf], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree by dotted name, and what is unknown in it."""
+    for key, value in tree.items():
+        name = parent + key
+        if name not in known and isinstance(value, Mapping) and value:
+            yield from _flat(value, known, f"{name}.")
+        elif value != {} or name in known or not _keys(known, name):
+            yield name, value
+
+
+def _nested(given: Layer) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, one in given.items():
+        *sections, last = name.split(".")
+        reduce(lambda table, section: table.setdefault(section, {}), sections, tree)[last] = one.value
+    return tree
+
+
+def _unknown(model: type[Settings], name: str, given: Given) -> ConfigError:
+    known = leaves(model)
+    if keys := _keys(known, _spelled(name)):
+        seen, expected = f"{name} = {given.value!r} ({given.source}) is a section", f"a table [{name}] with {keys}"
+    else:
+        near = nearest(name, known)
+        seen = f"unknown setting {name} ({given.source})"
+        expected = "a known setting" + (f"; the nearest is {near} ({known[near].flag})" if near else "")
+    return ConfigError(seen, expected=expected, next_command=_help(model))
+
+
+def _keys(known: Iterable[str], section: str) -> str:
+    below = (name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}."))
+    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in below))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known dotted name a user most likely meant: same last word, else the closest spelling."""
+    wanted, names = _spelled(name), list(known)
+    same_word = [key for key in names if key.rpartition(".")[2] == wanted.rpartition(".")[2]]
+    close = difflib.get_close_matches(wanted, same_word or names, n=1, cutoff=0.0 if same_word else 0.5)
+    return close[0] if close else None
+
+
+def _explain(model: type[Settings], error: ValidationError, given: Layer) -> ConfigError:
+    """All that validation refused, one line each: name, value seen, source, what is wrong."""
+    lines, expected, known = [], "", leaves(model)
+    for problem in error.errors(include_url=False):
+        words = [str(part) for part in problem["loc"]]
+        names = (".".join(words[:depth]) for depth in range(len(words), 0, -1))
+        name = next((name for name in names if name in known), ".".join(words))
+        inside = "".join(f"[{word}]" for word in words[name.count(".") + 1 :])
+        # a check over several values is one of a section
+        below = [f"{key} from {one.source}" for key, one in given.items() if key.startswith(f"{name}.")]
+        source = given[name].source if name in given else ", ".join(below) or DEFAULT
+        reason = problem["msg"][:1].lower() + problem["msg"][1:]
+        lines.append(f"{name}{inside} = {problem['input']!r} ({source}): {reason}")
+        expected = f"{known[name].takes} - {known[name].field.description}" if name in known else ""
+    return ConfigError(
+        "\n  ".join(lines),
+        expected=expected if len(lines) == 1 else "",
+        next_command=f"correct it there; {model.program} config shows every value with its source",
+    )
+
+
+def _blame(model: type[Settings], given: Layer) -> str:
+    """The one given value without which the rest is valid, with its source."""
+    for name in given:
+        try:
+            model.model_validate(_nested({key: one for key, one in given.items() if key != name}))
+        except (ValidationError, ConfigError):
+            continue
+        return f"{name} from {given[name].source}"
+    return "settings"
+
+
+def _help(model: type[Settings]) -> str:
+    return f"{model.program} config --help"
+
+
+def _spelled(name: str) -> str:
+    return name.replace("-", "_").lower()
+
+
+def _type_text(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin is tuple:
+        tables = isinstance(args[0], type) and issubclass(args[0], BaseModel)
+        return "JSON list" if tables else f"{_type_text(args[0])},..."
+    if origin is dict:
+        return "key=value,..."
+    return "true|false" if annotation is bool else str(getattr(annotation, "__name__", annotation))
+
+
+def table_text(resolved: Resolved[S]) -> str:
+    """One line per value: name, value, source."""
+    values = {name: shown(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
+    names, widest = max(map(len, values)), min(48, max(map(len, values.values())))
+    rows = [f"{name:<{names}}  {values[name]:<{widest}}  {source}" for name, source in resolved.sources.items()]
+    return "\n".join([*rows, "", f"settings hash {settings_hash(resolved.settings)}"])
+
+
+def as_json(resolved: Resolved[S]) -> str:
+    """The resolved tree, the source of each value that is not a default, and the hash."""
+    record = {
+        "settings": resolved.settings.model_dump(mode="json"),
+        "sources": {name: source for name, source in resolved.sources.items() if source != DEFAULT},
+        "settings_hash": settings_hash(resolved.settings),
+    }
+    return json.dumps(record, indent=2)
+
+
+def shown(value: object) -> str:
+    """A value as one would type it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        tables = value and isinstance(value[0], BaseModel)
+        return json.dumps([one.model_dump() for one in value]) if tables else ",".join(map(str, value))
+    if isinstance(value, dict):
+        return ",".join(f"{key}={item}" for key, item in value.items())
+    return str(value)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # circle.
 LAYERS = (
     ("core",),
-    ("io", "backends", "telemetry", "proc", "settings_fields"),
+    ("io", "backends", "telemetry", "proc"),
     ("config",),
     ("data", "model", "parallel", "checkpoint"),
     ("settings",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("evaluate",),
     ("mine",),
     ("train", "convert"),
-    ("config_sources", "settings_text", "command_table", "command_line"),
+    ("command_table", "command_line"),
     ("stages",),
     ("parity", "tune"),
     ("commands",),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.config_sources import DEFAULT, PIPELINE, Resolved, resolve
 from pipeline.core.errors import ConfigError
-from pipeline.settings import Settings, settings_hash
-from pipeline.settings_fields import Leaf, nearest
-from pipeline.settings_text import as_json, flags_text, shown, table_text
+from pipeline.settings import (
+    DEFAULT,
+    FlagSource,
+    Leaf,
+    Resolved,
+    Settings,
+    as_json,
+    leaves,
+    nearest,
+    resolve,
+    settings_hash,
+    shown,
+    table_text,
+)
 
 Flags = list[tuple[str, str | None]]
-LEAVES = list(PIPELINE.fields.values())
+LEAVES = list(leaves(Settings).values())
+PARSER = ArgumentParser(add_help=False, usage="")
+FlagSource(Settings, PARSER)
+HELP = PARSER.format_help()
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
 
@@ -34,7 +48,7 @@ def toml(folder: Path, text: str, name: str = "a.toml") -> Path:
 
 def value_of(resolved: Resolved[Settings], leaf: Leaf) -> object:
     value: object = resolved.settings
-    for word in leaf.path:
+    for word in leaf.name.split("."):
         value = getattr(value, word)
     return value
 
@@ -101,7 +115,7 @@ def test_every_default_can_be_typed_back(leaf: Leaf) -> None:
 def test_every_setting_has_one_line_of_help(leaf: Leaf) -> None:
     assert leaf.field.description
     assert "\n" not in leaf.field.description
-    assert f"  {leaf.flag} " in flags_text()
+    assert f"  {leaf.flag} " in HELP
 
 
 @pytest.mark.parametrize("flag", ["--train.max-steps", "--train.max_steps", "--Train.Max-Steps"])
@@ -171,7 +185,7 @@ def test_numbers_survive_as_text(seed: int, rate: float) -> None:
     ("toml_text", "env", "flags", "words"),
     [
         ("[train]\nmax_step = 3", {}, [], ["train.max_step ", "a.toml", "train.max_steps"]),
-        ("[trian]\nmax_steps = 3", {}, [], ["trian ", "a.toml"]),
+        ("[trian]\nmax_steps = 3", {}, [], ["trian.max_steps ", "a.toml"]),
         ("[train.optimizer]\nlearning-rate = 3", {}, [], ["learning-rate", "train.optimizer.learning_rate"]),
         ("", {"TRNPIPE_TRAIN__MAX_STEP": "3"}, [], ["env TRNPIPE_TRAIN__MAX_STEP", "train.max_steps"]),
         ("", {"TRNPIPE_WORKSPCE": "3"}, [], ["env TRNPIPE_WORKSPCE", "workspace"]),
@@ -202,8 +216,8 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         ("--train.max-steps", "-1", ["train.max_steps = '-1'", "greater than or equal to 0"]),
         ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|cpu|cuda"]),
         ("--data.categorical", '[{"column": "a", "num_ids": 1}]', ["data.categorical[0][num_ids] = 1"]),
-        ("--data.categorical", "[{", ["data.categorical", "not JSON"]),
-        ("--data.filter", "locale", ["'locale' has no '='"]),
+        ("--data.categorical", "[{", ["data.categorical = '[{'", "valid tuple", "expected: JSON list"]),
+        ("--data.filter", "locale", ["data.filter = 'locale'", "valid dictionary", "expected: key=value"]),
         ("--data.buckets", "16x", ["bucket '16x'", "data.buckets from flag --data.buckets"]),
         ("--storage.first-wait-s", "30", ["larger than max_wait_s", "flag --storage.first-wait-s"]),
         ("--train", "3", ["is a section", "max_steps"]),
@@ -300,7 +314,7 @@ def test_tables_name_the_source() -> None:
     ],
 )
 def test_nearest(name: str, expected: str | None) -> None:
-    assert nearest(name, PIPELINE.fields) == expected
+    assert nearest(name, leaves(Settings)) == expected
 
 
 def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from bench.quality import ours
 from bench.quality.part import KEPT, OURS, Budget, PartResult, read_part
 from bench.quality.sides import Table, mean_figure, sides_of, values
 from bench.results import Figure
-from pipeline.config_sources import resolve
+from pipeline.settings import resolve
 
 METRICS = {"ndcg@10": "nDCG@10 of retrieval", "accuracy": "accuracy of pairs", "f1": "F1 of match"}
 METHOD = """

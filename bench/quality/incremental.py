@@ -16,10 +16,10 @@ from bench.quality.part import Budget, PartResult
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
-from pipeline.config_sources import resolve
 from pipeline.context import load_result
 from pipeline.core.fingerprint import hash63
 from pipeline.io.storage import open_storage
+from pipeline.settings import resolve
 from pipeline.telemetry.code_version import code_version
 
 PART, SYNTHETIC, NDCG = "incremental", "synthetic", "ndcg@10"

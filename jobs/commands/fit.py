@@ -9,13 +9,14 @@ from tempfile import TemporaryDirectory
 
 from jobs.config import ScheduleConfig
 from jobs.schedule import cycle_name
-from jobs.settings import SCHEMA
+from jobs.settings import CycleSettings
 from jobs.setup import make_plan
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.preflight import account_problems, account_warnings
 from jobs.targets.batch.terraform_plan import read_planned
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.progress import Say
+from pipeline.settings import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +29,12 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
 
     The files are read here, at the paths that they have in the image. Files and flags of the command come on top.
     """
-    planned, given = read_planned(arguments.plan), arguments.given
+    planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-") as folder:
         told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
         told.write_text(json.dumps(planned.settings))
-        settings = SCHEMA.resolve([*planned.files, *given.files, told], os.environ, given.flags).settings
+        files = [*planned.files, *arguments.config, told]
+        settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
     first = _next_cycle(settings.jobs.schedule)
     plan = make_plan(settings.model_copy(update={"cycle": settings.cycle or first}))
     check_plan(plan)

@@ -24,9 +24,8 @@ HISTORY = 10  # cycles that the expected durations are the median of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="the requests as AWS Batch would get them")
-    shown.add_argument("--diff", action="store_true", help="against the job definitions that are registered")
+    parser.add_argument("--json", action="store_true", help="the requests as AWS Batch would get them")
+    parser.add_argument("--diff", action="store_true", help="against the job definitions that are registered")
     parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target; batch: hold against its limits")
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from pipeline.config_sources import PIPELINE, decode
 from pipeline.core.errors import ConfigError
-from pipeline.settings import Settings
-from pipeline.settings_fields import Leaf, nearest
+from pipeline.settings import Leaf, Settings, leaves, nearest
 from pipeline.tune.config import Choices, Floats, Integers, Range, Value, ends_of, parse_range
 
 _SECTIONS = ("train", "model")
@@ -40,7 +38,7 @@ class Space:
             table = tree
             for section in sections:
                 table = table[section]
-            table[last] = decode(PIPELINE.fields[name], value, "tune.space") if isinstance(value, str) else value
+            table[last] = leaves(Settings)[name].decode(value) if isinstance(value, str) else value
         return Settings.model_validate(tree)
 
     def typed(self, values: Mapping[str, Value]) -> dict[str, JsonValue]:
@@ -89,8 +87,8 @@ def best_toml(values: Mapping[str, JsonValue], comments: Sequence[str]) -> str:
 
 def _searchable(name: str) -> Leaf:
     """The setting of that name. Raises ConfigError when there is none, or a search cannot vary it."""
-    leaf = PIPELINE.fields.get(name)
-    known = [key for key in PIPELINE.fields if key.startswith(tuple(f"{one}." for one in _SECTIONS))]
+    leaf = leaves(Settings).get(name)
+    known = [key for key in leaves(Settings) if key.startswith(tuple(f"{one}." for one in _SECTIONS))]
     if leaf is None:
         near = nearest(name, known)
         raise ConfigError(

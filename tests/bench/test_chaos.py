@@ -13,8 +13,9 @@ import pytest
 from bench.chaos.faults import draw
 from bench.chaos.lane import config_text
 from bench.chaos.processes import run_beside, scan
-from jobs.settings import SCHEMA
+from jobs.settings import CycleSettings
 from jobs.targets.local.keeper import MARK
+from pipeline.settings import resolve
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 
@@ -87,4 +88,4 @@ def test_faults_are_aimed_where_they_can_hit() -> None:
 def test_its_settings_are_settings(tmp_path: Path) -> None:
     file = tmp_path / "chaos.toml"
     file.write_text(config_text())
-    assert SCHEMA.resolve([file], {}, []).settings.jobs.embed.workers == 2
+    assert resolve([file], {}, [], model=CycleSettings).settings.jobs.embed.workers == 2

@@ -16,7 +16,7 @@ from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
 from bench.quality.tasks import TASKS
 from bench.results import ROOT
-from pipeline.config_sources import resolve
+from pipeline.settings import resolve
 
 pytestmark = pytest.mark.unit
 QUERIES = 40

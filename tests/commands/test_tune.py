@@ -10,11 +10,10 @@ import torch
 
 from pipeline.command_table import ToolCall
 from pipeline.commands import tune as command
-from pipeline.config_sources import resolve
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.settings import Settings
+from pipeline.settings import Settings, resolve
 from tests.s3 import MotoServer, lead_to
 from tests.tune.case import TUNE, make_workspace, settings_of
 

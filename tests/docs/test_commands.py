@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import SCHEMA
+from jobs.settings import CycleSettings
+from pipeline.settings import resolve
 from tests.docs.markdown import ROOT, Block, blocks, markdown_files
 from tests.docs.programs import make_targets, make_variables, problem_of
 from tests.docs.shell import KINDS, NEEDS_AWS, RUNS, Command, commands_of, runs, simple_commands
@@ -81,7 +82,7 @@ def test_settings_in_blocks_are_settings(path: Path, tmp_path: Path) -> None:
     for number, block in enumerate(block for block in blocks(path) if block.info in ("toml", "json")):
         file = tmp_path / f"{number}.{block.info}"
         file.write_text(block.text)
-        SCHEMA.resolve([file], {}, [])
+        resolve([file], {}, [], model=CycleSettings)
 
 
 def test_the_documents_hold_commands_of_both_kinds() -> None:
@@ -153,4 +154,4 @@ def test_settings_of_examples_are_read(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[data]\nnumberic = []\n")
     with pytest.raises(Exception, match="unknown setting"):
-        SCHEMA.resolve([file], {}, [])
+        resolve([file], {}, [], model=CycleSettings)

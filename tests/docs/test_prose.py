@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import jobs.cli
-from jobs.settings import SCHEMA
+from jobs.settings import CycleSettings
 from pipeline.command_table import COMMANDS, STAGES, TOOLS
 from pipeline.core.errors import EXIT_TABLE
+from pipeline.settings import leaves
 from tests.docs.markdown import ROOT, markdown_files, prose
 from tests.docs.programs import make_targets, terraform_variables
 
@@ -24,9 +25,12 @@ MADE_BY_USERS = {
     "pipeline/backends/neuron.py",  # the next device
 }
 """Files of ours that are not in a fresh checkout."""
+SETTINGS = leaves(CycleSettings)
 _CODE = re.compile(r"`([^`]+)`")
 _FILE = re.compile(r"^[\w./*-]+\.(py|json|jsonl|toml|html|log|done|neff|pb|safetensors|lock|md|tf|sh|parquet)$")
-_SETTING = re.compile(rf"^\[*({'|'.join(sorted({name.split('.')[0] for name in SCHEMA.sections}))})\.[a-z_.]+\]*$")
+_SETTING = re.compile(
+    rf"^\[*({'|'.join(sorted({name.split('.')[0] for name in SETTINGS if '.' in name}))})\.[a-z_.]+\]*$"
+)
 
 
 def codes(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,7 +70,8 @@ def _of_trnpipe(words: list[str]) -> str:
 
 
 def _is_setting(name: str) -> bool:
-    return name in SCHEMA.fields or name in SCHEMA.sections or name.rpartition(".")[0] in SCHEMA.fields
+    is_section = any(known.startswith(f"{name}.") for known in SETTINGS)
+    return name in SETTINGS or is_section or name.rpartition(".")[0] in SETTINGS
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import OPERATIONS, check_operations
 from pipeline.health.nodes import beyond_tolerance, leave, results_of, with_shared_errors
 from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
+from pipeline.settings import resolve
 from tests.health.test_device import Faulty
 
 WARN, RETRY, FIX = Verdict.WARN, Verdict.RETRY, Verdict.FIX

@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.compile.manifest import Plan, graph_key
-from pipeline.config_sources import resolve
 from pipeline.parallel.world import World
+from pipeline.settings import resolve
 from pipeline.stages.shapes import expected_shapes
 
 

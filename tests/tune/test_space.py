@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError
-from pipeline.settings import Settings
+from pipeline.settings import Settings, resolve
 from pipeline.tune.space import best_toml, open_space
 
 pytestmark = pytest.mark.unit

@@ -12,11 +12,10 @@ import pytest
 
 import pipeline.train.build as train_build
 import pipeline.tune.trial as tune_trial
-from pipeline.config_sources import resolve
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import open_rows
-from pipeline.settings import LaunchConfig, Settings
+from pipeline.settings import LaunchConfig, Settings, resolve
 from pipeline.stages import train as train_stage
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train.step import TrainProgram

@@ -13,14 +13,15 @@ from jobs.config import JobsConfig, MissedPolicy, ScheduleConfig
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
-from jobs.settings import SCHEMA, CycleSettings
+from jobs.settings import CycleSettings
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
+from pipeline.settings import resolve
 from tests.jobs.cycle.cases import cycle
 
 
 def in_workspace(folder: Path, said: list[str]) -> driver.WorkspaceCycles:
-    settings = SCHEMA.resolve((), {}, [("--workspace", str(folder))]).settings
+    settings = resolve((), {}, [("--workspace", str(folder))], model=CycleSettings).settings
     return driver.WorkspaceCycles(settings, "batch", said.append, StopSignal())
 
 

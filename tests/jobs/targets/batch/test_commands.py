@@ -9,13 +9,14 @@ import pytest
 
 from jobs.commands import cancel, driver, reconcile, submit
 from jobs.cycle.store import LEASE_S, CycleStore
-from jobs.settings import SCHEMA, CycleSettings
+from jobs.settings import CycleSettings
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.parse import LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
+from pipeline.settings import resolve
 from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 from tests.jobs.targets.batch.setting import FAST, Clock
@@ -55,7 +56,7 @@ class Commands:
 
     def settings(self, **more: str) -> CycleSettings:
         flags = FLAGS | {f"--{name.replace('__', '.')}": value for name, value in more.items()}
-        return SCHEMA.resolve((), {}, [("--workspace", str(self.folder)), *flags.items()]).settings
+        return resolve((), {}, [("--workspace", str(self.folder)), *flags.items()], model=CycleSettings).settings
 
     def store(self, cycle: str = "2026-11-20") -> CycleStore:
         return CycleStore(open_storage(str(self.folder)), cycle, self.clock)
