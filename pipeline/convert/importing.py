@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
-from pipeline.checkpoint.state import Origin, Parent, TrainState
+from pipeline.checkpoint.state import Origin, TrainState
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint, prefix_of
 from pipeline.convert.hugging_face import (
     CONFIG,
     TOKENIZER,
-    BertJson,
-    ForeignTokenizer,
-    SentenceSettings,
     read_bert,
     read_sentence_settings,
     read_tokenizer,
@@ -36,7 +33,6 @@ from pipeline.model.relevance import RelevanceModel, build_model
 
 WORDS = "embeddings.word_embeddings.weight"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-SHARDED = tuple(f"{name}.index.json" for name in WEIGHT_FILES)
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,6 @@ class ForeignModel:
     notes: tuple[str, ...] = ()
     record: ExportRecord | None = None
     """Of a folder that trnpipe exported."""
-
-    @property
-    def parent(self) -> Parent | None:
-        return None if self.record is None else self.record.checkpoint
 
 
 def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
@@ -107,19 +99,33 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             expected=f"at most {bert.vocab_size}, for which the model has embeddings",
             next_command="copy the tokenizer that belongs to the model",
         )
-    name = _weight_file(source, folder)
+    name = next((folder + name for name in WEIGHT_FILES if source.has(folder + name)), "")
+    if not name:
+        sharded = next((f"{name}.index.json" for name in WEIGHT_FILES if source.has(f"{folder}{name}.index.json")), "")
+        why = f"its weights in several files ({sharded})" if sharded else "no weights"
+        raise CheckpointError(
+            f"{source.where(folder)} has {why}",
+            expected=" or ".join(WEIGHT_FILES),
+            next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
+        )
     loaded = load_tensors(source.local(name, scratch), source.where(name))
     if spec.vocab_size < bert.vocab_size:
-        loaded = _without_spare_rows(loaded, bert, spec.vocab_size)
+        # Tables are often filled up to a round number. One of another size than config.json says stays, and is refused.
+        loaded = {
+            name: tensor[: spec.vocab_size]
+            if name.endswith(WORDS) and tensor.shape[:1] == (bert.vocab_size,)
+            else tensor
+            for name, tensor in loaded.items()
+        }
         notes.append(f"{bert.vocab_size - spec.vocab_size} embeddings that no token has are left out")
     weights = _with_new_head(loaded, config, spec, given.seed, source.where(name))
-    limits = (_longest(sentence, found), config.max_positions)
+    longest = (sentence.max_tokens if sentence else None) or found.max_tokens or config.max_positions
     return ForeignModel(
         config=config,
         spec=spec,
         weights=weights,
         tokenizer=found.tokenizer,
-        max_tokens=min(limit for limit in limits if limit is not None),
+        max_tokens=min(longest, config.max_positions),
         origin=_origin(source, "sentence-transformers" if sentence else "transformers"),
         new_head=given.seed,
         notes=tuple(notes),
@@ -149,7 +155,14 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
             raise CheckpointError(f"{source.where(name)}: {twice[0]} is in another file too", expected="it once")
         weights |= found
     config = record.model.model_copy(update={"init_from": None})
-    _check_depth(config, record.inputs, len(weights), source.where(FILE))
+    # Every layer has a tensor at least. A record of a million layers must not be built to find that out.
+    sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
+    if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
+        raise CheckpointError(
+            f"{source.where(FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
+            expected="the files that belong to it",
+            next_command="export the model again",
+        )
     return ForeignModel(
         config=config,
         spec=record.inputs,
@@ -198,17 +211,6 @@ def _with_new_head(
     return {**build_model(config, spec, seed).state_dict(), **encoder}
 
 
-def _check_depth(config: ModelConfig, spec: InputSpec, num_tensors: int, source: str) -> None:
-    """Every layer has a tensor at least. A record of a million layers must not be built to find that out."""
-    layers = config.encoder.num_layers + len(config.mlp_sizes) + len(config.feature_sizes) + len(spec.categorical_ids)
-    if layers > num_tensors:
-        raise CheckpointError(
-            f"{source} tells of {layers} layers, its files of {num_tensors} tensors",
-            expected="the files that belong to it",
-            next_command="export the model again",
-        )
-
-
 def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
     """Names and shapes. What they are held against was read from a file, so a model of that size fits the memory."""
     try:
@@ -226,49 +228,21 @@ def _spec(base: InputSpec, tokenizer: TextTokenizer) -> InputSpec:
     return base.model_copy(update={"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id})
 
 
-def _longest(sentence: SentenceSettings | None, found: ForeignTokenizer) -> int | None:
-    return sentence.max_tokens if sentence and sentence.max_tokens else found.max_tokens
-
-
-def _without_spare_rows(loaded: Mapping[str, Tensor], bert: BertJson, rows: int) -> dict[str, Tensor]:
-    """Embedding tables are often filled up to a round number. One of another size than config.json says stays."""
-    return {
-        name: tensor[:rows] if name.endswith(WORDS) and tensor.shape[:1] == (bert.vocab_size,) else tensor
-        for name, tensor in loaded.items()
-    }
-
-
-def _weight_file(source: Source, folder: str) -> str:
-    for name in WEIGHT_FILES:
-        if source.has(folder + name):
-            return folder + name
-    sharded = next((name for name in SHARDED if source.has(folder + name)), "")
-    raise CheckpointError(
-        f"{source.where(folder)} has " + (f"its weights in several files ({sharded})" if sharded else "no weights"),
-        expected=" or ".join(WEIGHT_FILES),
-        next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
-    )
-
-
 def _origin(source: Source, format_: str) -> Origin:
     return Origin(uri=source.uri, format=format_, fingerprint=source.fingerprint)
 
 
 STEP = 0
-_NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-
-
-def import_name(model: ForeignModel) -> str:
-    """The name that stands for a cycle: of the folder or file, and of the content, so that no two imports meet."""
-    last = _NO_NAME.sub("-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
-    return f"import-{last[:40] or 'model'}-{fingerprint(_identity(model))[:8]}"
 
 
 def store_import(
     workspace: Storage, model: ForeignModel, *, settings_hash: str, code_version: str, scratch: Path
 ) -> tuple[Checkpoint, bool]:
     """The verified checkpoint, and whether it was there already. `scratch`: an empty folder of one's own."""
-    name = import_name(model)
+    parts = _identity(model)
+    # Stands for a cycle: of the folder or file, and of the content, so that no two imports meet.
+    last = re.sub(r"[^A-Za-z0-9_-]+", "-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
+    name = f"import-{last[:40] or 'model'}-{fingerprint(parts)[:8]}"
     prefix = prefix_of(name, STEP)
     try:
         return open_checkpoint(workspace, prefix, scratch / "verified"), True
@@ -278,24 +252,22 @@ def store_import(
         cycle=name,
         step=STEP,
         max_steps=STEP,
-        identity=fingerprint(_identity(model)),
-        identity_parts=_identity(model),
+        identity=fingerprint(parts),
+        identity_parts=parts,
         model=model.config,
         inputs=model.spec,
         tokenizer_fingerprint=model.tokenizer.fingerprint,
         watermark=record.watermark if record else "",
         partitions=record.partitions if record else {},
-        parent=model.parent,
+        parent=record.checkpoint if record else None,
         best=None,
         origin=model.origin,
         max_tokens=model.max_tokens,
         settings_hash=settings_hash,
         code_version=code_version,
     )
-    no_moments: dict[str, Tensor] = {}
-    snapshot = Snapshot(
-        state, to_hf(model.weights), no_moments, hf_config(model.config, model.spec), model.tokenizer.data
-    )
+    described = hf_config(model.config, model.spec)
+    snapshot = Snapshot(state, to_hf(model.weights), {}, described, model.tokenizer.data)  # no moments
     commit_snapshot(workspace, snapshot, scratch / "saving")
     return open_checkpoint(workspace, prefix, scratch / "verified"), False
 

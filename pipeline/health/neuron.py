@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,49 +100,28 @@ def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> 
     )
 
 
-# Versions of what must be equal on all nodes, as far as they are found here, and whether driver and runtime fit.
+# Versions, and whether driver and runtime fit.
 
-VERSIONS = "versions"
-DRIVER, RUNTIME = "driver", "runtime"
-DISTRIBUTIONS: Mapping[str, str] = {
-    "compiler": "neuronx-cc",
-    "torch": "torch",
-    "torch-xla": "torch-xla",
-    "torch-neuronx": "torch-neuronx",
-    "libneuronxla": "libneuronxla",
-}
+VERSIONS, DRIVER_FIT = "versions", "driver and runtime"
+DISTRIBUTIONS = ("neuronx-cc", "torch", "torch-xla", "torch-neuronx", "libneuronxla")
 DRIVER_FILE = Path("/sys/module/neuron/version")
 NEURON_LIBRARIES = Path("/opt/aws/neuron/lib")
-# Links of the packages aws-neuronx-runtime-lib and aws-neuronx-collectives lead to files named by their versions.
-LIBRARIES: Mapping[str, str] = {RUNTIME: "libnrt.so", "collectives": "libnccom.so"}
 # "Neuron Driver 2.29 requires Neuron Runtime Library 2.33 or later", else nrt_init() fails: AWS Neuron release notes,
 # runtime component, SDK 2.31.0.
 NEW_DRIVER, LEAST_RUNTIME = (2, 29), (2, 33)
-DRIVER_FIT = "driver and runtime"
 
 
-def installed(distribution: str) -> str | None:
-    """The version of a Python distribution, without importing it."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def find_versions(
-    *,
-    version_of: Callable[[str], str | None] = installed,
-    driver_file: Path = DRIVER_FILE,
-    libraries: Path = NEURON_LIBRARIES,
-) -> dict[str, str]:
+def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_LIBRARIES) -> dict[str, str]:
     """Version by part; what is not there is left out."""
-    found = {part: version for part, name in DISTRIBUTIONS.items() if (version := version_of(name))}
-    for part, name in LIBRARIES.items():
-        files = {path.resolve().name for path in libraries.glob(f"{name}.*")}
-        if files:
-            found[part] = ", ".join(sorted(file.removeprefix(f"{name}.") for file in files))
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    # Links of the package aws-neuronx-runtime-lib lead to a file named by its version.
+    if runtimes := {path.resolve().name.removeprefix("libnrt.so.") for path in libraries.glob("libnrt.so.*")}:
+        found["runtime"] = ", ".join(sorted(runtimes))
     if driver_file.is_file():
-        found[DRIVER] = driver_file.read_text().strip()
+        found["driver"] = driver_file.read_text().strip()
     return found
 
 
@@ -150,7 +130,7 @@ def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
 
     The driver comes with the machine image, so every machine of it would say the same.
     """
-    driver, runtime = versions.get(DRIVER), versions.get(RUNTIME)
+    driver, runtime = versions.get("driver"), versions.get("runtime")
     if driver is None:
         return None
     # Where several runtimes lie side by side the loader's choice is not known: only all of them together are wrong.
@@ -168,9 +148,8 @@ def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
 
 
 def versions_check(more: Mapping[str, str], find: Callable[[], Mapping[str, str]] = find_versions) -> Check:
-    """Reports versions, and `more` that must be equal (code version, settings hash); nodes.py compares.
-
-    Run before anything that opens a device: with a driver that does not fit, that fails in less clear words.
+    """Reports versions and `more`. Before anything that opens a device: where driver and runtime do not fit, that fails
+    in less clear words.
     """
 
     def run(ctx: CheckContext) -> Iterator[CheckResult]:

@@ -4,7 +4,6 @@ Each rank leaves its results in a folder of its node; the nodes read each other'
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from statistics import median
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration
 from pipeline.health.check import one_line
-from pipeline.health.neuron import DRIVER, VERSIONS
 from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, to_json
 from pipeline.io import atomic
 from pipeline.io.storage import KeyNotFound, join_key
@@ -208,13 +206,10 @@ def _tolerances_flag(errors: Mapping[str, float]) -> str:
 
 
 def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
-    """The reports of all nodes, in rank order, with what only a comparison shows; for `gang_error`.
-
-    Nodes may meet again in another phase; who fails in between is known there.
+    """The reports of all nodes, in rank order. Nodes may meet again in another phase; it hears who failed in between.
 
     Every node gets the same ones. A node that does not come, or fails, is in them by its rank, with a RETRY; who finds
     that tells those who still wait. Raises Preempted when stopped, and storage errors: call it in `nodes.telling()`.
-    A node alone has nothing to compare.
     """
     if nodes.num_nodes == 1:
         return (mine,)
@@ -223,7 +218,7 @@ def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) 
     if absent:  # end the wait of the others as an error in `nodes.telling()` does
         reason = next(iter(absent.values())).seen
         nodes.storage.write_bytes(_failed_key(nodes, nodes.rank), reason.encode())
-    for rank, fault in (absent or version_faults(reports.values())).items():
+    for rank, fault in absent.items():
         report = reports.get(rank, NodeReport(rank, NOT_SEEN, ()))
         reports[rank] = replace(report, results=(*report.results, fault))
     return tuple(reports[rank] for rank in sorted(reports))
@@ -279,34 +274,3 @@ def _report_of(rank: int, text: bytes) -> NodeReport:
         advice = "name the image by its digest, so that all nodes run the same version"
         fault = CheckResult("report", Verdict.FIX, one_line(error.seen), expected, advice)
         return NodeReport(rank, NOT_SEEN, (fault,))
-
-
-def version_faults(reports: Iterable[NodeReport]) -> dict[int, CheckResult]:
-    """What is to be said of the nodes whose versions are not those of most (of the lowest rank when it is a draw).
-
-    The driver belongs to the machine; everything else comes with the image and the job, which must change.
-    """
-    found = {
-        report.node_rank: {name: str(value) for name, value in result.figures.items()}
-        for report in sorted(reports, key=lambda one: one.node_rank)
-        for result in report.results
-        if result.name == VERSIONS and result.figures
-    }
-    parts = sorted({part for versions in found.values() for part in versions})
-    # Counter keeps the order of first appearance among equals, here that of ranks.
-    usual = {part: Counter(one.get(part, "none") for one in found.values()).most_common(1)[0] for part in parts}
-    faults = {}
-    for rank, versions in found.items():
-        other = [part for part in parts if versions.get(part, "none") != usual[part][0]]
-        only_driver = other == [DRIVER]
-        if other:
-            faults[rank] = CheckResult(
-                VERSIONS,
-                Verdict.RETRY if only_driver else Verdict.FIX,
-                "; ".join(f"{part} {versions.get(part, 'none')}" for part in other),
-                "; ".join(f"{part} {usual[part][0]} ({usual[part][1]} of {len(found)} nodes)" for part in other),
-                "pin the AMI of the compute environment; machines of the old one go when they are idle"
-                if only_driver
-                else "name the image by its digest, so that all nodes pull the same, and give all the same settings",
-            )
-    return faults

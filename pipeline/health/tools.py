@@ -7,11 +7,8 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from pydantic import BaseModel, Field
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import GIB
@@ -31,7 +28,7 @@ from pipeline.health.neuron import (
     without_answer,
 )
 from pipeline.health.report import CheckResult, Verdict
-from pipeline.proc.tool import ToolRun, json_in, last_line, run_tool
+from pipeline.proc.tool import ToolRun, last_line, run_tool
 
 NAME = "nccom-test"
 _SIZE_TOLERANCE = 0.01  # sizes may be rounded to whole elements of every rank,
@@ -51,9 +48,6 @@ class NccomTest:
     min_bytes: int = 2**20
     max_bytes: int = 2**26
     step_factor: int = 8
-    datatype: str = "fp32"
-    iters: int = 20
-    warmup_iters: int = 5
     check: bool = True
 
     @property
@@ -63,70 +57,40 @@ class NccomTest:
             found.append(found[-1] * self.step_factor)
         return tuple(found)
 
-
-class Measurement(BaseModel):
-    """One size. GB here is 2^30 bytes; times of other statistics than the average are passed over."""
-
-    size_bytes: float = Field(alias="size(B)")
-    algbw_gib_s: float = Field(alias="algbw(GB/s)")
-    busbw_gib_s: float = Field(alias="busbw(GB/s)")
-    time_us: float | None = Field(None, alias="time:avg(us)")
+    def command(self) -> list[str]:
+        """The operation first, and a flag after --check, which would take the next word for its value."""
+        words = [NAME, self.operation, "-r", str(self.num_ranks), "-b", str(self.min_bytes), "-e", str(self.max_bytes)]
+        words += ["-f", str(self.step_factor), "-d", "fp32", "-n", "20", "-w", "5"]
+        return [*words, *(["--check"] if self.check else []), "--non-interactive"]
 
 
-class _Report(BaseModel):
-    results: list[Measurement]
-
-
-def command(test: NccomTest, *, report: Path | None = None) -> list[str]:
-    """The operation first, and a flag after --check, which would take the next word for its value."""
-    words = ["nccom-test", test.operation, "-r", str(test.num_ranks)]
-    words += ["-b", str(test.min_bytes), "-e", str(test.max_bytes), "-f", str(test.step_factor)]
-    words += ["-d", test.datatype, "-n", str(test.iters), "-w", str(test.warmup_iters)]
-    words += ["--check"] if test.check else []
-    words += ["--report-to-json-file", str(report)] if report else []
-    return [*words, "--non-interactive"]
-
-
-def parse_table(text: str) -> tuple[Measurement, ...]:
-    """The rows of the printed table, by the names of its columns.
+def parse_table(text: str) -> dict[int, float]:
+    """Bus bandwidth by size in bytes of the printed table, by the names of its columns; GB there is 2^30 bytes.
 
     A row of another length tells of a failure; one without an end of line may be cut in the middle of a number.
     """
     header: list[str] = []
-    found: list[Measurement] = []
+    found: dict[int, float] = {}
     for cells in (line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")):
-        if "size(B)" in cells:
-            header = ["time:avg(us)" if cell == "time(us)" else cell for cell in cells]
+        if "size(B)" in cells and "busbw(GB/s)" in cells:
+            header = cells
         elif header and len(cells) == len(header):
-            found += _measurement(dict(zip(header, cells, strict=True)))
-    return tuple(found)
-
-
-def parse_report(text: str) -> tuple[Measurement, ...] | None:
-    """The JSON report; None where it is cut off or something else."""
-    try:
-        return tuple(_Report.model_validate(json_in(text)).results)
-    except ValueError:
-        return None
+            with suppress(ValueError):  # the row of a failure may have as many words as there are columns
+                found[int(cells[header.index("size(B)")])] = float(cells[header.index("busbw(GB/s)")])
+    return found
 
 
 def judge_nccom(
-    run: ToolRun,
-    report: str | None,
-    test: NccomTest,
-    *,
-    min_busbw_gib_s: float | None = None,
-    usual_busbw_gib_s: float | None = None,
+    run: ToolRun, test: NccomTest, *, min_busbw_gib_s: float | None = None, usual_busbw_gib_s: float | None = None
 ) -> CheckResult:
-    """Right results and enough bandwidth. `report`: text of the JSON file, None where none was written.
+    """Right results and enough bandwidth.
 
     min_busbw_gib_s: bus bandwidth at the largest size, in 2^30 bytes a second, below which a machine is unfit; usual:
     what others reach, of which less than half is a warning.
     """
-    reported = parse_report(report) if report is not None else None
-    rows = reported if reported is not None else parse_table(run.stdout)
-    largest = max(rows, key=lambda row: row.size_bytes, default=None)
-    figures = {"num_sizes": len(rows)} | (_figures(largest) if largest else {})
+    rows = parse_table(run.stdout)
+    largest, busbw_gib_s = max(rows.items(), default=(0, 0.0))
+    figures = {"num_sizes": len(rows), "size_bytes": largest, "busbw_gib_s": busbw_gib_s}
     what = "right results" if test.check else "times"
     wanted = f"{what} for {len(test.sizes)} sizes of {test.operation} over {test.num_ranks} ranks"
 
@@ -135,37 +99,31 @@ def judge_nccom(
 
     if _USAGE.search(run.output) and not rows:
         return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")
-    told = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
-    cause = [match for match in classify(run.output) if match.error]
-    if run.timed_out and rows and not (told or cause or run.num_left):
-        sizes = ", ".join(f"{row.size_bytes:.0f}" for row in rows)
+    failure = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
+    causes = [match for match in classify(run.output) if match.error]
+    if run.timed_out and rows and not (failure or causes or run.num_left):
+        sizes = ", ".join(map(str, rows))
         return bad(Verdict.WARN, f"{run.failure}; no fault in the sizes it came to: {sizes} bytes", do=_SLOW)
-    if run.failure or told:
-        proof = any(match.row.evidence is Evidence.PROOF for match in cause)
-        fix = next((match for match in cause if match.error is ConfigError), None)
+    if run.failure or failure:
+        proof = any(match.row.evidence is Evidence.PROOF for match in causes)
+        fix = next((match for match in causes if match.error is ConfigError), None)
         if fix and not proof:
             return bad(Verdict.FIX, f"{fix.row.name}: {fix.line}", do=fix.row.action)
-        return bad(Verdict.RETRY, told or run.told())
-    missing = [size for size in test.sizes if not any(_same_size(size, row.size_bytes) for row in rows)]
+        return bad(Verdict.RETRY, failure or run.told())
+    missing = [size for size in test.sizes if not any(_same_size(size, row) for row in rows)]
     if missing:
         return bad(Verdict.RETRY, f"no result for {len(missing)} sizes, first {missing[0]} bytes ({run.told()})")
-    if report is not None and reported is None:
-        return bad(Verdict.RETRY, "its JSON report is broken off", "a whole report")
     # That of small sizes is printed as 0.00.
-    fine = largest is not None and all(0 <= row.busbw_gib_s < math.inf for row in rows) and largest.busbw_gib_s > 0
-    if largest is None or not fine:
+    if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
         return bad(Verdict.RETRY, "a bandwidth that is no positive number")
-    if min_busbw_gib_s is not None and largest.busbw_gib_s < min_busbw_gib_s:
-        seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
+    seen = f"bus bandwidth {busbw_gib_s:.2f} GiB/s at {largest} bytes"
+    if min_busbw_gib_s is not None and busbw_gib_s < min_busbw_gib_s:
         return bad(Verdict.RETRY, seen, f"at least {min_busbw_gib_s:g} GiB/s")
-    if usual_busbw_gib_s is not None and largest.busbw_gib_s < _USUAL_SHARE * usual_busbw_gib_s:
-        seen = f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s at {largest.size_bytes:.0f} bytes"
+    if usual_busbw_gib_s is not None and busbw_gib_s < _USUAL_SHARE * usual_busbw_gib_s:
         return bad(Verdict.WARN, seen, f"about {usual_busbw_gib_s:g} GiB/s, as AWS measured", "compare other machines")
     if run.exit_code != 0:
         return bad(Verdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output")
-    return CheckResult(
-        NAME, Verdict.PASS, f"bus bandwidth {largest.busbw_gib_s:.2f} GiB/s", figures=figures, seconds=run.seconds
-    )
+    return CheckResult(NAME, Verdict.PASS, seen, figures=figures, seconds=run.seconds)
 
 
 def check_nccom(
@@ -179,22 +137,11 @@ def check_nccom(
     usual_busbw_gib_s: float | None = None,
     free_s: float = WAIT_S,
 ) -> CheckResult:
-    """Run it and judge; again without the report where this version of the tool has none.
-
-    On return no process of it holds a core, or the verdict is RETRY.
-    """
-    try:
-        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "report.json"
-            run = run_tool(command(test, report=path), timeout_s=timeout_s, stop=stop, env=env)
-            report = path.read_text(errors="replace") if path.exists() else None
-    except OSError as error:  # no space for the report
-        return without_answer(NAME, ToolRun((NAME,), failure=f"no place for its report: {error}"), instance)
-    if _NO_REPORT.search(run.output):
-        run = run_tool(command(test), timeout_s=timeout_s, stop=stop, env=env)
+    """Run it and judge. On return no process of it holds a core, or the verdict is RETRY."""
+    run = run_tool(test.command(), timeout_s=timeout_s, stop=stop, env=env)
     if run.missing or (instance is None and not run.stdout):
         return without_answer(NAME, run, instance)
-    result = judge_nccom(run, report, test, min_busbw_gib_s=min_busbw_gib_s, usual_busbw_gib_s=usual_busbw_gib_s)
+    result = judge_nccom(run, test, min_busbw_gib_s=min_busbw_gib_s, usual_busbw_gib_s=usual_busbw_gib_s)
     if not run.timed_out or result.verdict is Verdict.RETRY:
         return result
     stop.wait(free_s)  # a killed process keeps its cores for a while; whoever opens one meanwhile fails
@@ -205,25 +152,12 @@ def check_nccom(
 _ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
 _SLOW = "run the same size by hand; it compiles each one first, and with --check its ranks share the host's CPUs"
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
-_NO_REPORT = re.compile(r"unrecognized arguments[^\n]*--report-to-json-file")
 _FAILED = re.compile(
     r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
 )
 
 
-def _measurement(cells: Mapping[str, str]) -> Iterable[Measurement]:
-    try:
-        return (Measurement.model_validate(cells),)
-    except ValueError:  # the row of a failure may have as many words as there are columns
-        return ()
-
-
-def _figures(row: Measurement) -> dict[str, float]:
-    figures = {"size_bytes": row.size_bytes, "algbw_gib_s": row.algbw_gib_s, "busbw_gib_s": row.busbw_gib_s}
-    return figures if row.time_us is None else figures | {"time_us": row.time_us}
-
-
-def _same_size(wanted: int, found: float) -> bool:
+def _same_size(wanted: int, found: int) -> bool:
     if wanted < _SMALL_BYTES:
         return wanted / _SMALL_TOLERANCE <= found <= wanted * _SMALL_TOLERANCE
     return abs(found - wanted) <= _SIZE_TOLERANCE * wanted

@@ -67,7 +67,7 @@ class _Node:
     def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes) -> None:
         self._settings, self._ctx, self._nodes, self._config = settings, ctx, nodes, settings.health
         self._on_neuron = on_neuron(settings.backend, os.environ)
-        self._identity = read_identity(os.environ)
+        self._identity = read_identity()
         self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 
     def check(self, temporary: Path) -> Reports:

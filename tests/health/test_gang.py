@@ -1,4 +1,4 @@
-"""Nodes read each other's reports: versions, and who does not come."""
+"""Nodes read each other's reports: verdicts, and who does not come."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.neuron import VERSIONS, find_versions
-from pipeline.health.nodes import exchange_reports, version_faults
+from pipeline.health.neuron import VERSIONS
+from pipeline.health.nodes import exchange_reports
 from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.io.local import LocalStorage
 from pipeline.parallel import nodes as node_barrier
@@ -83,36 +83,6 @@ def test_one_sick_node_is_told_by_all_alike(tmp_path: Path, verdict: Verdict, ki
     )
     assert {type(one) for one in outcomes} == {kind}
     assert {str(one).splitlines()[0] for one in outcomes} == {"node 1 (i-1), check disk: 1 GiB free"}
-
-
-@pytest.mark.parametrize(
-    ("part", "other", "kind", "seen"),
-    [
-        ("torch", "2.9.0", ConfigError, "torch 2.9.0"),
-        ("compiler", None, ConfigError, "compiler none"),
-        ("driver", "2.26", TransientError, "driver 2.26"),
-    ],
-)
-def test_versions_that_differ(tmp_path: Path, part: str, other: str | None, kind: type[Exception], seen: str) -> None:
-    """Between two nodes the main node's are right."""
-    odd = {name: version for name, version in {**SAME, part: other}.items() if version is not None}
-    outcomes = gather(
-        lambda: judged(nodes(tmp_path, 0, 2), report(0)), lambda: judged(nodes(tmp_path, 1, 2), report(1, odd))
-    )
-    assert {type(one) for one in outcomes} == {kind}
-    assert {str(one).splitlines()[0] for one in outcomes} == {f"node 1 (i-1), check versions: {seen}"}
-    assert f"expected: {part} {SAME[part]} (1 of 2 nodes)" in str(outcomes[0])
-
-
-def test_the_odd_ones_out_are_named() -> None:
-    """Even when it is the main node; a node whose versions are not known is none of them."""
-    odd = {**SAME, "torch": "2.8", "driver": "2.26"}
-    unknown = NodeReport(4, "i-4", (CheckResult(VERSIONS, Verdict.RETRY, "hangs"),))
-    faults = version_faults([report(2), report(1), report(0, odd), unknown])
-    assert [*faults] == [0]
-    assert (faults[0].verdict, faults[0].seen) == (Verdict.FIX, "driver 2.26; torch 2.8")
-    assert faults[0].expected == "driver 2.27 (2 of 3 nodes); torch 2.9.1 (2 of 3 nodes)"
-    assert version_faults([]) == version_faults([unknown]) == {}
 
 
 def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
@@ -191,26 +161,3 @@ def test_a_report_of_another_version_is_a_fault_of_the_image(tmp_path: Path, tex
     me.storage.write_bytes(f"{FOLDER}/reports/node-0.no", b"")
     with pytest.raises(ConfigError, match=r"node 0 .*the report of node 0 cannot be read"):
         judged(me, report(1))
-
-
-def test_versions_as_far_as_they_are_found(tmp_path: Path) -> None:
-    libraries, driver = tmp_path / "lib", tmp_path / "version"
-    assert find_versions(version_of=lambda name: None, driver_file=driver, libraries=libraries) == {}
-    libraries.mkdir()
-    (libraries / "libnrt.so.2.31.24.0").touch()
-    (libraries / "libnrt.so.1").symlink_to("libnrt.so.2.31.24.0")
-    (libraries / "libnrt.so").symlink_to("libnrt.so.1")
-    (libraries / "libnccom.so.2.31.24").touch()
-    (libraries / "libnccom-net.so.0").touch()
-    driver.write_text("2.27.4.0\n")
-    found = find_versions(
-        version_of={"torch": "2.9.1", "neuronx-cc": "2.24"}.get, driver_file=driver, libraries=libraries
-    )
-    assert found == {
-        "torch": "2.9.1",
-        "compiler": "2.24",
-        "runtime": "2.31.24.0",
-        "collectives": "2.31.24",
-        "driver": "2.27.4.0",
-    }
-    assert "torch" in find_versions()

@@ -13,19 +13,16 @@ from pipeline.health.report import CheckResult, Verdict
 from pipeline.health.tools import (
     NccomTest,
     check_nccom,
-    command,
     judge_nccom,
-    parse_report,
     parse_table,
 )
 from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
-from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_report
+from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_table
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
 TEST = NccomTest(32)
-GOOD = nccom_report(19.92, 50.46, 63.97)
-USAGE = "usage: nccom-test [-h] ...\nnccom-test: error: unrecognized arguments: --report-to-json-file /tmp/a.json\n"
+USAGE = "usage: nccom-test [-h] ...\nnccom-test: error: unrecognized arguments: --non-interactive\n"
 
 
 def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "", num_left: int = 0) -> ToolRun:
@@ -42,12 +39,10 @@ TWO_ROWS = "".join(NCCOM_TABLE_OLD.splitlines(True)[:3])
 
 @pytest.mark.unit
 def test_command() -> None:
-    words = command(TEST, report=Path("/tmp/r.json"))
+    words = TEST.command()
     assert words[:4] == ["nccom-test", "all_reduce", "-r", "32"]
     # A bare --check takes the next word for its value, unless that is a flag.
-    assert words[words.index("--check") + 1].startswith("--")
-    assert command(TEST)[-2:] == ["--check", "--non-interactive"]
-    assert words[-3:] == ["--report-to-json-file", "/tmp/r.json", "--non-interactive"]
+    assert words[-2:] == ["--check", "--non-interactive"]
 
 
 @pytest.mark.unit
@@ -61,59 +56,42 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("text", [NCCOM_TABLE_OLD, NCCOM_TABLE_NEW])
 def test_tables_of_older_and_newer_tools(text: str) -> None:
     rows = parse_table(text)
-    assert [(row.size_bytes, row.busbw_gib_s) for row in rows] == [(2**20, 19.92), (2**23, 50.46), (2**26, 63.97)]
-    assert rows[0].time_us == pytest.approx(95, abs=1)
-    assert parse_table(NCCOM_FAILED) == () and parse_table("") == ()
-
-
-@pytest.mark.unit
-def test_report() -> None:
-    rows = parse_report(GOOD)
-    assert rows and [row.busbw_gib_s for row in rows] == [19.92, 50.46, 63.97]
-    assert all(parse_report(GOOD[:end]) is None for end in range(len(GOOD)))
-    assert parse_report("[]") is None and parse_report('{"results": null}') is None
+    assert rows == {2**20: 19.92, 2**23: 50.46, 2**26: 63.97}
+    assert parse_table(NCCOM_FAILED) == parse_table("") == {}
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("run", "report", "verdict", "seen"),
+    ("run", "verdict", "seen"),
     [
-        (ran(NCCOM_TABLE_OLD), None, PASS, "bus bandwidth 63.97"),
-        (ran(NCCOM_TABLE_NEW), GOOD, PASS, "bus bandwidth 63.97"),
-        (ran(NCCOM_TABLE_NEW, stderr="0 errors found\n"), GOOD, PASS, ""),
-        (ran(NCCOM_TABLE_NEW, exit_code=1), GOOD, WARN, "all sizes are right, but exit code 1"),
-        (ran(NCCOM_FAILED, exit_code=0), None, RETRY, "1048576    Failure running neuron-bench"),
-        (ran(NCCOM_TABLE_NEW + "2 errors found - test failed\n"), GOOD, RETRY, "2 errors found - test failed"),
-        (ran(NCCOM_NO_DRIVER, exit_code=0), None, RETRY, "Neuron DKMS Driver is not running!"),
-        (ran("", exit_code=0), None, RETRY, "no result for 3 sizes"),
-        (ran("".join(NCCOM_TABLE_OLD.splitlines(True)[:3])), None, RETRY, "no result for 1 sizes, first 67108864"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4), RETRY, "no result for 1 sizes"),
-        (ran(NCCOM_TABLE_NEW), GOOD[:-30], RETRY, "its JSON report is broken off"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 0.0), RETRY, "a bandwidth that is no positive number"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, float("nan")), RETRY, "a bandwidth that is no positive"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(0.0, 50.4, 63.97), PASS, "bus bandwidth 63.97"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(-1.0, 50.4, 63.97), RETRY, "a bandwidth that is no positive"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 47.0), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
-        (ran(NCCOM_TABLE_NEW), nccom_report(19.9, 50.4, 41.0), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
-        (
-            ran("", exit_code=None, failure="did not end within 60 s"),
-            None,
-            RETRY,
-            "nccom-test: did not end within 60 s",
-        ),
-        (late(TWO_ROWS), None, WARN, "did not end within 300 s; no fault in the sizes it came to: 1048576, 8388608"),
-        (late(TWO_ROWS), GOOD[:50], WARN, "did not end within 300 s; no fault in the sizes it came to: 1048576"),
-        (late(NCCOM_FAILED), None, RETRY, "1048576    Failure running"),
-        (late(TWO_ROWS + "67108864    Failure running neuron-bench\n"), None, RETRY, "67108864    Failure running"),
-        (late(TWO_ROWS + "nrt_execute: status=6 NRT_HW_ERROR\n"), None, RETRY, "nccom-test: did not end within 300 s"),
-        (late(TWO_ROWS, num_left=2), None, RETRY, "nccom-test: did not end within 300 s"),
-        (ran("", exit_code=2, stderr=USAGE), None, FIX, "nccom-test: exit code 2"),
-        (ran(NCCOM_FAILED + "Error opening libnccom.so\n"), None, FIX, "no libnccom: Error opening"),
-        (ran(NCCOM_FAILED + "Error opening libnccom.so\nNRT_HW_ERROR\n"), None, RETRY, "1048576    Failure"),
+        (ran(NCCOM_TABLE_OLD), PASS, "bus bandwidth 63.97"),
+        (ran(NCCOM_TABLE_NEW), PASS, "bus bandwidth 63.97"),
+        (ran(NCCOM_TABLE_NEW, stderr="0 errors found\n"), PASS, ""),
+        (ran(NCCOM_TABLE_NEW, exit_code=1), WARN, "all sizes are right, but exit code 1"),
+        (ran(NCCOM_FAILED, exit_code=0), RETRY, "1048576    Failure running neuron-bench"),
+        (ran(NCCOM_TABLE_NEW + "2 errors found - test failed\n"), RETRY, "2 errors found - test failed"),
+        (ran(NCCOM_NO_DRIVER, exit_code=0), RETRY, "Neuron DKMS Driver is not running!"),
+        (ran("", exit_code=0), RETRY, "no result for 3 sizes"),
+        (ran(TWO_ROWS), RETRY, "no result for 1 sizes, first 67108864"),
+        (ran(nccom_table(19.9, 50.4, 0.0)), RETRY, "a bandwidth that is no positive number"),
+        (ran(nccom_table(19.9, 50.4, float("nan"))), RETRY, "a bandwidth that is no positive"),
+        (ran(nccom_table(0.0, 50.4, 63.97)), PASS, "bus bandwidth 63.97"),
+        (ran(nccom_table(-1.0, 50.4, 63.97)), RETRY, "a bandwidth that is no positive"),
+        (ran(nccom_table(19.9, 50.4, 47.0)), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
+        (ran(nccom_table(19.9, 50.4, 41.0)), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
+        (ran("", exit_code=None, failure="did not end within 60 s"), RETRY, "nccom-test: did not end within 60 s"),
+        (late(TWO_ROWS), WARN, "did not end within 300 s; no fault in the sizes it came to: 1048576, 8388608"),
+        (late(NCCOM_FAILED), RETRY, "1048576    Failure running"),
+        (late(TWO_ROWS + "67108864    Failure running neuron-bench\n"), RETRY, "67108864    Failure running"),
+        (late(TWO_ROWS + "nrt_execute: status=6 NRT_HW_ERROR\n"), RETRY, "nccom-test: did not end within 300 s"),
+        (late(TWO_ROWS, num_left=2), RETRY, "nccom-test: did not end within 300 s"),
+        (ran("", exit_code=2, stderr=USAGE), FIX, "nccom-test: exit code 2"),
+        (ran(NCCOM_FAILED + "Error opening libnccom.so\n"), FIX, "no libnccom: Error opening"),
+        (ran(NCCOM_FAILED + "Error opening libnccom.so\nNRT_HW_ERROR\n"), RETRY, "1048576    Failure"),
     ],
 )
-def test_verdicts(run: ToolRun, report: str | None, verdict: Verdict, seen: str) -> None:
-    result = judge_nccom(run, report, TEST, min_busbw_gib_s=45.0, usual_busbw_gib_s=96.0)
+def test_verdicts(run: ToolRun, verdict: Verdict, seen: str) -> None:
+    result = judge_nccom(run, TEST, min_busbw_gib_s=45.0, usual_busbw_gib_s=96.0)
     assert (result.verdict, result.seen.startswith(seen)) == (verdict, True), result
     if verdict is PASS:
         assert result.figures["busbw_gib_s"] == 63.97 and result.figures["num_sizes"] == 3
@@ -129,13 +107,13 @@ def test_small_sizes_are_rounded_and_their_bandwidth_is_printed_as_nothing() -> 
     table += "".join(f"{size} {size // 4} fp32 520 0.00 {0.01 if size == 4096 else 0:.2f}\n" for size in found)
     test = NccomTest(64, min_bytes=8, max_bytes=4096, step_factor=8)
     assert test.sizes == sizes
-    assert judge_nccom(ran(table), None, test).verdict is PASS
-    assert judge_nccom(ran(table.replace("4096", "4000")), None, test).verdict is RETRY
+    assert judge_nccom(ran(table), test).verdict is PASS
+    assert judge_nccom(ran(table.replace("4096", "4000")), test).verdict is RETRY
 
 
 @pytest.mark.unit
 def test_without_an_expectation_any_bandwidth_will_do() -> None:
-    assert judge_nccom(ran(NCCOM_TABLE_NEW), nccom_report(0.1, 0.1, 0.1), TEST).verdict is PASS
+    assert judge_nccom(ran(nccom_table(0.1, 0.1, 0.1)), TEST).verdict is PASS
 
 
 @pytest.mark.unit
@@ -143,9 +121,9 @@ def test_output_cut_at_any_byte() -> None:
     for text in (NCCOM_TABLE_OLD, NCCOM_TABLE_NEW):
         whole = text.index("Avg")
         for end in range(len(text)):
-            assert judge_nccom(ran(text[:end]), None, TEST).verdict is (RETRY if end < whole else PASS), text[:end]
+            assert judge_nccom(ran(text[:end]), TEST).verdict is (RETRY if end < whole else PASS), text[:end]
     for end in range(len(NCCOM_FAILED)):
-        assert judge_nccom(ran(NCCOM_FAILED[:end]), None, TEST).verdict is RETRY
+        assert judge_nccom(ran(NCCOM_FAILED[:end]), TEST).verdict is RETRY
 
 
 def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) -> CheckResult:
@@ -160,30 +138,12 @@ def check(folder: Path, name: str = "trn1.32xlarge", timeout_s: float = 20.0) ->
     )
 
 
-def fake(folder: Path, *, report: str, table: str = NCCOM_TABLE_NEW, before: str = "") -> None:
-    (folder / "table").write_text(table)
-    (folder / "report").write_text(report)
-    find = f'for w in "$@"; do [ "$last" = --report-to-json-file ] && cp {folder}/report "$w"; last=$w; done'
-    fake_tools.fake_tool(folder, "nccom-test", f"{before}\n{find}\ncat {folder}/table")
-
-
 @pytest.mark.unit
 def test_running_it(tmp_path: Path) -> None:
-    fake(tmp_path, report=GOOD)
+    fake_tools.says(tmp_path, "nccom-test", NCCOM_TABLE_NEW)
     assert check(tmp_path).verdict is PASS
-    fake(tmp_path, report=nccom_report(19.9, 50.4, 12.0))  # the report is believed, not only the table
+    fake_tools.says(tmp_path, "nccom-test", nccom_table(19.9, 50.4, 12.0))
     assert check(tmp_path).verdict is RETRY
-    fake(tmp_path, report=GOOD[:50])
-    assert check(tmp_path).seen == "its JSON report is broken off"
-
-
-@pytest.mark.unit
-def test_an_older_tool_without_a_report(tmp_path: Path) -> None:
-    refuse = (
-        'case "$*" in *--report-to*) echo "error: unrecognized arguments: --report-to-json-file x" >&2; exit 2; esac'
-    )
-    fake(tmp_path, report=GOOD, table=NCCOM_TABLE_OLD, before=refuse)
-    assert check(tmp_path).verdict is PASS
 
 
 @pytest.mark.fault
@@ -214,10 +174,3 @@ def test_what_comes_after_one_that_was_killed_waits_for_its_cores(
     asked = len((tmp_path / "asked").read_text().splitlines())
     assert asked == min(times_held + 1, 3)
     assert ("process 77 (neuron-bench) holds neuron0" in result.seen) == (verdict is RETRY)
-
-
-@pytest.mark.unit
-def test_no_place_for_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path, report=GOOD)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    assert check(tmp_path).verdict is RETRY

@@ -8,7 +8,7 @@ from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import neuron_instance
 from pipeline.health.report import CheckResult, Verdict
-from pipeline.health.tools import NccomTest, command, nccom_checks, tool_checks, tools_limit_s
+from pipeline.health.tools import NccomTest, nccom_checks, tool_checks, tools_limit_s
 
 EVERYWHERE = ["kernel log", "neuron devices"]
 ON_NEURON = [*EVERYWHERE, "processes", "EFA"]
@@ -58,8 +58,8 @@ def test_each_has_five_minutes_and_some_to_leave_its_cores(monkeypatch: pytest.M
     assert [one[1:] for one in asked] == [(300.0, None), (300.0, None), (300.0, pytest.approx(1.0))]
     reduce, gather, large = (one[0] for one in asked)
     assert (reduce.sizes, gather.sizes, large.sizes) == ((8, 2**13, 2**23), (2**13, 2**23), (2**27,))
-    assert "--check" in command(reduce) and "--check" in command(gather) and "--check" not in command(large)
-    assert command(large)[-1] == "--non-interactive"
+    assert "--check" in reduce.command() and "--check" in gather.command() and "--check" not in large.command()
+    assert large.command()[-1] == "--non-interactive"
     assert tools_limit_s(checks, config) == 3 * 360.0
     assert tools_limit_s(checks, HealthConfig(only=("host",))) == 0.0
 

@@ -51,7 +51,7 @@ def machine(folder: Path, driver: str, runtime: str) -> dict[str, str]:
     (libraries / f"libnrt.so.{runtime}").touch()
     (libraries / "libnrt.so.1").symlink_to(f"libnrt.so.{runtime}")
     (folder / "version").write_text(f"{driver}\n")
-    return find_versions(version_of=lambda name: None, driver_file=folder / "version", libraries=libraries)
+    return find_versions(driver_file=folder / "version", libraries=libraries)
 
 
 @pytest.mark.unit
@@ -60,6 +60,7 @@ def test_no_machine_of_that_image_will_do(tmp_path: Path) -> None:
     check = versions_check({}, find=lambda: found)
     report = run_checks([check], HealthConfig(only=("cores",)), node_rank=0, host="i-0", stop=StopSignal())
     assert [(one.name, one.verdict) for one in report.results] == [(VERSIONS, PASS), (DRIVER_FIT, FIX)]
+    assert found["torch"] and found["driver"] == "2.30.2.0"
     error = gang_error([NodeReport(0, "i-0", report.results)])
     assert isinstance(error, ConfigError)
     assert "driver 2.30.2.0, runtime 2.31.24.0: nrt_init fails" in error.seen
