@@ -97,8 +97,8 @@ mine: $(STAMP)  ## prepare data, then mine hard negatives; make train ARGS="--tr
 test: $(STAMP) lint scan  ## lint, types, security rules and all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
-test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants
-	$(BIN)/python -m pytest -n 2 -m thorough $(TESTS)
+test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and its properties with many examples
+	$(BIN)/python -m pytest -n 2 -m "thorough or property" --hypothesis-profile=thorough $(TESTS)
 
 test-fast: $(STAMP)  ## unit tests only, seconds
 	$(BIN)/python -m pytest -n 2 -m "not stage and not fault" $(TESTS)

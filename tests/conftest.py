@@ -4,8 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+# Examples of a property: few in `make test`, many in `make test-thorough`. A test of rare cases has its own number.
+settings.register_profile("ci", max_examples=20, deadline=None)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile("ci")
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +34,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.fault)
         elif not any(item.get_closest_marker(kind) for kind in ("unit", "stage", "fault")):
             item.add_marker(pytest.mark.unit)
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)

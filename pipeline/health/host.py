@@ -430,15 +430,19 @@ def usual_places(scratch: Path, cache_root: str, workspace: Storage) -> tuple[Pl
 def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_neuron: bool) -> tuple[Port, ...]:
     """Ports of a run: only the main node listens on them; on others one in use is a sign of an earlier job.
 
-    Raises ConfigError when NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a machine alone.
+    Raises ConfigError when MASTER_PORT or NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a
+    machine alone.
     """
     main, ports = node_rank == 0, []
     if num_nodes > 1:
-        ports.append(Port(MASTER_PORT, "torchrun", main))
+        text = env.get("MASTER_PORT", str(MASTER_PORT))
+        if not _is_port(text):
+            raise ConfigError(f"MASTER_PORT is {text!r}", expected="a port", next_command="unset it, or correct it")
+        ports.append(Port(int(text), "torchrun", main))
     if on_neuron:
         given = env.get("NEURON_RT_ROOT_COMM_ID", "")
         number = given.rpartition(":")[2] if given else str(ROOT_COMM_PORT)
-        if not (number.isdecimal() and 0 < int(number) < 65_536):
+        if not _is_port(number):
             raise ConfigError(
                 f"NEURON_RT_ROOT_COMM_ID is {given!r}",
                 expected="<address of the main node>:<port>",
@@ -446,6 +450,10 @@ def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_ne
             )
         ports.append(Port(int(number), "Neuron runtime", main))
     return tuple(ports)
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65_536
 
 
 def _disk_result(disk: Disk, places: Iterable[Place], needed: float) -> CheckResult:

@@ -1,6 +1,6 @@
 """Which checkpoints may be deleted."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.save import steps_to_delete
@@ -13,7 +13,6 @@ def test_last_best_and_multiples_stay() -> None:
     assert steps_to_delete([5], keep_last=3, keep_every_steps=0, best_step=99) == ()
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sets(st.integers(0, 500)), st.integers(1, 5), st.integers(0, 50), st.none() | st.integers(0, 500))
 def test_the_newest_and_the_best_are_never_deleted(steps: set[int], last: int, every: int, best: int | None) -> None:
     gone = set(steps_to_delete(steps, keep_last=last, keep_every_steps=every, best_step=best))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.compile import cache_sync
@@ -252,7 +252,6 @@ def test_syncs_in_parallel(storage_uri: str, storage: Storage, tmp_path: Path) -
         assert len(keys_of(storage, name)) == NUM_FILES + 1
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     owned=st.lists(st.sets(st.integers(0, 4)), min_size=2, max_size=3),
     order=st.lists(st.integers(0, 2), max_size=6),

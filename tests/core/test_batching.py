@@ -49,7 +49,6 @@ TEXT_LENGTHS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min
 SHAPES = st.lists(st.tuples(st.integers(3, 40), st.integers(3, 40)), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
 @given(TEXT_LENGTHS, SHAPES)
 def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
     sides = np.cumsum(np.array(steps), axis=0)  # nested by construction
@@ -93,7 +92,6 @@ def test_every_row_once_and_no_group_more_than_needed(rows: list[tuple[int, bool
     assert len(groups) == sum(-(-size // slots) for size in sizes)
 
 
-@settings(deadline=None)
 @given(ROWS, st.integers(1, 6))
 def test_a_group_lies_in_the_shortest_row_that_holds_it(rows: list[tuple[int, bool, int]], slots: int) -> None:
     members = deal_groups(*(np.array([row[i] for row in rows], dtype=kind) for i, kind in ((0, np.int64), (1, bool))),
@@ -112,7 +110,6 @@ def test_a_group_that_no_row_holds_is_refused() -> None:
         Groups.of(np.zeros((1, 2), dtype=np.int64), np.array([55]), LENGTHS)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 12), st.integers(1, 8), st.integers(0, 5))
 def test_positives_are_spread_evenly(others: int, positives: int, slots: int, seed: int) -> None:
     members = np.array(deal([(3, False)] * others + [(3, True)] * positives, slots, seed))
@@ -151,7 +148,6 @@ def plan_of(pools: list[int], batch_size: int, seed: int) -> BatchPlan | None:
     return BatchPlan(tuple(pools), batch_size, seed) if sum(pools) >= batch_size else None
 
 
-@settings(deadline=None, max_examples=60)
 @given(POOLS, st.integers(1, 17), SEEDS, st.integers(0, 3))
 def test_an_epoch_uses_each_sample_at_most_once_and_leaves_out_less_than_a_batch(
     pools: list[int], batch_size: int, seed: int, epoch: int
@@ -174,7 +170,6 @@ def test_an_epoch_uses_each_sample_at_most_once_and_leaves_out_less_than_a_batch
     assert [buckets[i] for i in range(len(pools))] == list(plan.batches_by_bucket)
 
 
-@settings(deadline=None, max_examples=60)
 @given(POOLS, st.integers(1, 17), SEEDS)
 def test_rows_leave_their_bucket_only_when_left_over(pools: list[int], batch_size: int, seed: int) -> None:
     plan = plan_of(pools, batch_size, seed)
@@ -218,7 +213,6 @@ def test_too_few_samples_for_one_batch_are_refused() -> None:
     assert BatchPlan((3, 5), 8, seed=0).batches_by_bucket == (0, 1)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_slices_of_ranks_and_micro_steps_tile_the_batch(world_size: int, accumulation: int, micro: int) -> None:
     batch_size = world_size * accumulation * micro

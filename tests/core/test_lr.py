@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.lr import Shape, learning_rate
@@ -33,7 +33,6 @@ def test_half_way_values() -> None:
     assert learning_rate(16, shape="cosine", **values) == pytest.approx(quarter)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(SHAPES), st.floats(0, 1))
 def test_never_negative_never_above_the_peak(max_steps: int, warmup: int, shape: Shape, final: float) -> None:
     for step in range(1, max_steps + 2):  # one beyond the end as well

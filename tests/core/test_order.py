@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.order import mix64, permute, stream_key
@@ -12,13 +12,11 @@ from pipeline.core.order import mix64, permute, stream_key
 KEYS = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 700), KEYS)
 def test_permute_is_a_bijection_of_any_size(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 10**12), KEYS, st.data())
 def test_permute_stays_in_range_and_keeps_the_shape(size: int, key: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8, unique=True))
@@ -48,7 +46,6 @@ def test_the_streams_never_change() -> None:
     assert mix64(np.array([0, 1, 2**63], dtype=np.uint64)).tolist() == [0, 6238072747940578789, 2720858781877447050]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32), st.integers(0, 2**32))
 def test_streams_of_one_seed_differ(seed: int, first: int, second: int) -> None:
     assert (stream_key(seed, first) == stream_key(seed, second)) == (first == second)

@@ -1,6 +1,6 @@
 """Which partitions an incremental run takes as new."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.tokens import Partition, Selection, select_partitions
@@ -44,7 +44,6 @@ def test_going_from_flat_to_dated_data_takes_all_dates() -> None:
     assert seen.new == (day(1), day(2))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 28), unique=True), st.none() | st.integers(1, 28))
 def test_new_and_old_are_a_split_in_order(days: list[int], watermark: int | None) -> None:
     parts = [day(number) for number in days]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
@@ -42,7 +42,6 @@ def test_sizes(rows: TokenRows) -> None:
     assert rows.sizes == (8, 7)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6)), min_size=1, max_size=12))
 def test_rows_come_in_the_order_asked_for(rows: TokenRows, wanted: list[tuple[int, int]]) -> None:
     pools, numbers = (np.array(values) for values in zip(*wanted, strict=True))

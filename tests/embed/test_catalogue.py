@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
@@ -88,7 +88,6 @@ def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
 GROUPS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@settings(max_examples=20, deadline=None)
 @given(groups=GROUPS, limit=st.integers(1, 50), window=st.integers(1, 30), skip=st.integers(0, 3))
 def test_shards_hold_every_row_once(
     tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], limit: int, window: int, skip: int

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
@@ -21,7 +21,6 @@ def _many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_module, "RECORDS_PER_FILE", 10)
 
 
-@settings(deadline=None, max_examples=30)
 @given(blocks=st.lists(HASHES, max_size=4), expected=st.sampled_from([0, 15, 300, 10_000]))
 def test_all_records_come_back_in_order(
     tmp_path_factory: pytest.TempPathFactory, blocks: list[list[int]], expected: int
@@ -42,7 +41,6 @@ def u64(values: list[int]) -> Any:
     return np.array(values, dtype=np.uint64)
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     ids=st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=80),
     cut=st.integers(0, 80),
@@ -76,7 +74,6 @@ def test_an_index_is_made_once(tmp_path: Path) -> None:
 PARTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=20), max_size=5)
 
 
-@settings(deadline=None, max_examples=40)
 @given(parts=PARTS, buckets=st.sampled_from([1, 7, 2**60]))
 def test_duplicates_are_found_whatever_their_hashes(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]], buckets: int

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, t
 
@@ -35,7 +35,6 @@ def repeated(rows: ScoredRows, times: Int64s) -> ScoredRows:
     return ScoredRows(query, rows.label[row], rows.gain[row], rows.probabilities[row], rows.labels, rows.label_gains)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_weighted_metric_is_that_of_the_repeated_queries(data: st.DataObject) -> None:
     """What the bootstrap computes with weights is what the metric is on the resampled holdout, for every metric."""

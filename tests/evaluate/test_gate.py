@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -329,7 +329,6 @@ def test_the_same_input_gives_the_same_verdict_and_goes_through_json(alike: Popu
     assert verdict(alike.candidate, alike.incumbent, seed=4) != first
 
 
-@settings(deadline=None, max_examples=40)
 @given(holdouts(), st.data())
 def test_any_holdout_gets_a_verdict_with_reasons(rows: ScoredRows, data: st.DataObject) -> None:
     size = rows.num_rows

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, f1_score, log_loss
@@ -36,7 +36,6 @@ def reached(label: Sequence[int], predicted: Sequence[int], num_classes: int) ->
     return figures(rows, tuple(range(num_classes)))
 
 
-@settings(deadline=None, max_examples=30)
 @given(PAIRS)
 def test_figures_of_training_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
     label, predicted = np.array(pairs).T
@@ -53,7 +52,6 @@ def test_one_class_only() -> None:
     assert reached([0, 0], [0, 0], 1).macro_f1 == 1.0
 
 
-@settings(deadline=None, max_examples=60)
 @given(holdouts())
 def test_labels_and_loss_are_those_of_scikit_learn(rows: ScoredRows) -> None:
     report = metric_report(rows, MetricsConfig())
@@ -78,7 +76,6 @@ def test_labels_and_loss_are_those_of_scikit_learn(rows: ScoredRows) -> None:
             assert report.missing[f"f1:{name}"] == f"no row is labelled or predicted {name}"
 
 
-@settings(deadline=None, max_examples=60)
 @given(holdouts(), st.sampled_from([1, 2, 4, 10, 15]))
 def test_calibration_error_is_that_of_scikit_learns_curve(rows: ScoredRows, num_bins: int) -> None:
     labelled = rows.label >= 0
@@ -133,7 +130,6 @@ def test_an_empty_holdout_is_an_error() -> None:
         metric_report(rows.select(np.array([False])), MetricsConfig())
 
 
-@settings(deadline=None, max_examples=80)
 @given(holdouts(), st.none() | st.floats(0.0, 1.0), st.none() | st.sampled_from([0.1, 0.7, 1.0]))
 def test_every_metric_is_a_finite_value_or_missing_with_a_reason(
     rows: ScoredRows, threshold: float | None, relevant_gain: float | None

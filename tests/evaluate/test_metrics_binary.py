@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score, roc_auc_score
 
@@ -20,7 +20,6 @@ def two(label: list[int], score: list[float]) -> ScoredRows:
     return holdout(list(range(len(label))), label, [[1 - one, one] for one in score])
 
 
-@settings(deadline=None, max_examples=60)
 @given(holdouts(num_labels=2), st.floats(0.0, 1.0))
 def test_two_labels_are_those_of_scikit_learn(rows: ScoredRows, threshold: float) -> None:
     report = metric_report(rows, MetricsConfig(), threshold)
@@ -48,7 +47,6 @@ def test_two_labels_are_those_of_scikit_learn(rows: ScoredRows, threshold: float
         assert "roc_auc" in report.missing
 
 
-@settings(deadline=None, max_examples=60)
 @given(holdouts(num_labels=2))
 def test_no_threshold_has_a_better_f1(rows: ScoredRows) -> None:
     label, score = rows.label[rows.label >= 0], rows.probabilities[rows.label >= 0, 1]

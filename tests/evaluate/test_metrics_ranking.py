@@ -10,7 +10,7 @@ from itertools import chain, combinations, permutations, product
 import numpy as np
 import pytest
 import pytrec_eval
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
@@ -61,7 +61,6 @@ def expected(rows: ScoredRows) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in kept.items() if values}
 
 
-@settings(deadline=None, max_examples=60)
 @given(holdouts(max_rows=12))
 def test_ranks_are_those_of_trec_eval(rows: ScoredRows) -> None:
     if max(np.unique(rows.query_id, return_counts=True)[1]) > 6:
@@ -79,7 +78,6 @@ def ndcg(query: Int64s, gain: Float64s, score: Float64s, k: int) -> float:
     return value_of(mean_over_queries(ndcg_by_query(Ranking.of(Queries.of(query), score), gain, k)))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 12), st.integers(1, 1000))
 def test_ndcg_is_that_of_scikit_learn(seed: int, num_queries: int, k: int, num_scores: int) -> None:
     rng = np.random.default_rng(seed)

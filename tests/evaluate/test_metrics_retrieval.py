@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytrec_eval
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.arrays import Int64s
@@ -45,7 +45,6 @@ def by_trec_eval(lists: dict[int, list[int]], judged: Judged, least: int) -> dic
     }
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.dictionaries(
         st.integers(-3, 3), st.lists(st.integers(0, 14), min_size=10, max_size=10, unique=True), min_size=1

@@ -17,7 +17,7 @@ ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 # steps of rows of three lengths are. Two passes have more: the embeddings of each length, all of them where they go
 # through the host, the contrastive loss. Mined negatives have none.
 MODES = [
-    pytest.param("fused", 1, 1, 1, 0, 3, id="fused"),
+    pytest.param("fused", 1, 1, 1, 0, 3, id="fused", marks=pytest.mark.thorough),
     pytest.param("fused", 1, 1, 1, 2, 3, id="fused-mined"),
     pytest.param("split", 4, 1, 1, 3, 11, id="split-accumulating-mined", marks=pytest.mark.thorough),
     pytest.param("fused", 4, 3, 1, 0, 13, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
@@ -85,6 +85,7 @@ def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place
     assert "data.vocab_size: compiled 400, now 300" in refused.err
 
 
+@pytest.mark.thorough
 def test_another_batch_size_is_refused_before_the_first_step(place: Callable[..., Place]) -> None:
     here = place("xla", ONE_SHAPE)
     here.run("compile")

@@ -33,7 +33,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "MANIFEST.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("optimizer.safetensors", "MANIFEST.json")),
+    ],
+)
 def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], name: str) -> None:
     here = place("cpu")
     *_, previous, newest = stopped_at(here, 45)
@@ -48,6 +54,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], nam
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_every_checkpoint_is_bad(place: Callable[..., Place]) -> None:
     """It starts again from the beginning, says so, and ends as it should."""
     here = place("cpu")
@@ -100,7 +107,9 @@ def fill(path: Path) -> None:
                 continue
 
 
-@pytest.mark.parametrize("full", ["checkpoints", "scratch", "cycles"])
+@pytest.mark.parametrize(
+    "full", ["checkpoints", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("scratch", "cycles"))]
+)
 def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) -> None:
     """Wherever nothing fits any more (with `cycles` not even an event): training goes on, and saves again later."""
     here = place("cpu", LONG)

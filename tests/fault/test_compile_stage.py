@@ -18,6 +18,7 @@ from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared
 from tests.fault.s3_server import S3Server
+from tests.ports import free_port
 from tests.s3 import lead_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -177,6 +178,7 @@ def test_an_empty_machine_starts_warm(first: Machine, machine: Callable[..., Mac
     other.assert_in_order(0, 1, 2)
 
 
+@pytest.mark.thorough
 def test_an_empty_workspace_starts_with_the_cache_of_others(first: Machine, machine: Callable[..., Machine]) -> None:
     """The trial run alone tells which graphs a plan needs."""
     other = machine(*first.flags, env=first.env)
@@ -198,6 +200,7 @@ def test_what_earlier_runs_left_and_a_crash_are_repaired(machine: Callable[..., 
         assert action in run.out
 
 
+@pytest.mark.thorough
 def test_a_failed_trial_run_gives_its_exit_code(machine: Callable[..., Machine]) -> None:
     here = machine()
     run = here.run(FAKE_NEURON_SPOIL=str(here.place.path / PREPARED), code=65)
@@ -246,6 +249,7 @@ def test_sigterm_in_the_trial_run_and_in_a_compile(machine: Callable[..., Machin
 def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[str, str]) -> list[Machine]:
     """The nodes of one AWS Batch job, each with a disk of its own."""
     nodes: list[Machine] = []
+    port = str(free_port())
     for index in range(2):
         batch = {
             "AWS_BATCH_JOB_ID": f"{job}#{index}",
@@ -254,12 +258,12 @@ def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[
             "AWS_BATCH_JOB_NODE_INDEX": str(index),
             "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
             "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
+            "MASTER_PORT": port,
         }
         nodes.append(machine(*ON_TWO, *flags, beside=nodes[0] if nodes else None, env={**env, **batch}))
     return nodes
 
 
-@pytest.mark.usefixtures("rendezvous_port")
 def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
     machine: Callable[..., Machine], s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +285,6 @@ def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
     assert len(main.place.events("graph_compiled")) == 1
 
 
-@pytest.mark.usefixtures("rendezvous_port")
 def test_a_node_that_fails_ends_the_other(machine: Callable[..., Machine]) -> None:
     """Before its trial run, for which the other's waits."""
     main, other = two_nodes(machine, "bad", env={})
@@ -294,6 +297,7 @@ def test_a_node_that_fails_ends_the_other(machine: Callable[..., Machine]) -> No
         node.assert_nothing_published()
 
 
+@pytest.mark.thorough
 def test_a_node_that_fails_before_it_looks_into_its_cache_ends_the_other(machine: Callable[..., Machine]) -> None:
     main, other = two_nodes(machine, "worse", env={})
     runs = [main.start(), other.start(f"--compile.sync-url={other.tools.cache}")]

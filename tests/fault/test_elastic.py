@@ -65,9 +65,13 @@ def test_two_processes_on_xla(place: Callable[..., Place]) -> None:
     ("variables", "said"),
     [
         ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "two"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK 2 of WORLD_SIZE 2"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, "launch environment"),
+        pytest.param({"WORLD_SIZE": "two", "RANK": "0"}, "two", marks=pytest.mark.thorough),
+        pytest.param(
+            {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK 2 of WORLD_SIZE 2", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, "launch environment", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_broken_launch_variables(place: Callable[..., Place], variables: dict[str, str], said: str) -> None:

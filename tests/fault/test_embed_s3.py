@@ -78,7 +78,11 @@ def test_throttling_broken_bodies_and_lost_answers(s3: Storage, proxy: Proxy, tm
 
 @pytest.mark.parametrize(
     ("method", "part", "after"),
-    [("PUT", "/part-00002", 2), ("GET", "/in/file-1", 0), ("PUT", "MANIFEST.json", 4)],
+    [
+        ("PUT", "/part-00002", 2),
+        pytest.param("GET", "/in/file-1", 0, marks=pytest.mark.thorough),
+        pytest.param("PUT", "MANIFEST.json", 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_beyond_the_retry_budget_it_ends_with_75_and_goes_on_later(
     s3: Storage, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, part: str, after: int

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import RANK_REPORTS
 from pipeline.proc.cleanup import MARK_VARIABLE
 from tests.fault.harness import CYCLE, ROOT, Place, Run
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -99,7 +99,7 @@ def done(run: Run) -> list[list[str]]:
     return [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_sound_machine_passes(here: Place, processes: int) -> None:
     run = here.run("health", f"--launch.processes={processes}")
     found = verdicts(here)
@@ -129,7 +129,13 @@ def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> Non
 @pytest.mark.parametrize(
     ("fault", "code", "verdict", "seen"),
     [
-        ("coarse@0 coarse@1", 0, "warn", "; the same on all 2 ranks: a tolerance, not a defect"),
+        pytest.param(
+            "coarse@0 coarse@1",
+            0,
+            "warn",
+            "; the same on all 2 ranks: a tolerance, not a defect",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("coarse@1", RETRY, "retry", "rank 1: matmul fp32: relative error", marks=pytest.mark.thorough),
     ],
 )
@@ -146,7 +152,12 @@ def test_an_error_that_all_cores_share_is_no_defect(
     ("fault", "check", "seen"),
     [
         ("absent@1", "collectives", "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s"),
-        ("dies@1", "ranks", "rank 1 of this node ended without a word after check device"),
+        pytest.param(
+            "dies@1",
+            "ranks",
+            "rank 1 of this node ended without a word after check device",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen: str) -> None:
@@ -200,8 +211,9 @@ def on_node(place: Place, node: int, folder: Path, attempt: int, *flags: str) ->
     return place.start("health", f"--scratch={folder / str(node)}", *flags)
 
 
-@pytest.mark.usefixtures("rendezvous_port")
 def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> None:
+    port = free_port()
+    here.env = {**here.env, "MASTER_PORT": str(port)}
     both = [on_node(here, node, tmp_path, 1, "--health.only=collectives") for node in range(2)]
     assert [run.wait() for run in both] == [0, 0], both[0].err + both[1].err
     found = verdicts(here, 1)
@@ -209,9 +221,9 @@ def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> No
 
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", MASTER_PORT))
+        listener.bind(("", port))
         listener.listen(1)
         both = [on_node(here, node, tmp_path, 2) for node in range(2)]
         assert [run.wait() for run in both] == [RETRY, RETRY]
-    holder = f"port {MASTER_PORT} (torchrun) is held by "
+    holder = f"port {port} (torchrun) is held by "
     assert all("node 0 (" in run.err and holder in run.err for run in both)

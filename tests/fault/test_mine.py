@@ -34,7 +34,9 @@ def kill_after_three(place: Place, kind: str, flags: list[str]) -> None:
     ("source", "kinds"),
     [
         pytest.param("bm25", ("negatives",), id="bm25"),
-        pytest.param("checkpoint", ("vectors", "negatives"), id="vectors", marks=pytest.mark.slow),
+        pytest.param(
+            "checkpoint", ("vectors", "negatives"), id="vectors", marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
     ],
 )
 def test_killed_and_run_again(place: Callable[..., Place], source: str, kinds: tuple[str, ...]) -> None:

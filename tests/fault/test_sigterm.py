@@ -20,6 +20,7 @@ def assert_stopped(place: Place, stage: str) -> None:
     assert (last["event"], last["stage"]) == ("stage_stopped", stage)
 
 
+@pytest.mark.thorough
 def test_in_prepare(bare_place: Callable[..., Place]) -> None:
     here = bare_place("cpu")
     run = here.start("prepare")
@@ -42,6 +43,7 @@ def test_in_a_step(place: Callable[..., Place]) -> None:
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_in_an_evaluation(place: Callable[..., Place]) -> None:
     """The figures of a step are written just before its evaluation starts."""
     here = place("cpu")
@@ -67,6 +69,7 @@ def test_in_a_save(place: Callable[..., Place]) -> None:
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_after_the_last_step(place: Callable[..., Place]) -> None:
     here = place("cpu")
     run = here.start("train")

@@ -285,6 +285,8 @@ def test_ports_of_a_run() -> None:
     assert ports(0, 1) == [(62182, True)]
     assert ports(0, 2) == [(41000, True), (62182, True)]
     assert ports(1, 2) == [(41000, False), (62182, False)]
+    (moved,) = usual_ports({"MASTER_PORT": "700"}, node_rank=0, num_nodes=2, on_neuron=False)
+    assert moved.number == 700
     assert ports(0, 1, root="[fe80::1]:700") == [(700, True)]
     for wrong in ("localhost", "a:b", "a:0", "a:65536"):
         with pytest.raises(ConfigError, match="NEURON_RT_ROOT_COMM_ID"):

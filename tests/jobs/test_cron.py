@@ -5,7 +5,7 @@ from datetime import UTC, date, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cron import parse_schedule
@@ -46,7 +46,6 @@ def numbers(low: int, high: int) -> st.SearchStrategy[set[int]]:
     zone=st.sampled_from(ZONES),
     day=st.sampled_from(DAYS),
 )
-@settings(max_examples=60, deadline=None)
 def test_as_brute_force_over_every_minute(
     minutes: set[int],
     hours: set[int],
@@ -126,7 +125,6 @@ def test_rates_count_from_their_start_whatever_the_clocks_do() -> None:
     interval=st.integers(1, 5000),
     offset=st.integers(-10_000, 10_000),
 )
-@settings(max_examples=60, deadline=None)
 def test_rates_as_brute_force(interval: int, offset: int) -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     schedule = parse_schedule(f"rate({interval} minutes)", start=start)
@@ -137,7 +135,6 @@ def test_rates_as_brute_force(interval: int, offset: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["cron(0 0 29 2 ? *)", "cron(7 3 ? * 2#5 *)", "cron(0 12 L 2,9 ? *)"]))
-@settings(max_examples=40, deadline=None)
 def test_previous_and_next_are_inverse_over_years(hours: int, expression: str) -> None:
     schedule = parse_schedule(expression, "America/New_York")
     instant = datetime(1990, 1, 1, tzinfo=UTC) + timedelta(hours=hours)
@@ -214,7 +211,6 @@ def test_a_schedule_that_has_ended() -> None:
 
 
 @given(st.integers(1970, 2199), st.integers(1, 12), st.integers(1, 31))
-@settings(max_examples=100, deadline=None)
 def test_the_working_day_nearest_to_a_day(year: int, month: int, day: int) -> None:
     length = calendar.monthrange(year, month)[1]
     start = datetime(year, month, 1, tzinfo=UTC)

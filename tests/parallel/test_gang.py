@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os
@@ -41,6 +43,8 @@ except TransientError as error:
 
 @pytest.mark.stage
 def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
+    port = str(free_port())
+
     def start(rank: int) -> subprocess.Popen[str]:
         env = {
             **os.environ,
@@ -48,7 +52,7 @@ def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(29_000 + os.getpid() % 20_000),
+            "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }

@@ -1,7 +1,7 @@
 """How ranks and micro-steps share a global batch."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError
@@ -20,7 +20,6 @@ def test_fewest_micro_steps(batch: int, micro: int, world_size: int, expected: i
     assert batch_share(config(batch, micro), world_size).accumulation == expected
 
 
-@settings(deadline=None)
 @given(st.integers(2, 200), st.integers(2, 64), st.integers(1, 6), st.integers(1, 8))
 def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_size: int, slots: int) -> None:
     try:

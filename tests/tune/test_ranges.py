@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import optuna
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution
 from optuna.pruners import HyperbandPruner
@@ -121,7 +121,6 @@ def test_the_best_of_a_rung_goes_on_and_only_at_a_rung_is_anything_ended(
         assert not band.is_pruned(bracket, first // band.reduction, value, others)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(1, 9, 3), (2, 16, 2), (10, 500, 4), (3, 100, 3)]),
     st.lists(st.lists(st.integers(0, 9), min_size=8, max_size=8), min_size=1, max_size=12),

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.fairshare.policy import FairSharePolicy, ShareWeight
@@ -124,7 +124,6 @@ some_jobs = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     fields=some_jobs,
     kernel=st.sampled_from(Kernel),

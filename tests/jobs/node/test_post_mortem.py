@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.node.post_mortem import PostMortem, as_bytes, is_secret, secrets_of, shown_environment
@@ -93,7 +93,6 @@ def test_only_the_last_events_and_lines_are_kept() -> None:
 texts = st.text(max_size=40).map(lambda text: text * 400)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     events=st.lists(texts, max_size=60),
     log=st.lists(texts, max_size=60),

@@ -32,7 +32,6 @@ def register_all(client: BatchClient, of: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
 def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: Plan) -> None:
     assert list(plan_problems(of)) == []
     ids = {one.name: f"{index:036d}" for index, one in enumerate(of.jobs)}
@@ -45,7 +44,6 @@ def test_requests_of_any_plan_validate_against_the_model_of_the_service(of: Plan
 
 
 @given(plans())
-@settings(max_examples=30, deadline=None)
 def test_what_is_registered_compares_equal_and_is_not_registered_again(of: Plan) -> None:
     fake = FakeBatch(Clock())
     client = BatchClient(fake, policy=FAST)
