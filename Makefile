@@ -45,6 +45,8 @@ REVISION     = $(shell git describe --always --dirty --abbrev=12 --exclude='*')
 TAG          = $(REPOSITORY):$(IMAGE)-$(REVISION)
 REGISTRY     = $(firstword $(subst /, ,$(REPOSITORY)))
 REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
+# All extras but neuron, whose packages come from AWS's own index.
+EXTRAS      := xla hf tensorboard ann baselines tune report dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
@@ -175,7 +177,7 @@ destroy: terraform  ## AWS: show what would be taken down, ask, then do it; a bu
 
 lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	mkdir -p build
-	$(UV_COMPILE) pyproject.toml --all-extras --python-version 3.11 \
+	$(UV_COMPILE) pyproject.toml $(EXTRAS:%=--extra %) --python-version 3.11 \
 	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o requirements.lock
 	grep -oE '^[^ #]+==[^ ]+' requirements.lock > build/constraints.txt
 	grep -v '^pyarrow==' build/constraints.txt > build/constraints-neuron.txt

@@ -13,6 +13,7 @@ RUN pip install --no-cache-dir --no-deps --require-hashes --requirement docker/b
 COPY pyproject.toml README.md LICENSE ./
 COPY pipeline/ pipeline/
 COPY jobs/ jobs/
+COPY trnpipe/ trnpipe/
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM base AS build

@@ -18,6 +18,7 @@ RUN /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes --requi
 COPY pyproject.toml README.md LICENSE ./
 COPY pipeline/ pipeline/
 COPY jobs/ jobs/
+COPY trnpipe/ trnpipe/
 RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM base AS build

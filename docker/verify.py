@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-PACKAGES = ("pipeline", "jobs")
+PACKAGES = ("pipeline", "jobs", "trnpipe")
 COMMANDS = ("trnpipe", "trnjobs", "trnjobs-entry")
 # Imported by one module each, which says what to install when it is asked for.
 OPTIONAL = ("torch-neuronx", "usearch", "tensorboard", "matplotlib", "optuna")

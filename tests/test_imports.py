@@ -98,7 +98,7 @@ def problems(root: Path) -> list[str]:
     """Every import below `root` that breaks a rule, as `file: reason`."""
     found: list[str] = []
     edges: dict[str, set[str]] = {}
-    for path in sorted([*root.glob("pipeline/**/*.py"), *root.glob("jobs/**/*.py")]):
+    for path in sorted(path for name in ("pipeline", "jobs", "trnpipe") for path in root.glob(f"{name}/**/*.py")):
         where = path.relative_to(root)
         unit = unit_of(where.with_suffix("").parts)
         for name in imports_of(path, list(where.parts[:-1])):
@@ -136,6 +136,8 @@ def outside_problems(where: Path, unit: str, top: str) -> Iterator[str]:
     text = where.as_posix()
     if top == "jobs" and where.parts[0] == "pipeline":
         yield "pipeline must not import jobs"
+    if top == "trnpipe" and where.parts[0] != "trnpipe":
+        yield f"{where.parts[0]} must not import trnpipe, which is for users"
     if top in ONLY_IN and not any(
         text == place or (place.endswith("/") and text.startswith(place)) for place in ONLY_IN[top]
     ):
@@ -185,6 +187,8 @@ def test_config_modules_do_not_import_torch(package: str) -> None:
         ("jobs/plan/a.py", "from jobs.commands import submit", "plan must not import commands"),
         ("jobs/plan/a.py", "from pipeline.io import storage", "plan must not import pipeline.io"),
         ("jobs/plan/a.py", "import pyarrow", "plan must not import pyarrow"),
+        ("jobs/commands/a.py", "import trnpipe", "jobs must not import trnpipe"),
+        ("trnpipe/a.py", "import torch", "torch is only for"),
         ("jobs/commands/a.py", "from jobs import cli", "commands must not import cli"),
         ("jobs/a.py", "import boto3", "boto3 is only for"),
         ("jobs/a.py", "import torch", "torch is only for"),

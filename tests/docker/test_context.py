@@ -57,7 +57,7 @@ def test_what_is_private_stays(path: str, ignored: PatternMatcher) -> None:
 def test_of_this_checkout_only_sources_go(ignored: PatternMatcher) -> None:
     sent = {path for path in tracked() if not ignored.matches(path)} - {".dockerignore"}  # the client reads it
     folders = {path.partition("/")[0] for path in sent}
-    assert folders == {"pipeline", "jobs", "configs", "docker", "pyproject.toml", "README.md", "LICENSE"}
+    assert folders == {"pipeline", "jobs", "trnpipe", "configs", "docker", "pyproject.toml", "README.md", "LICENSE"}
     assert {Path(path).suffix for path in sent} == {".py", ".toml", ".lock", ".md", ""}
     assert {path for path in sent if not Path(path).suffix} == {"LICENSE"}
 

@@ -16,7 +16,7 @@ from tests.docs.programs import make_targets, terraform_variables
 
 DOCUMENTS = markdown_files()
 OPERATE = ROOT / "docs" / "operate.md"
-OURS = ("bench", "configs", "docker", "docs", "infra", "jobs", "pipeline", "tests")
+OURS = ("bench", "configs", "docker", "docs", "infra", "jobs", "pipeline", "tests", "trnpipe")
 MADE_BY_USERS = {
     "configs/ours.toml",
     "infra/backend.hcl",

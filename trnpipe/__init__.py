@@ -1,0 +1,53 @@
+"""trnpipe from a script: the settings, and what a stage is given to work with.
+
+    import trnpipe
+    settings = trnpipe.resolve([Path("configs/quickstart.toml")], os.environ).settings
+    with trnpipe.open_context(settings, trnpipe.StopSignal()) as ctx:
+        ...  # what the modules of `pipeline` offer
+
+Names are imported when they are first asked for: `import trnpipe` alone imports neither torch nor the settings.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pipeline import __version__
+
+if TYPE_CHECKING:
+    from jobs.settings import CycleSettings
+    from pipeline.context import StageContext, StageResult, open_context
+    from pipeline.core.errors import TrnpipeError
+    from pipeline.core.stop import StopSignal
+    from pipeline.settings import Settings, resolve
+
+__all__ = [
+    "CycleSettings",
+    "Settings",
+    "StageContext",
+    "StageResult",
+    "StopSignal",
+    "TrnpipeError",
+    "__version__",
+    "open_context",
+    "resolve",
+]
+_HOME = {
+    "CycleSettings": "jobs.settings",
+    "Settings": "pipeline.settings",
+    "StageContext": "pipeline.context",
+    "StageResult": "pipeline.context",
+    "StopSignal": "pipeline.core.stop",
+    "TrnpipeError": "pipeline.core.errors",
+    "open_context": "pipeline.context",
+    "resolve": "pipeline.settings",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trnpipe' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
