@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from jobs.node.command import ProcessSeen
-from jobs.node.messages import NodeSeen
+from jobs.node.gang import NodeSeen
 
 MAX_BYTES = 2**20
 MAX_EVENTS = 200

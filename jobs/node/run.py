@@ -15,10 +15,9 @@ from pydantic import JsonValue
 
 from jobs.node.command import Command, LogTail, deserves_post_mortem
 from jobs.node.environment import Place, Timing
-from jobs.node.hub import Hub, listen
-from jobs.node.link import Link
+from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, file_name, secrets_of, shown_environment
-from jobs.node.supervisor import Alone, Outcome, Peers, Supervisor, watched_signals
+from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
@@ -106,7 +105,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
 def _peers(place: Place, timing: Timing, say: Say) -> Peers:
     if place.num_nodes == 1:
-        return Alone()
+        return Peers()
     if place.node > 0:
         return Link(place, timing)
     return Hub(place, timing, say, listen(place.main_address, place.port))

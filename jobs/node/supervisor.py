@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
 from jobs.node.command import Command, ProcessSeen, exit_code_of_return
 from jobs.node.environment import Timing
-from jobs.node.messages import NodeSeen
+from jobs.node.gang import Peers
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 
@@ -69,57 +68,6 @@ def watched_signals() -> Iterator[Signals]:
 STACKS_S = 1.0  # for processes to show their stacks before they are killed
 UNKILLABLE_S = 4.0
 MAX_WAIT_S = 0.5
-
-
-class Peers(Protocol):
-    """The other nodes of the job: see Hub and Link."""
-
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def trouble(self) -> str: ...
-    @property
-    def settled(self) -> bool: ...
-
-    def sockets(self) -> Iterator[socket.socket]: ...
-    def tick(self) -> None: ...
-    def report(self, code: int) -> None: ...
-    def stop(self, reason: str) -> None: ...
-    def exit_code(self, own: int, *, stopped: bool) -> int: ...
-    def seen(self) -> list[NodeSeen]: ...
-    def acknowledge(self) -> None: ...
-    def close(self, limit_s: float) -> None: ...
-
-
-class Alone:
-    """No other nodes."""
-
-    ready = settled = True
-    trouble = ""
-
-    def sockets(self) -> Iterator[socket.socket]:
-        return iter(())
-
-    def tick(self) -> None:
-        return
-
-    def report(self, code: int) -> None:
-        return
-
-    def stop(self, reason: str) -> None:
-        return
-
-    def exit_code(self, own: int, *, stopped: bool) -> int:
-        return own
-
-    def seen(self) -> list[NodeSeen]:
-        return []
-
-    def acknowledge(self) -> None:
-        return
-
-    def close(self, limit_s: float) -> None:
-        return
 
 
 @dataclass(frozen=True)

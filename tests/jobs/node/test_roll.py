@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.node.messages import Roll
+from jobs.node.gang import Roll
 
 RETRY, PREEMPTED = 75, 143
 

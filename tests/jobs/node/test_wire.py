@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.node.messages import MAX_LINE_BYTES, Channel, Message, PeerGone
+from jobs.node.gang import MAX_LINE_BYTES, Channel, Message, PeerGone
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def pair() -> Iterator[tuple[Channel, socket.socket]]:
         near, _ = server.accept()
     channel = Channel(near)
     yield channel, far
-    channel.close()
+    channel.socket.close()
     far.close()
 
 
