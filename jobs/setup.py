@@ -16,7 +16,7 @@ from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.batch.placement import placed
-from jobs.targets.local.slots import Slots
+from jobs.targets.local.engine import Slots
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
@@ -160,9 +160,9 @@ def open_target(
         return LocalTarget(store, scratch, machine, say, stop, settings.jobs.stop_grace_s)
     from jobs.targets.batch.client import (
         BatchClient,  # boto3 takes a while to import
+        LogsClient,
         connect,
     )
-    from jobs.targets.batch.parse import LogsClient
     from jobs.targets.batch.target import BatchTarget
 
     client, logs = BatchClient(connect("batch"), stop=stop), LogsClient(connect("logs"), stop=stop)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.cycle.records import JobRecord
-from jobs.targets.local.files import LocalFiles
 from jobs.targets.local.keeper import ENDED, STARTED
+from jobs.targets.local.nodes import LocalFiles
 from pipeline.core.errors import TrnpipeError
 from pipeline.embed.vector_set import open_vectors
 from pipeline.io.commit import verify_dir

@@ -18,7 +18,7 @@ from bench.chaos.s3 import FailingServer
 from bench.results import ROOT
 from jobs.cycle.records import JobState
 from jobs.cycle.store import CycleStore
-from jobs.targets.local.files import LocalFiles, local_files
+from jobs.targets.local.nodes import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.history import read_pointer

@@ -11,9 +11,8 @@ from jobs.config import ScheduleConfig
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan
+from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.preflight import account_problems, account_warnings
-from jobs.targets.batch.terraform_plan import read_planned
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.progress import Say
 from pipeline.settings import resolve

@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
             BatchClient,  # boto3 takes a while to import
             connect,
         )
-        from jobs.targets.batch.diff import change_lines, definition_changes
+        from jobs.targets.batch.definitions import change_lines
 
-        for line in change_lines(definition_changes(BatchClient(connect("batch")), plan)):
+        for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)
     else:
         target = arguments.target or settings.jobs.target

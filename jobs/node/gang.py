@@ -1,8 +1,8 @@
 """The nodes of one try of a job: who is here, who has failed, and the word to stop.
 
 Every node keeps one TCP connection to the main node and says one small JSON object a line. AWS Batch tells nobody when
-a node dies: a broken connection does at once, a missing heartbeat after a while. (A TCPStore would cost each entry the import
-of torch: measured 1.5 s of CPU and 480 MiB.)
+a node dies: a broken connection does at once, a missing heartbeat after a while. (A TCPStore would cost each entry the
+import of torch: measured 1.5 s of CPU and 480 MiB.)
 """
 
 import contextlib

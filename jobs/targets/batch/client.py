@@ -130,8 +130,8 @@ Detail = Mapping[str, Any]
 T = TypeVar("T")
 
 
-class BatchClient:
-    """AWS Batch. `raw` is boto3's client, or what answers like it."""
+class _Client:
+    """`raw` is boto3's client, or what answers like it."""
 
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
@@ -141,6 +141,10 @@ class BatchClient:
         return call_with_retry(
             work, self._policy, retryable=retryable, stop=self._stop, doing=doing, on_retry=lambda: None
         )
+
+
+class BatchClient(_Client):
+    """AWS Batch."""
 
     def register(self, request: Request) -> str:
         """A new revision of a job definition, as `name:revision`."""
@@ -230,18 +234,28 @@ def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
         yield list(names[first : first + MAX_DESCRIBED])
 
 
-# Job definitions: one revision per content.
+class LogsClient(_Client):
+    """CloudWatch Logs. Rights: logs:GetLogEvents on the group."""
 
+    def lines(self, group: str, stream: str) -> Iterator[str]:
+        """All lines of a stream, oldest first. Raises ConfigError when there is none."""
+        request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+        while True:
+            answer = self._get(request)
+            yield from (str(event["message"]) for event in answer["events"])
+            if answer["nextForwardToken"] == request.get("nextToken"):  # at the end it repeats; empty pages may come
+                return
+            request["nextToken"] = answer["nextForwardToken"]
 
-def registered(client: BatchClient, request: Request) -> Detail | None:
-    """The newest active revision with the content of this request; None when there is none."""
-    content = request["tags"]["content"]
-    revisions = client.active_definitions(request["jobDefinitionName"])
-    same = [one for one in revisions if one.get("tags", {}).get("content") == content]
-    return max(same, key=lambda one: int(one["revision"]), default=None)
-
-
-def ensure_definition(client: BatchClient, request: Request) -> str:
-    """`name:revision` of this content, registered if need be. (Two at once may register it twice: both serve.)"""
-    found = registered(client, request)
-    return f"{found['jobDefinitionName']}:{found['revision']}" if found else client.register(request)
+    def _get(self, request: Request) -> Any:
+        doing = f"reading log {request['logGroupName']} {request['logStreamName']}"
+        try:
+            return self.repeat(lambda: self._raw.get_log_events(**request), doing=doing, retryable=is_retryable)
+        except AWS_ERRORS as error:
+            if name_of(error) == "ResourceNotFound":
+                raise ConfigError(
+                    f"no log stream {request['logStreamName']} in {request['logGroupName']}",
+                    expected="a job that has started, within the retention of the group",
+                    next_command="trnjobs status",
+                ) from error
+            raise translate(error, doing) from error

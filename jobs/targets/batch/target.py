@@ -4,15 +4,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from jobs.cycle.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
-from jobs.cycle.records import JobRecord, JobState, Submission
+from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.batch import parse
-from jobs.targets.batch.client import BatchClient, Detail, UnknownOutcome, ensure_definition
-from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.account import preflight
+from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
+from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.placement import placement_of
-from jobs.targets.batch.preflight import preflight
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
 from pipeline.core.errors import ConfigError, TransientError
 
@@ -125,7 +124,7 @@ class BatchTarget:
         current = self.store.current()
         known = {one.id: one for one in self.store.records()}
         described = self.client.describe_jobs([one.id for one in current.values()])
-        described |= self.client.describe_jobs([one for job in described.values() for one in parse.parts(job)])
+        described |= self.client.describe_jobs([one for job in described.values() for one in _parts(job)])
         return tuple(self._record(current[job.name], described, known) for job in plan.jobs if job.name in current)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
@@ -210,7 +209,7 @@ class BatchTarget:
     ) -> JobRecord:
         detail = described.get(submission.id)
         if detail is not None:
-            return parse.job_record(submission.job, detail, described)
+            return _job_record(submission.job, detail, described)
         last = known.get(submission.id)
         if last is not None and last.state.is_final:
             return last
@@ -243,3 +242,80 @@ def _check_names(plan: Plan, round_: int, jobs: Sequence[JobSpec]) -> None:
 def _round_request(plan: Plan, round_: int, job: JobSpec, request: Request) -> Request:
     tags = request["tags"] | {PLAN_TAG: plan.plan_id, "round": str(round_)}
     return request | {"jobName": name_in_round(plan, job, round_), "tags": tags}
+
+
+# From DescribeJobs to records. Times of AWS are milliseconds.
+
+_STARTED = (JobState.STARTING, JobState.RUNNING)
+
+
+def _num_nodes(detail: Detail) -> int:
+    """Of a gang; 0 for other jobs."""
+    return int(detail.get("nodeProperties", {}).get("numNodes", 0))
+
+
+def _parts(detail: Detail) -> list[str]:
+    """Ids of what a job consists of: the children of an array, the nodes of a gang."""
+    job_id = detail["jobId"]
+    size = int(detail.get("arrayProperties", {}).get("size", 0))
+    return [*(f"{job_id}:{i}" for i in range(size)), *(f"{job_id}#{i}" for i in range(_num_nodes(detail)))]
+
+
+def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> JobRecord:
+    """One job. `described`: also its children or nodes, by id; those that are not there yet are left out."""
+    ids = _parts(detail)
+    nodes = [described.get(one, {}) for one in ids if "#" in one]
+    children = [
+        _job_record(f"{name}:{one.rpartition(':')[2]}", described[one], {})
+        for one in ids
+        if "#" not in one and one in described
+    ]
+    return JobRecord(
+        name=name,
+        id=str(detail["jobId"]),
+        state=JobState(detail["status"]),
+        status_reason=str(detail.get("statusReason") or ""),
+        created_at=_seconds(detail.get("createdAt")) or 0.0,
+        started_at=_seconds(detail.get("startedAt")),
+        stopped_at=_seconds(detail.get("stoppedAt")),
+        attempts=_attempts(detail, nodes),
+        children=tuple(children),
+        num_nodes=_num_nodes(detail),
+    )
+
+
+def _attempts(detail: Detail, nodes: Sequence[Detail]) -> tuple[AttemptRecord, ...]:
+    """Those that ended, and the one under way, which AWS Batch describes at the top of the job only."""
+    if detail.get("arrayProperties", {}).get("size"):
+        return ()  # its children run, it does not
+    ended = list(detail.get("attempts") or ())
+    found = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
+    under_way = JobState(detail["status"]) in _STARTED and all(one.get("stoppedAt") for one in ended)
+    only_one = not ended and detail.get("startedAt")
+    if under_way or only_one:
+        found.append(_attempt(detail, nodes or [detail], len(ended)))
+    return tuple(found)
+
+
+def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:
+    container = detail.get("container") or {}
+    code = container.get("exitCode")
+    return AttemptRecord(
+        started_at=_seconds(detail.get("startedAt")),
+        stopped_at=_seconds(detail.get("stoppedAt")),
+        exit_code=None if code is None else int(code),
+        status_reason=str(detail.get("statusReason") or ""),
+        reason=str(container.get("reason") or ""),
+        log_streams=tuple(_log_stream(node, index) for node in nodes),
+    )
+
+
+def _log_stream(node: Detail, index: int) -> str:
+    """Of attempt `index` (from 0) of a node or single container; empty when it has none (yet)."""
+    ended = node.get("attempts") or ()
+    one = ended[index] if index < len(ended) else node
+    return str((one.get("container") or {}).get("logStreamName") or "")
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return milliseconds / 1000 if milliseconds else None

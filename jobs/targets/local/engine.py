@@ -7,24 +7,158 @@ attempt is started by a later tick alone.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from pydantic import Field
+
 from jobs.cycle import states
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.states import EXITED, INTERRUPTED, Leaf
+from jobs.cycle.states import EXITED, INTERRUPTED, AttemptEnd, Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.local.files import LocalFiles
-from jobs.targets.local.gang import NodeView, Phase, Step, StoppedBy, attempt_end, next_step
-from jobs.targets.local.nodes import LOOPBACK, Nodes, NodeStart, Signal, local_command, node_environment
-from jobs.targets.local.slots import Slots, admitted
+from jobs.plan.spec import JobSpec
+from jobs.targets.local.nodes import (
+    LOOPBACK,
+    LocalFiles,
+    NodeEnd,
+    NodeStart,
+    NodeView,
+    Phase,
+    Processes,
+    Signal,
+    StoppedBy,
+    local_command,
+    node_environment,
+)
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import translate_os_error
 from pipeline.parallel.network import own_address
 from pipeline.proc.children import MARGIN_S
+
+# What of a machine is free: virtual CPUs, memory, and the places for gangs.
+
+
+class Slots(Record):
+    """An amount of resources: of a machine, or of what runs on it."""
+
+    vcpus: int = Field(0, ge=0)
+    memory_mib: int = Field(0, ge=0)
+    gangs: int = Field(0, ge=0, description="Multi-node jobs at once")
+
+    def plus(self, other: "Slots") -> "Slots":
+        return Slots(
+            vcpus=self.vcpus + other.vcpus,
+            memory_mib=self.memory_mib + other.memory_mib,
+            gangs=self.gangs + other.gangs,
+        )
+
+    def fits_in(self, room: "Slots") -> bool:
+        return self.vcpus <= room.vcpus and self.memory_mib <= room.memory_mib and self.gangs <= room.gangs
+
+    def __str__(self) -> str:
+        gangs = f", {self.gangs} gang" if self.gangs else ""
+        return f"{self.vcpus} vCPU, {self.memory_mib:,} MiB{gangs}"
+
+
+def need_of(job: JobSpec) -> Slots:
+    """Of one leaf: all nodes of a gang, or one child of an array."""
+    nodes = max(1, job.num_nodes)
+    return Slots(
+        vcpus=job.resources.vcpus * nodes,
+        memory_mib=job.resources.memory_mib * nodes,
+        gangs=1 if job.num_nodes else 0,
+    )
+
+
+def admitted(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
+    """Who may start now, from the head of the queue on. Nobody overtakes a job that does not fit, as in AWS Batch."""
+    used = Slots()
+    for leaf in active:
+        used = used.plus(need_of(leaf.spec))
+    chosen = []
+    for leaf in queue:
+        used = used.plus(need_of(leaf.spec))
+        if not used.fits_in(machine):
+            break
+        chosen.append(leaf)
+    return chosen
+
+
+def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
+    """Raises ConfigError naming every job that could never run here."""
+    too_big = [f"{job.name}: {need_of(job)}" for job in jobs if not need_of(job).fits_in(machine)]
+    if too_big:
+        raise ConfigError(
+            "\n  ".join([f"{len(too_big)} jobs need more than this machine gives:", *too_big]),
+            expected=f"at most {machine} at once",
+            next_command="fewer nodes or smaller jobs (settings under [jobs]), or trnjobs submit --target batch",
+        )
+
+
+# The nodes of one attempt, as AWS Batch runs them; a job of one container is a gang of its main node alone.
+#
+# The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that of the
+# attempt. The end of another node changes nothing. Source: the user guide of AWS Batch, multi-node parallel jobs.
+
+SIGKILL_CODE = 137  # 128 + 9, as a container reports it
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do with the nodes of an attempt now, by index."""
+
+    start: tuple[int, ...] = ()
+    stop: tuple[int, ...] = ()
+    exclude: tuple[int, ...] = ()
+    """Have not started, and never may."""
+    is_over: bool = False
+
+
+def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
+    """`stopping`: the attempt is to end, because of a user."""
+    main = nodes[0].phase
+    if main is Phase.ENDED or stopping:
+        return Step(
+            stop=_those(nodes, Phase.STARTING, Phase.RUNNING),
+            exclude=_those(nodes, Phase.ABSENT),
+            is_over=all(node.phase is Phase.ENDED for node in nodes),
+        )
+    if main is Phase.ABSENT:
+        return Step(start=(0,))
+    return Step(start=_those(nodes, Phase.ABSENT) if main is Phase.RUNNING else ())
+
+
+def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
+    """The end of an attempt in the words of AWS Batch.
+
+    `cancelled`: a user's reason. `interrupted`: the engine is being stopped. A SIGKILL that is neither ours nor for
+    want of memory did not come from the code: it counts as a lost machine.
+    """
+    code = main.exit_code
+    if cancelled and (main.stopped_by or code != 0):
+        return AttemptEnd(code, cancelled)
+    if main.stopped_by == "timeout":
+        return AttemptEnd(code, states.TIMED_OUT)
+    if (main.stopped_by == "SIGINT" and code != 0) or (interrupted and main.error):
+        return AttemptEnd(code, states.INTERRUPTED)
+    if main.lost:
+        return AttemptEnd(None, states.HOST_TERMINATED)
+    if code is None:
+        return AttemptEnd(None, states.TASK_NOT_STARTED, f"CannotStartContainerError: {main.error}")
+    if code == SIGKILL_CODE and main.out_of_memory:
+        return AttemptEnd(code, states.EXITED, "OutOfMemoryError: Container killed due to memory usage")
+    if code == SIGKILL_CODE and not main.stopped_by:
+        return AttemptEnd(code, states.HOST_TERMINATED, "Killed from outside")
+    return AttemptEnd(code, states.EXITED)
+
+
+def _those(nodes: Sequence[NodeView], *phases: Phase) -> tuple[int, ...]:
+    return tuple(index for index, node in enumerate(nodes) if node.phase in phases)
+
 
 # What the engine says of a job whose state has changed, for people. Pure.
 
@@ -79,7 +213,7 @@ class Engine:
     records: dict[str, JobRecord]
     rounds: Mapping[str, int]
     files: LocalFiles
-    nodes: Nodes
+    nodes: Processes
     machine: Slots
     stop: StopSignal
     say: Callable[[str], object]

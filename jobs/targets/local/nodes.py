@@ -1,5 +1,15 @@
-"""Nodes as processes: start a keeper, look at what it wrote, tell it to stop."""
+"""Nodes as processes: start a keeper, look at what it wrote, tell it to stop; and the files of the engine.
 
+Below one folder of the cycle:
+
+engine.lock                         held by the one engine of the cycle
+round-<n>/state.json                the leaves that were submitted in a round
+cancel.json                         reasons by id of job: what a user has cancelled
+attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see keeper.py);
+                                    killed.json where the engine had to end it
+"""
+
+import fcntl
 import hashlib
 import os
 import signal
@@ -8,22 +18,62 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from jobs.cycle.records import JobRecord
 from jobs.cycle.states import Leaf
 from jobs.plan.dag import Plan
 from jobs.targets.local import keeper
-from jobs.targets.local.files import is_locked, leaf_folder
-from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
+from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
+from pipeline.io.storage import Storage
 from pipeline.proc.children import end_marked, kill_marked
 
 T = TypeVar("T")
 KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 Signal = Literal["SIGTERM", "SIGINT"]
+
+
+class Phase(StrEnum):
+    """Where one node is."""
+
+    ABSENT = "absent"
+    STARTING = "starting"
+    """Under way, its command has not begun."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+StoppedBy = Literal["", "timeout", "SIGTERM", "SIGINT"]
+"""What made a keeper end its command. SIGINT: the user interrupted the engine."""
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """How the command of one node ended. `at`: seconds since 1970; None: nobody knows."""
+
+    at: float | None = None
+    exit_code: int | None = None
+    stopped_by: StoppedBy = ""
+    out_of_memory: bool = False
+    lost: bool = False
+    """Its keeper died, so nobody knows."""
+    error: str = ""
+    """Why it could not be started."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """What is seen of one node now."""
+
+    phase: Phase
+    started_at: float | None = None
+    end: NodeEnd | None = None
 
 
 @dataclass(frozen=True)
@@ -33,23 +83,6 @@ class NodeStart:
     command: Sequence[str]
     environment: Mapping[str, str]
     timeout_s: float
-
-
-class Nodes(Protocol):
-    """Nodes by their folders, each of which names one node of one try for ever."""
-
-    def look(self, folder: Path) -> NodeView: ...
-    def start(self, folder: Path, start: NodeStart) -> None:
-        """Returns at once. Of several starts of a node one runs."""
-
-    def stop(self, folder: Path, by: Signal) -> None:
-        """Returns at once; also several times."""
-
-    def kill(self, folder: Path, by: StoppedBy) -> None:
-        """End a node whose keeper does not, at once: it may be suspended, or hang. The node is then lost, by `by`."""
-
-    def exclude(self, folder: Path) -> None:
-        """See to it that a node that has not started never will."""
 
 
 @dataclass(frozen=True)
@@ -223,3 +256,92 @@ def local_command(words: Sequence[str]) -> list[str]:
     """Our own commands run with this interpreter, whatever is on the path."""
     module = _MODULES.get(words[0])
     return [sys.executable, "-m", module, *words[1:]] if module else list(words)
+
+
+# What the engine keeps on disk.
+
+_STATE = TypeAdapter(tuple[JobRecord, ...])
+_REASONS = TypeAdapter(dict[str, str])
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """`workspace`: log streams within it are named relative to it."""
+
+    folder: Path
+    workspace: Path | None = None
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "engine.lock"
+
+    def state(self, round_: int) -> tuple[JobRecord, ...]:
+        """Empty before anything was written."""
+        return self._read(self._state_path(round_), _STATE) or ()
+
+    def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
+        """OSError passes through: the state is as it was."""
+        write_bytes_atomic(self._state_path(round_), _STATE.dump_json(records, indent=1))
+
+    def cancelled(self) -> dict[str, str]:
+        """Reasons by id of job."""
+        return self._read(self.folder / "cancel.json", _REASONS) or {}
+
+    def cancel(self, ids: list[str], reason: str) -> None:
+        """Ask whoever runs these jobs to end them. The first reason stays."""
+        asked = dict.fromkeys(ids, reason) | self.cancelled()
+        write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(asked))
+
+    def node(self, leaf_id: str, attempt: int, node: int) -> Path:
+        """Of one node of one try (from 1)."""
+        return self.folder / "attempts" / leaf_folder(leaf_id) / str(attempt) / f"node-{node}"
+
+    def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
+        """How records name a log."""
+        path = self.node(leaf_id, attempt, node) / "log.txt"
+        is_inside = self.workspace is not None and path.is_relative_to(self.workspace)
+        return str(path.relative_to(self.workspace) if self.workspace is not None and is_inside else path)
+
+    def log_path(self, stream: str) -> Path:
+        """Where a log of a record is."""
+        return (self.workspace or self.folder) / stream
+
+    def _state_path(self, round_: int) -> Path:
+        return self.folder / f"round-{round_}" / "state.json"
+
+    def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
+        try:
+            return adapter.validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise DataError(
+                f"{path} is no such record: {error.errors(include_url=False)[0]['msg']}",
+                expected="what trnjobs wrote there",
+                next_command="restore an earlier version of it",
+            ) from error
+
+
+def leaf_folder(leaf_id: str) -> str:
+    """The name of a leaf's folder."""
+    return leaf_id.replace(":", "_")
+
+
+def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
+    """In a local workspace beside the jobs of the cycle; else in a scratch folder, which workspaces may share."""
+    workspace = storage.local_path("")
+    if workspace is not None:
+        return LocalFiles(workspace / "cycles" / cycle / "jobs" / "local", workspace)
+    return LocalFiles(scratch.absolute() / "jobs" / fingerprint(storage.root)[:16] / cycle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock of a file; False when there is none."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True

@@ -12,10 +12,8 @@ from jobs.cycle.records import JobRecord, Submission
 from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
-from jobs.targets.local.engine import ACTIVE, Engine
-from jobs.targets.local.files import LocalFiles, is_locked, local_files
-from jobs.targets.local.nodes import Processes, end_leftovers
-from jobs.targets.local.slots import Slots, check_fits
+from jobs.targets.local.engine import ACTIVE, Engine, Slots, check_fits
+from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs

@@ -88,7 +88,7 @@ def test_a_share_without_a_weight_is_only_worth_a_word(tmp_path: Path, capsys: p
     [
         (None, "No such file"),
         ("not JSON", "Invalid JSON"),
-        ("{}", "output_changes: Field required"),
+        ("{}", "output_changes.fleet: Field required"),
         ('{"output_changes": {"fleet": {"after": []}}}', "output_changes.settings: Field required"),
         (
             '{"output_changes": {"fleet": {"after": []}, "settings": {"after": {}}}}',

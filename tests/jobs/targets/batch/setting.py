@@ -7,8 +7,7 @@ from typing import Any
 
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.plan.dag import Plan
-from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import open_storage

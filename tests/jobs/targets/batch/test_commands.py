@@ -10,8 +10,7 @@ import pytest
 from jobs.commands import cancel, driver, reconcile, submit
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.settings import CycleSettings
-from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal

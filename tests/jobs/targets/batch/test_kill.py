@@ -12,8 +12,7 @@ import pytest
 
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.plan.dag import Plan
-from jobs.targets.batch.client import BatchClient, connect
-from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.client import BatchClient, LogsClient, connect
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle

@@ -12,8 +12,8 @@ import pytest
 
 from jobs.cycle.records import JobState
 from jobs.cycle.store import CycleStore
-from jobs.targets.batch.client import BatchClient, connect, registered
-from jobs.targets.batch.parse import LogsClient
+from jobs.targets.batch.client import BatchClient, LogsClient, connect
+from jobs.targets.batch.definitions import registered
 from jobs.targets.batch.requests import definition_request
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError

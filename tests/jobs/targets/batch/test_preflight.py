@@ -6,8 +6,8 @@ import pytest
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
+from jobs.targets.batch.account import preflight
 from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan
 from tests.jobs.targets.batch.fake_batch import FakeBatch

@@ -7,8 +7,8 @@ from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 from jobs.cycle.store import LEASE_S
 from jobs.plan.dag import Plan
+from jobs.targets.batch.account import preflight
 from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.preflight import preflight
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.fake_batch import client_error

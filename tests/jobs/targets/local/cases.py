@@ -9,11 +9,8 @@ from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import Leaf, leaves_of, new_record
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.local.engine import Engine
-from jobs.targets.local.files import LocalFiles
-from jobs.targets.local.gang import NodeEnd, NodeView, Phase, StoppedBy
-from jobs.targets.local.nodes import NodeStart, Signal
-from jobs.targets.local.slots import Slots, need_of
+from jobs.targets.local.engine import Engine, Slots, need_of
+from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeStart, NodeView, Phase, Signal, StoppedBy
 from pipeline.core.stop import StopSignal
 
 START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0
@@ -185,7 +182,7 @@ class World:
             records={leaf.name: saved.get(leaf.name, new_record(leaf, leaf.spec.name, 0.0)) for leaf in leaves},
             rounds={leaf.name: 1 for leaf in leaves},
             files=self.files,
-            nodes=self.nodes,
+            nodes=self.nodes,  # type: ignore[arg-type]
             machine=self.nodes.machine,
             stop=stop or StopSignal(),
             say=self.said.append,

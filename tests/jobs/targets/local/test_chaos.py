@@ -16,7 +16,7 @@ from jobs.cycle.records import JobState
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec, Resources, Retry
-from jobs.targets.local.slots import Slots
+from jobs.targets.local.engine import Slots
 from jobs.targets.local.target import LocalTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage

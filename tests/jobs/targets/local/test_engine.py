@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jobs.cycle.records import JobState
 from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
 from jobs.targets.local import engine
-from jobs.targets.local.gang import NodeEnd
+from jobs.targets.local.nodes import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import MARGIN_S

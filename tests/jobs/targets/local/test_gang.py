@@ -3,7 +3,8 @@
 import pytest
 
 from jobs.cycle.states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
-from jobs.targets.local.gang import NodeEnd, NodeView, Phase, Step, attempt_end, next_step
+from jobs.targets.local.engine import Step, attempt_end, next_step
+from jobs.targets.local.nodes import NodeEnd, NodeView, Phase
 
 A, S, R, E = Phase.ABSENT, Phase.STARTING, Phase.RUNNING, Phase.ENDED
 

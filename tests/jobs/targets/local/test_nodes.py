@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.targets.local import keeper
-from jobs.targets.local.gang import NodeEnd, NodeView, Phase
-from jobs.targets.local.nodes import NodeStart, Processes, end_leftovers
+from jobs.targets.local.nodes import NodeEnd, NodeStart, NodeView, Phase, Processes, end_leftovers
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.cycle.states import Leaf
-from jobs.targets.local.slots import Slots, admitted, check_fits, need_of
+from jobs.targets.local.engine import Slots, admitted, check_fits, need_of
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job
 

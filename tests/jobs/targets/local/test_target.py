@@ -19,8 +19,8 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local import keeper
-from jobs.targets.local.files import local_files
-from jobs.targets.local.slots import Slots
+from jobs.targets.local.engine import Slots
+from jobs.targets.local.nodes import local_files
 from jobs.targets.local.target import LocalTarget, this_machine
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal

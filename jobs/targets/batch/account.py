@@ -1,7 +1,14 @@
-"""Would this account run the plan? Asked before anything is sent; nothing is changed."""
+"""Would an account run the plan? Asked before anything is sent; nothing is changed.
+
+The account is the one at AWS, or the one that Terraform is about to make, read from `terraform show -json PLAN`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -127,3 +134,86 @@ def _environments(queue: Detail) -> list[str]:
 
 def _covers(share: str, identifier: str) -> bool:
     return identifier.startswith(share[:-1]) if share.endswith("*") else identifier == share
+
+
+class Fleet(BaseModel):
+    """A queue that Terraform makes, and the one compute environment behind it."""
+
+    queue: str
+    type: str = Field(description="EC2 or SPOT")
+    max_vcpus: int
+    instance_types: tuple[str, ...]
+    shares: tuple[str, ...]
+
+
+class PlannedOutputs(BaseModel):
+    """What infra/ will tell. ARNs are unknown before they exist, and are left out of `settings`."""
+
+    fleet: tuple[Fleet, ...] = Field(validation_alias=AliasPath("output_changes", "fleet", "after"))
+    settings: dict[str, Any] = Field(
+        validation_alias=AliasPath("output_changes", "settings", "after"), description="A part of the tree of settings"
+    )
+    files: tuple[Path, ...] = Field(
+        validation_alias=AliasPath("output_changes", "settings_files", "after"),
+        description="What the settings go over: the driver reads them in its image",
+    )
+
+    @property
+    def account(self) -> Account:
+        """As AWS Batch would describe it once it is there."""
+        return account_of(self.fleet)
+
+
+def read_planned(path: Path) -> PlannedOutputs:
+    """Raises ConfigError for a file that is no such plan."""
+    try:
+        found = PlannedOutputs.model_validate_json(path.read_bytes())
+        return found.model_copy(update={"settings": _known(found.settings)})
+    except OSError as error:
+        seen = str(error.strerror)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        seen = f"{'.'.join(str(key) for key in first['loc'] if key != 'after')}: {first['msg']}"
+    raise ConfigError(
+        f"{path}: {seen}",
+        expected="a plan of infra/ with its outputs fleet, settings and settings_files",
+        next_command=f"terraform -chdir=infra show -json ../build/infra.plan > {path}",
+    )
+
+
+def account_of(fleets: Sequence[Fleet]) -> Account:
+    return Account(
+        queues={
+            one.queue: {
+                "jobQueueName": one.queue,
+                "state": "ENABLED",
+                "status": "VALID",
+                "schedulingPolicyArn": one.queue,
+                "computeEnvironmentOrder": [{"computeEnvironment": one.queue}],
+            }
+            for one in fleets
+        },
+        environments={
+            one.queue: {
+                "type": "MANAGED",
+                "state": "ENABLED",
+                "status": "VALID",
+                "computeResources": {
+                    "type": one.type,
+                    "maxvCpus": one.max_vcpus,
+                    "instanceTypes": list(one.instance_types),
+                },
+            }
+            for one in fleets
+        },
+        policies={
+            one.queue: {"fairsharePolicy": {"shareDistribution": [{"shareIdentifier": share} for share in one.shares]}}
+            for one in fleets
+        },
+    )
+
+
+def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop nulls: values that Terraform knows only after apply."""
+    known = {key: _known(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: value for key, value in known.items() if value is not None}
