@@ -28,7 +28,7 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
-from pipeline.evaluate.metrics.labels import accuracy, label_f1, macro_f1
+from pipeline.evaluate.metrics.labels import accuracy, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored import Queries, mean_over_queries, value_of
@@ -375,7 +375,7 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
         rows=len(label),
         loss=float(-np.log(np.maximum(chosen, 1e-30)).mean()),
         accuracy=value_of(accuracy(queries, label, predicted)),
-        macro_f1=value_of(macro_f1(queries, label, predicted, classes)),
+        macro_f1=value_of(label_f1(queries, label, predicted, classes)),
         positive_f1=float(np.nan_to_num(value_of(label_f1(queries, label, predicted, classes, classes - 1)))),
         ndcg=value_of(mean_over_queries(by_query)),
         retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.arrays import Float32s, Float64s, Int32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
+from pipeline.core.record import Record
 from pipeline.data.shards import Arrays
 from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
@@ -71,10 +72,8 @@ FILE = "scores.safetensors"
 _SLICE = "slice."
 
 
-class ScoreInfo(BaseModel):
+class ScoreInfo(Record):
     """Where scores come from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     role: str = Field(description="candidate, incumbent, or what else the model was scored as")

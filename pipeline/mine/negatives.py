@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
+from pipeline.core.record import Record
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 
@@ -19,10 +20,8 @@ MINE = "trnpipe mine"
 _QUERIES, _PRODUCTS = "query_id.npy", "product.npy"
 
 
-class NegativesInfo(BaseModel):
+class NegativesInfo(Record):
     """The fields of the manifest. Products are rows of the train split of `token_sets`, in that order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = 1
     dataset: str

@@ -8,11 +8,12 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.arrays import Bools, Float64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
+from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
 from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows, Statistic, value_of
@@ -134,10 +135,8 @@ _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "
 """In lines for people, in this order; the others are counted."""
 
 
-class GateCheck(BaseModel):
+class GateCheck(Record):
     """One thing that was looked at. Figures that do not exist are null."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="Kind, metric and slice in one, unique within a verdict")
     kind: CheckKind
@@ -155,10 +154,8 @@ class GateCheck(BaseModel):
     num_queries: int | None = Field(None, description="Queries that bear on the metric")
 
 
-class Verdict(BaseModel):
+class Verdict(Record):
     """Promote or refuse, with every check."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     promote: bool
     checks: tuple[GateCheck, ...]
@@ -272,9 +269,7 @@ def not_comparable(comparison: Comparison, min_queries: int) -> str:
 
 def judge_overall(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
     """The burden is on the candidate: it must be shown not to be worse by more than allowed (non-inferiority)."""
-    interval = difference.interval(confidence)
-    change, worst, best = _losses(comparison.metric, difference, interval)
-    seen = _seen(comparison, change)
+    interval, seen, change, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):
         return comparison.check("fail", f"{seen}; not defined in enough bootstrap draws to say how sure that is")
     allowed, sure = comparison.allowed, f"with {confidence:.1%} confidence"
@@ -290,9 +285,8 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
 
 def judge_slice(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
     """The burden is on the refusal: a slice must be shown to be worse by more than allowed. Few queries show little."""
-    interval = difference.interval(confidence)
-    change, _, best = _losses(comparison.metric, difference, interval)
-    seen, allowed = _seen(comparison, change), comparison.allowed
+    interval, seen, change, _, best = _losses(comparison, difference, confidence)
+    allowed = comparison.allowed
     if math.isnan(best):
         return comparison.check("skipped", f"{seen}; not defined in enough bootstrap draws to say how sure that is")
     if best > allowed:
@@ -308,10 +302,8 @@ def judge_baseline(
     comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome
 ) -> GateCheck:
     """The burden is on the refusal: the baseline must be shown to be better by more than allowed. `worse`: if it is."""
-    interval = difference.interval(confidence)
-    change, _, best = _losses(comparison.metric, difference, interval)
-    seen, allowed = f"{comparison.metric.text} {_seen(comparison, change)}", comparison.allowed
-    name = comparison.baseline
+    interval, seen, change, _, best = _losses(comparison, difference, confidence)
+    seen, allowed, name = f"{comparison.metric.text} {seen}", comparison.allowed, comparison.baseline
     if math.isnan(best):
         reason = f"{seen}; not defined in enough bootstrap draws to say how sure that is"
         return comparison.check("skipped", reason, title=name)
@@ -326,18 +318,16 @@ def judge_baseline(
 
 
 def _losses(
-    metric: MetricName, difference: PairedDifference, interval: tuple[float, float]
-) -> tuple[float, float, float]:
-    """By how much the candidate is worse: as measured, at worst, at best."""
-    if metric.lower_is_better:
-        return difference.difference, interval[1], interval[0]
-    return -difference.difference, -interval[0], -interval[1]
-
-
-def _seen(comparison: Comparison, worse: float) -> str:
+    comparison: Comparison, difference: PairedDifference, confidence: float
+) -> tuple[tuple[float, float], str, float, float, float]:
+    """The interval, what was seen, and by how much the candidate is worse: as measured, at worst, at best."""
+    low, high = interval = difference.interval(confidence)
+    change, worst, best = -difference.difference, -low, -high
+    if comparison.metric.lower_is_better:
+        change, worst, best = difference.difference, high, low
     candidate, incumbent = _value(comparison.candidate), _value(comparison.incumbent)
-    change = "the same" if worse == 0 else f"{abs(worse):.4f} {'worse' if worse > 0 else 'better'}"
-    return f"{candidate:.4f} against {incumbent:.4f}, {change}"
+    text = "the same" if change == 0 else f"{abs(change):.4f} {'worse' if change > 0 else 'better'}"
+    return interval, f"{candidate:.4f} against {incumbent:.4f}, {text}", change, worst, best
 
 
 def _more_queries(comparison: Comparison, difference: PairedDifference, worse: float, confidence: float) -> str:

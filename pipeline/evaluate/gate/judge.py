@@ -16,18 +16,18 @@ Four rules, each with its burden of proof; how often each errs is measured by be
 A drop that is allowed each time adds up over many promotions; floors stop that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricName, MetricsConfig
 from pipeline.evaluate.gate.compare import (
     Comparison,
     GateCheck,
     Outcome,
+    PairedDifference,
     Side,
     Verdict,
     check_same_holdout,
@@ -45,29 +45,34 @@ from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows
 
 def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
     """One check a floor, by the measured value."""
-    return [_check(candidate, MetricName.parse(name), bound, config) for name, bound in config.floors.items()]
-
-
-def _check(candidate: Side, name: MetricName, bound: float, config: GateConfig) -> GateCheck:
-    found = candidate.measure(name)
-    if isinstance(found, Missing):
-        good, reason = False, f"cannot be computed: {found.reason}"
-    elif found.num_queries < config.min_queries:
-        good, reason = False, f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}"
-    else:
-        good = found.value <= bound if name.lower_is_better else found.value >= bound
-        side = "at most" if name.lower_is_better else "at least"
-        reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if good else 'needed'}"
-    return GateCheck(
-        name=f"floor {name.text}",
-        kind="floor",
-        outcome="pass" if good else "fail",
-        reason=f"{name.text}: {reason}",
-        metric=name.text,
-        candidate=None if isinstance(found, Missing) else found.value,
-        bound=bound,
-        num_queries=None if isinstance(found, Missing) else found.num_queries,
-    )
+    checks = []
+    for text, bound in config.floors.items():
+        name = MetricName.parse(text)
+        found = candidate.measure(name)
+        if isinstance(found, Missing):
+            good, reason = False, f"cannot be computed: {found.reason}"
+        elif found.num_queries < config.min_queries:
+            good, reason = (
+                False,
+                f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}",
+            )
+        else:
+            good = found.value <= bound if name.lower_is_better else found.value >= bound
+            side = "at most" if name.lower_is_better else "at least"
+            reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if good else 'needed'}"
+        checks.append(
+            GateCheck(
+                name=f"floor {name.text}",
+                kind="floor",
+                outcome="pass" if good else "fail",
+                reason=f"{name.text}: {reason}",
+                metric=name.text,
+                candidate=None if isinstance(found, Missing) else found.value,
+                bound=bound,
+                num_queries=None if isinstance(found, Missing) else found.num_queries,
+            )
+        )
+    return checks
 
 
 # Comparisons slice by slice. Which slices are large enough is decided before anything is measured.
@@ -81,50 +86,39 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
     if not config.slice_drops:
         return [], config.confidence
     checks: list[GateCheck] = []
-    open_slices: list[list[Comparison]] = []
-    for column in candidate.rows.slices:
-        large, small = _by_size(candidate.rows, column, config.min_slice_queries)
-        checks += [_small_slices(column, small, config.min_slice_queries)] if small else []
-        for code in large:
-            comparisons = list(_comparisons(candidate, incumbent, column, code, config))
-            reasons = [not_comparable(one, config.min_slice_queries) for one in comparisons]
-            checks += [_not_judged(one, reason) for one, reason in zip(comparisons, reasons, strict=True) if reason]
-            open_slices.append([one for one, reason in zip(comparisons, reasons, strict=True) if not reason])
-    confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, open_slices)))
-    for comparisons in open_slices:
-        checks += _judged(comparisons, config.resamples, seed, confidence)
+    open_slices: dict[str, list[Comparison]] = {}
+    for column, values in candidate.rows.slices.items():
+        codes, names = values.codes, values.names
+        queries = np.unique(np.stack([codes, candidate.rows.query_id])[:, codes >= 0], axis=1)[0]
+        present, count = np.unique(queries, return_counts=True)
+        if small := [names[code] for code in present[count < config.min_slice_queries]]:
+            checks.append(_small_slices(column, small, config.min_slice_queries))
+        for code in present[count >= config.min_slice_queries]:
+            one_slice, mask = f"{column}={names[code]}", codes == code
+            ours, theirs = candidate.select(mask), incumbent.select(mask)
+            open_slices[one_slice] = []
+            for text, allowed in config.slice_drops.items():
+                name = MetricName.parse(text)
+                comparison = Comparison(name, allowed, ours.measure(name), theirs.measure(name), one_slice)
+                if reason := not_comparable(comparison, config.min_slice_queries):
+                    # To know, when it is the candidate that leaves a metric without a value the incumbent has.
+                    only_ours = isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured)
+                    checks.append(comparison.check("warn" if only_ours else "skipped", reason))
+                else:
+                    open_slices[one_slice].append(comparison)
+    confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, open_slices.values())))
+    for one_slice, comparisons in open_slices.items():
+        found = _differences(comparisons, config, seed, f"slice {one_slice}")
+        checks += [judge_slice(one, found[one.name], confidence) for one in comparisons]
     return checks, confidence
 
 
-def _judged(comparisons: list[Comparison], resamples: int, seed: int, confidence: float) -> Iterator[GateCheck]:
-    """The comparisons of one slice, from the same draws."""
+def _differences(
+    comparisons: list[Comparison], config: GateConfig, seed: int, purpose: str
+) -> dict[str, PairedDifference]:
+    """All from the same draws."""
     pairs = {one.name: one.statistics for one in comparisons}
-    purpose = comparisons[0].slice if comparisons else ""
-    found = paired_bootstrap(pairs, resamples=resamples, seed=seed, purpose=f"slice {purpose}")
-    yield from (judge_slice(one, found[one.name], confidence) for one in comparisons)
-
-
-def _comparisons(candidate: Side, incumbent: Side, column: str, code: int, config: GateConfig) -> Iterator[Comparison]:
-    rows = candidate.rows.slices[column]
-    mask = rows.codes == code
-    ours, theirs = candidate.select(mask), incumbent.select(mask)
-    for text, allowed in config.slice_drops.items():
-        name = MetricName.parse(text)
-        yield Comparison(name, allowed, ours.measure(name), theirs.measure(name), f"{column}={rows.names[code]}")
-
-
-def _not_judged(comparison: Comparison, reason: str) -> GateCheck:
-    """To know, when it is the candidate that leaves a metric without a value the incumbent has."""
-    only_ours = isinstance(comparison.candidate, Missing) and not isinstance(comparison.incumbent, Missing)
-    return comparison.check("warn" if only_ours else "skipped", reason)
-
-
-def _by_size(rows: ScoredRows, column: str, min_queries: int) -> tuple[Int64s, list[str]]:
-    """Codes of the slices with enough queries, and the names of the others that have rows."""
-    codes, names = rows.slices[column].codes, rows.slices[column].names
-    queries = np.unique(np.stack([codes, rows.query_id])[:, codes >= 0], axis=1)[0]
-    found, count = np.unique(queries, return_counts=True)
-    return found[count >= min_queries], [names[code] for code in found[count < min_queries]]
+    return paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
 
 
 def _small_slices(column: str, names: list[str], min_queries: int) -> GateCheck:
@@ -164,7 +158,17 @@ def baseline_checks(
     if action == "off":
         return [], config.confidence
     worse: Outcome = "fail" if action == "refuse" else "warn"
-    checks = [_not_scored(one) for one in baselines if one.missing]
+    checks = [
+        GateCheck(
+            name=f"baseline {one.name}",
+            kind="baseline",
+            outcome="skipped",
+            reason=f"{one.name} was not scored: {one.missing}",
+            baseline=one.name,
+        )
+        for one in baselines
+        if one.missing
+    ]
     open_ones: list[Comparison] = []
     for comparison in _baseline_comparisons(candidate, baselines, config):
         if isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured):
@@ -177,9 +181,7 @@ def baseline_checks(
     confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
     for of_retrieval in (False, True):  # queries of their own, so draws of their own
         group = [one for one in open_ones if one.metric.of_retrieval is of_retrieval]
-        purpose = "baselines of retrieval" if of_retrieval else "baselines of rows"
-        pairs = {one.name: one.statistics for one in group}
-        found = paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+        found = _differences(group, config, seed, f"baselines of {'retrieval' if of_retrieval else 'rows'}")
         checks += [judge_baseline(one, found[one.name], confidence, worse) for one in group]
     return checks, confidence
 
@@ -199,16 +201,6 @@ def _baseline_comparisons(candidate: Side, baselines: Sequence[Baseline], config
             if any(isinstance(side, Measured) for side in sides):
                 found.append(Comparison(name, allowed, *sides, baseline=baseline.name))
     return found
-
-
-def _not_scored(baseline: Baseline) -> GateCheck:
-    return GateCheck(
-        name=f"baseline {baseline.name}",
-        kind="baseline",
-        outcome="skipped",
-        reason=f"{baseline.name} was not scored: {baseline.missing}",
-        baseline=baseline.name,
-    )
 
 
 def judge(
@@ -251,7 +243,13 @@ def judge(
     if unusable := _unusable_scores(ours, theirs):
         checks, slice_confidence, baseline_confidence = unusable, config.confidence, None
     else:
-        checks, slice_confidence = _checks(ours, theirs, config, seed)
+        checks, slice_confidence = floor_checks(ours, config), config.confidence
+        if theirs is None:
+            checks.append(_without_incumbent(config))
+        else:
+            checks += _over_all_rows(ours, theirs, config, seed)
+            slices, slice_confidence = slice_checks(ours, theirs, config, seed)
+            checks += slices
         against, baseline_confidence = baseline_checks(ours, baselines, config, first=theirs is None, seed=seed)
         checks += against
     return Verdict(
@@ -265,16 +263,6 @@ def judge(
         resamples=config.resamples,
         seed=seed,
     )
-
-
-def _checks(ours: Side, theirs: Side | None, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
-    """Rules 1 to 3: all checks, and the confidence of one comparison of a slice."""
-    checks = floor_checks(ours, config)
-    if theirs is None:
-        return [*checks, _without_incumbent(config)], config.confidence
-    checks += _over_all_rows(ours, theirs, config, seed)
-    slices, confidence = slice_checks(ours, theirs, config, seed)
-    return [*checks, *slices], confidence
 
 
 def _unusable_scores(ours: Side, theirs: Side | None) -> list[GateCheck]:
@@ -308,9 +296,8 @@ def _over_all_rows(ours: Side, theirs: Side, config: GateConfig, seed: int) -> l
     for of_retrieval in (False, True):
         group = [one for one in comparisons if one.metric.of_retrieval is of_retrieval]
         reasons = {one.name: not_comparable(one, config.min_queries) for one in group}
-        pairs = {one.name: one.statistics for one in group if not reasons[one.name]}
-        purpose = "retrieval" if of_retrieval else "rows"
-        found = paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+        comparable = [one for one in group if not reasons[one.name]]
+        found = _differences(comparable, config, seed, "retrieval" if of_retrieval else "rows")
         for one in group:
             if reason := reasons[one.name]:
                 checks.append(one.check("fail", reason))

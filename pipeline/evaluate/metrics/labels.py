@@ -140,17 +140,8 @@ def accuracy(queries: Queries, label: Int64s, predicted: Int64s) -> Sums:
     return Sums(np.stack([hits, counts], axis=1), ratio, counts > 0)
 
 
-def macro_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: int) -> Sums:
-    """Mean F1 over the labels that occur or are predicted."""
-    return _f1(queries, label, predicted, num_classes, None)
-
-
-def label_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: int, wanted: int) -> Sums:
-    """F1 of one label; not defined where it neither occurs nor is predicted."""
-    return _f1(queries, label, predicted, num_classes, wanted)
-
-
-def _f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: int, wanted: int | None) -> Sums:
+def label_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: int, wanted: int | None = None) -> Sums:
+    """F1 of one label, not defined where it neither occurs nor is predicted; or the mean over all that do."""
     labelled = label >= 0
     guess = np.where(labelled, predicted, -1)
     ones = np.ones(len(label))

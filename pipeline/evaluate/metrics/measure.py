@@ -1,15 +1,16 @@
 """From the name of a metric and scored rows to its value, or to the reason why there is none."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
     Area,
@@ -20,7 +21,6 @@ from pipeline.evaluate.metrics.labels import (
     calibration_error,
     label_f1,
     log_loss,
-    macro_f1,
 )
 from pipeline.evaluate.metrics.ranking import (
     Judgements,
@@ -148,7 +148,7 @@ class RowMetrics:
         build: dict[str, Callable[[], Statistic]] = {
             "accuracy": lambda: accuracy(self.queries, rows.label, self.predicted),
             "micro_f1": lambda: accuracy(self.queries, rows.label, self.predicted),
-            "macro_f1": lambda: macro_f1(self.queries, rows.label, self.predicted, num_labels),
+            "macro_f1": lambda: label_f1(self.queries, rows.label, self.predicted, num_labels),
             "ece": lambda: calibration_error(self.queries, rows.label, rows.probabilities, self.config.ece_bins),
             "loss": lambda: log_loss(self.queries, rows.label, rows.probabilities),
         }
@@ -172,10 +172,8 @@ def _measured(statistic: Statistic, nothing: str) -> Measured | Missing:
 # All metrics of a holdout, and of its slices, as records that go into results.
 
 
-class MetricReport(BaseModel):
+class MetricReport(Record):
     """Metrics by name; one that could not be computed stands in `missing` with the reason, never as 0 or NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     values: dict[str, float]
     missing: dict[str, str]
@@ -183,10 +181,8 @@ class MetricReport(BaseModel):
     num_queries: int = Field(ge=0)
 
 
-class SliceReport(BaseModel):
+class SliceReport(Record):
     """Metrics of the rows that share one value of a column."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     column: str
     value: str
@@ -226,16 +222,14 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
     """The report of each slice of each column; rows without a value belong to none. Raises DataError without rows."""
     return tuple(
-        SliceReport(column=column, value=value, report=metric_report(rows.select(mask), config, threshold))
-        for column, value, mask in slices_of(rows)
+        SliceReport(
+            column=name,
+            value=column.names[code],
+            report=metric_report(rows.select(column.codes == code), config, threshold),
+        )
+        for name, column in rows.slices.items()
+        for code in np.unique(column.codes[column.codes >= 0])
     )
-
-
-def slices_of(rows: ScoredRows) -> Iterator[tuple[str, str, Bools]]:
-    """Column, value and rows [N] of each slice that has rows."""
-    for name, column in rows.slices.items():
-        for code in np.unique(column.codes[column.codes >= 0]):
-            yield name, column.names[code], column.codes == code
 
 
 def retrieval_report(
