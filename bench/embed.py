@@ -30,9 +30,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, open_engine
-from pipeline.embed.program import row_shapes
 from pipeline.embed.unpadded import PackedLinear, packs_weights
-from pipeline.embed.windows import distinct_texts, row_batches
+from pipeline.embed.windows import distinct_texts, row_batches, row_shapes
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model
 

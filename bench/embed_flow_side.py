@@ -24,13 +24,11 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.config import CatalogueConfig, OutputConfig
 from pipeline.embed.engine import Embedder, Start, Wait
-from pipeline.embed.feed import Texts, worker_processes
 from pipeline.embed.finish import finish
-from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.output import VectorLayout
-from pipeline.embed.parts import PartRecord
-from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
+from pipeline.embed.flow import Flow, embed_shards, worker_processes
+from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules
+from pipeline.embed.vectors import ModelRef, VectorLayout
 from pipeline.embed.windows import HostBatch, flat_batches
 from pipeline.io.storage import Storage, open_storage
 
@@ -131,13 +129,6 @@ def pages_of(process: int) -> tuple[int, int]:
     return resident, resident - shared
 
 
-class _Nobody:
-    """Hears and says nothing."""
-
-    def embedded(self, texts: Texts) -> None: ...
-    def written(self, record: PartRecord) -> None: ...
-
-
 def make_plan(catalogue: Storage, num_files: int, workspace: Storage) -> EmbedPlan:
     """Look at the footers of the first files and pin what follows from them."""
     stats = [stat for stat in catalogue.list("") if stat.key.endswith(".parquet")]
@@ -174,7 +165,7 @@ def embed(folder: Path, num_files: int, workspace: Storage, scratch: Path, worke
         planned = time.monotonic()
         rules = TextRules(tokenizer.data, plan.max_tokens, plan.layout.id_type)
         flow = Flow(plan, catalogue, workspace, rules, worker_processes(workers, stop), None, stop)
-        embed_shards(flow, plan.shards, embedder, _Nobody())
+        embed_shards(flow, plan.shards, embedder.stream)
         embedded = time.monotonic()
         limit = CatalogueConfig().max_bad_fraction
         info = finish(workspace, plan, scratch, stop, max_bad_fraction=limit).info

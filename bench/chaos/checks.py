@@ -10,7 +10,7 @@ from jobs.cycle.records import JobRecord
 from jobs.targets.local.keeper import ENDED, STARTED
 from jobs.targets.local.nodes import LocalFiles
 from pipeline.core.errors import TrnpipeError
-from pipeline.embed.vector_set import open_vectors
+from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import verify_checkpoint

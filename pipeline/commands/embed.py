@@ -12,9 +12,8 @@ from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.engine import open_embedder
-from pipeline.embed.model import catalogue_storage, open_pinned
-from pipeline.embed.plan import pinned_plan
-from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
+from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     Check,
     Picked,
@@ -74,7 +73,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             plan,
             catalogue_storage(plan, settings, ctx),
             sample=config.sample,
-            workers=judge_processes(settings.embed.tokenise_processes, ctx.stop),
+            judged=judge_processes(settings.embed.tokenise_processes, ctx.stop),
         )
         picked.extend(found)
         return check
@@ -115,7 +114,7 @@ def _sample(settings: Settings, ctx: StageContext, vectors: VectorSet, picked: l
         vectors,
         picked,
         TextTokenizer(checkpoint.tokenizer()),
-        open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop),
+        open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
         max_tokens=int(str(limit)),
         min_cosine=settings.embed.verify.min_cosine,
     )

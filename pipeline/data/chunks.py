@@ -9,17 +9,27 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from safetensors.numpy import save
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.data.judgements import count_judgements
 from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import lexical_features, numeric_names
-from pipeline.data.rows import BadRow, Chunk, RawBatch, product_text, text_characters
+from pipeline.data.rows import (
+    BadRow,
+    Chunk,
+    QuarantinedRow,
+    RawBatch,
+    product_text,
+    quarantine_lines,
+    quarantined,
+    text_characters,
+)
 from pipeline.data.slices import Names, merge_names
 from pipeline.data.sources import Partition
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
@@ -32,21 +42,8 @@ from pipeline.io.storage import Storage, os_errors
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
-class QuarantinedRow(BaseModel):
-    """One line of quarantine.jsonl."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    file: str
-    row: int
-    reason: str
-    content: str
-
-
-class ChunkRecord(BaseModel):
+class ChunkRecord(Record):
     """What a finished chunk left behind. `rows_filtered` are not among `rows_read`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str
     rows_filtered: int
@@ -58,7 +55,7 @@ class ChunkRecord(BaseModel):
     shards: dict[Split, ShardInfo]
     sizes_bytes: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
-    slices: Names = {}
+    slices: Names = Field({}, description="Names of the values, by column")
 
 
 @dataclass(frozen=True)
@@ -214,10 +211,7 @@ def _record(
         tokens=int(pairs.num_tokens.sum()),
         shards=shards,
         sizes_bytes=sizes,
-        quarantined=tuple(
-            QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content)
-            for row in bad[: task.settings.quarantine_rows]
-        ),
+        quarantined=quarantined(bad[: task.settings.quarantine_rows]),
         slices=slices,
     )
 
@@ -325,11 +319,6 @@ def commit_partition(
         write_file(staging.files / QUARANTINE, quarantine_lines(bad))
     commit_dir(workspace, staging.files, prefix, kind="tokens", fields=info.model_dump(mode="json"))
     return info
-
-
-def quarantine_lines(rows: Sequence[QuarantinedRow]) -> bytes:
-    """One JSON line per row."""
-    return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
 
 
 def refuse_bad_share(config: DataConfig, info: TokenSetInfo, bad: Sequence[QuarantinedRow], workspace: Storage) -> None:

@@ -17,7 +17,6 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import (
     ChunkRecord,
-    ChunkResult,
     ChunkTask,
     EncodeSettings,
     FileCount,
@@ -37,7 +36,7 @@ from pipeline.data.tokens import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
 from pipeline.data.validate import RowRules
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage
-from pipeline.proc.pool import WorkerPool
+from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
 Tell = Callable[[RawBatch | None], None]
@@ -246,16 +245,18 @@ def _encode_all(
         return {}
     by_name = {work.partition.name: work for work in works}
     waiting, infos = list(works), dict[str, TokenSetInfo]()
-    pool = WorkerPool[bytes, ChunkTask, ChunkResult](
-        encode_chunk,
-        context.tokenizer.data,
-        num_workers=context.config.num_workers,
-        stop=context.stop,
-        doing="preparing data",
-    )
     files = [file for work in works for file in work.partition.files]
-    with pool, reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
-        for result in pool.run(_tasks(context, source, works, settings, tell), waiting=lambda: tell(None)):
+    with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+        results = run_tasks(
+            encode_chunk,
+            context.tokenizer.data,
+            _tasks(context, source, works, settings, tell),
+            num_workers=context.config.num_workers,
+            stop=context.stop,
+            doing="preparing data",
+            waiting=lambda: tell(None),
+        )
+        for result in results:
             by_name[result.partition].done[result.index] = result.record
             waiting = _commit_complete(context, waiting, settings, infos)
     _commit_complete(context, waiting, settings, infos)

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
+from pipeline.core.record import Record
 from pipeline.data.config import ColumnMapping, DataConfig
 
 CHUNK_BYTES = 64 * 2**20
@@ -27,6 +28,25 @@ class BadRow:
     reason: str
     content: str
     count: int = 1
+
+
+class QuarantinedRow(Record):
+    """One line of quarantine.jsonl."""
+
+    file: str
+    row: int
+    reason: str
+    content: str
+
+
+def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
+    """Bad rows as they are kept."""
+    return tuple(QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content) for row in rows)
+
+
+def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
+    """One JSON line per row."""
+    return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
 
 
 @dataclass(frozen=True)

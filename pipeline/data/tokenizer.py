@@ -26,7 +26,7 @@ from pipeline.data.sources import Partition, Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
-from pipeline.proc.pool import WorkerPool
+from pipeline.proc.pool import run_tasks
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _ALPHABET = 1000
@@ -278,13 +278,18 @@ def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> Te
 
 def train_in_worker(config: DataConfig, texts: list[str], stop: StopSignal) -> TextTokenizer:
     """Train in another process: the library cannot be interrupted, a process can."""
-    pool = WorkerPool[TokenizerConfig, list[str], bytes](
-        _train, config.tokenizer, num_workers=1, stop=stop, doing="training the tokenizer"
-    )
     # The library says nothing while it works, so there is no total; that it goes on, and since when, is shown.
-    with pool, progress("training the tokenizer", None, "texts") as advance:
+    with progress("training the tokenizer", None, "texts") as advance:
         advance(len(texts))
-        (data,) = pool.run(iter([texts]), waiting=lambda: advance(0))
+        (data,) = run_tasks(
+            _train,
+            config.tokenizer,
+            iter([texts]),
+            num_workers=1,
+            stop=stop,
+            doing="training the tokenizer",
+            waiting=lambda: advance(0),
+        )
     return TextTokenizer(data, "the tokenizer just trained")
 
 

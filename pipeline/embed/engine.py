@@ -6,30 +6,82 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.compile.watch import GraphWatch, NoWatch
-from pipeline.core.arrays import Float32s
+from pipeline.compile.plan import embed_plan, open_part_guard
+from pipeline.compile.watch import GraphWatch, NoWatch, Place
+from pipeline.context import StageContext
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import ConfigError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.program import EmbedProgram
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
-from pipeline.embed.windows import HostBatch, distinct_texts, flat_batches, row_batches
+from pipeline.embed.windows import HostBatch, distinct_texts, flat_batches, row_batches, row_shapes
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.hf import from_hf
+from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
+from pipeline.parallel.gang import open_device
+from pipeline.settings import Settings
 
-# What differs between devices: how texts go to one, and what starts a batch there.
+# What differs between devices: the program of one with static shapes, how texts go to one, what starts a batch there.
+
+PHASE = "embed"
+
+
+class RowEncoder(nn.Module):
+    """A TextEncoder for rows of several texts."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
+        """As TextEncoder.rows -> fp32 [R * texts, D]."""
+        return self.encoder.rows(tokens, positions, segments, texts).flatten(0, 1)
+
+
+class EmbedProgram:
+    """Vectors of texts. Takes the encoder over: it is moved to the device and cast."""
+
+    def __init__(
+        self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch | None = None
+    ) -> None:
+        choose_forms(encoder, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        module = RowEncoder(encoder).eval().requires_grad_(False).to(dtype).to(backend.device)
+        compiled = config.compiled and backend.can_compile
+        forward = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
+        self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
+        self.backend = backend
+        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens))
+        self._by_length = {shape.length: shape for shape in self.shapes}
+        self._watch: GraphWatch = watch or NoWatch()
+        backend.step_boundary(list(module.parameters()))
+
+    @torch.no_grad()
+    def vectors(self, batch: Batch) -> Tensor:
+        """A batch of one of `shapes` on the device -> fp32 [rows * texts, D] on the device, not normalised."""
+        rows, length = batch["tokens"].shape
+        shape = self._by_length.get(length)
+        if shape is None or shape.rows != rows:
+            raise ValueError(f"{rows} rows of {length} tokens, where shapes are {self.shapes}")
+        vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], shape.texts)
+        place = Place(PHASE, str(length), rows)
+        self._watch.before(place, lambda: self.backend.hlo_text([vectors]))
+        self.backend.step_boundary([vectors])
+        self._watch.after(place)
+        return vectors
+
 
 Wait = Callable[[], Float32s]
 """Waits for the vectors [n, D] of a batch that was started, in the order of its texts."""
@@ -121,6 +173,8 @@ def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, wat
     return RowEngine(encoder, backend, config, watch)
 
 
+# From windows of texts to vectors.
+
 _TINY = np.float32(1e-12)
 
 
@@ -152,21 +206,17 @@ class EmbedFigures:
         return self.idle_s / self.seconds if self.seconds else 0.0
 
 
+Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
+"""Windows of texts to their unit vectors [n, D], in order."""
+
+
 @dataclass
 class _Window:
     """A window on its way: `vectors` [distinct texts, D], and for each of its texts the place among them."""
 
-    place: npt.NDArray[np.int64]
+    place: Int64s
     vectors: Float32s
     batches_left: int
-
-
-@dataclass
-class _Line:
-    """What the loader's thread has been given, in order. It appends, we take."""
-
-    windows: deque[_Window] = field(default_factory=deque)
-    batches: deque[tuple[_Window, HostBatch]] = field(default_factory=deque)
 
 
 class Embedder:
@@ -189,69 +239,82 @@ class Embedder:
         Windows are asked for in a thread of the backend's loader, some batches before they are needed. Raises what that
         raises, and Preempted.
         """
-        line, started = _Line(), deque[tuple[_Window, HostBatch, Wait]]()
-        self._last = time.monotonic()
-        with self._engine.opened() as start, self._backend.loader(self._feed(windows, line)) as ready:
-            while (batch := self._next(ready)) is not None:
+        clock, figures = _Clock(self.figures), self.figures
+        open_windows, given = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # the loader appends, we take
+        started = deque[tuple[_Window, HostBatch, Wait]]()
+
+        def finish_batch() -> Iterator[Float32s]:
+            """Wait for the first batch that was started; the windows that are complete with it."""
+            window, host, wait = started.popleft()
+            window.vectors[host.texts] = wait()
+            window.batches_left -= 1
+            tokens = int(host.lengths.sum())
+            figures.batches += 1
+            figures.tokens += tokens
+            figures.padded_tokens += host.num_slots - tokens
+            clock.lap()
+            return complete()
+
+        def complete() -> Iterator[Float32s]:
+            """The windows that lack nothing and have none before them that does."""
+            while open_windows and not open_windows[0].batches_left:
+                window = open_windows.popleft()
+                figures.texts += len(window.place)
+                figures.distinct += len(window.vectors)
+                with clock.idle():
+                    vectors = _unit(window.vectors)
+                    yield vectors if len(vectors) == len(window.place) else vectors[window.place]
+
+        feed = self._feed(windows, open_windows, given)
+        with self._engine.opened() as start, self._backend.loader(feed) as ready:
+            while True:
+                with clock.idle():
+                    batch = next(ready, None)
+                if batch is None:
+                    break
                 self._stop.raise_if_set("embedding")
-                window, host = line.batches.popleft()
+                window, host = given.popleft()
                 started.append((window, host, start(batch, host)))
                 if len(started) > self._engine.ahead:
-                    self._take(*started.popleft())
-                yield from self._complete(line)
+                    yield from finish_batch()
             while started:
                 self._stop.raise_if_set("embedding")
-                self._take(*started.popleft())
-                yield from self._complete(line)
-            if line.batches:
-                raise RuntimeError(f"{len(line.batches)} batches did not come back: a loader thread ended early")
-            yield from self._complete(line)
+                yield from finish_batch()
+            if given:
+                raise RuntimeError(f"{len(given)} batches did not come back: a loader thread ended early")
+            yield from complete()
 
-    def _feed(self, windows: Iterable[Tokens], line: _Line) -> Iterator[Batch]:
+    def _feed(
+        self, windows: Iterable[Tokens], open_windows: deque[_Window], given: deque[tuple[_Window, HostBatch]]
+    ) -> Iterator[Batch]:
         for tokens in windows:
             texts = distinct_texts(tokens, self._limit, self._sep_id)
             batches = list(self._engine.batches(texts.tokens))
             vectors = np.empty((len(texts.tokens.lengths), self.dim), dtype=np.float32)
             window = _Window(texts.place, vectors, len(batches))
-            line.windows.append(window)
+            open_windows.append(window)
             for host in batches:
-                line.batches.append((window, host))
+                given.append((window, host))
                 yield host.tensors
 
-    def _next(self, ready: Iterator[Batch]) -> Batch | None:
-        with self._idle():
-            return next(ready, None)
 
-    def _take(self, window: _Window, host: HostBatch, wait: Wait) -> None:
-        window.vectors[host.texts] = wait()
-        window.batches_left -= 1
-        tokens, figures = int(host.lengths.sum()), self.figures
-        figures.batches += 1
-        figures.tokens += tokens
-        figures.padded_tokens += host.num_slots - tokens
-        self._lap()
+class _Clock:
+    """Counts the time of a stream."""
 
-    def _complete(self, line: _Line) -> Iterator[Float32s]:
-        """The windows that lack nothing and have none before them that does."""
-        while line.windows and not line.windows[0].batches_left:
-            window = line.windows.popleft()
-            self.figures.texts += len(window.place)
-            self.figures.distinct += len(window.vectors)
-            with self._idle():
-                vectors = _unit(window.vectors)
-                yield vectors if len(vectors) == len(window.place) else vectors[window.place]
+    def __init__(self, figures: EmbedFigures) -> None:
+        self._figures, self._last = figures, time.monotonic()
+
+    def lap(self) -> None:
+        now = time.monotonic()
+        self._figures.seconds += now - self._last
+        self._last = now
 
     @contextmanager
-    def _idle(self) -> Iterator[None]:
+    def idle(self) -> Iterator[None]:
         started = time.monotonic()
         yield
-        self.figures.idle_s += time.monotonic() - started
-        self._lap()
-
-    def _lap(self) -> None:
-        now = time.monotonic()
-        self.figures.seconds += now - self._last
-        self._last = now
+        self._figures.idle_s += time.monotonic() - started
+        self.lap()
 
 
 def counted(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
@@ -283,6 +346,16 @@ def open_embedder(
         sep_id=TextTokenizer(checkpoint.tokenizer(), checkpoint.uri).sep_id,
         stop=stop or StopSignal(),
     )
+
+
+def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> tuple[Backend, Embedder]:
+    """The device of this rank with the model on it; its graphs are held against the manifests of this workspace."""
+    backend, watch = open_device(settings.backend, ctx.world), None
+    if backend.is_lazy:
+        state, device = checkpoint.state, backend.device_name()
+        plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, ctx.world.world_size)
+        watch = open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
+    return backend, open_embedder(checkpoint, backend, settings.embed, watch, stop=ctx.stop)
 
 
 def _unit(vectors: Float32s) -> Float32s:

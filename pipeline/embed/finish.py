@@ -18,15 +18,22 @@ from pipeline.core.errors import DataError
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import QuarantinedRow, quarantine_lines
-from pipeline.data.rows import shorten
-from pipeline.embed.carry import index_of, open_earlier
-from pipeline.embed.index import HashSpill, RowIndex, part_and_row, place_of
-from pipeline.embed.output import PartRows, part_files
-from pipeline.embed.parts import PartCounts, PartRecord, id_range, load_records, names_in, stem_of
-from pipeline.embed.plan import EmbedPlan, vectors_prefix
+from pipeline.data.rows import QuarantinedRow, quarantine_lines, shorten
+from pipeline.embed.earlier import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
+from pipeline.embed.parts import PartRecord, id_range, load_records, names_in, stem_of
+from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID
-from pipeline.embed.vector_set import KIND, QUARANTINE, PartInfo, VectorSet, VectorSetInfo, ids_at
+from pipeline.embed.vectors import (
+    KIND,
+    QUARANTINE,
+    PartCounts,
+    PartInfo,
+    PartRows,
+    VectorSet,
+    VectorSetInfo,
+    part_files,
+    vectors_prefix,
+)
 from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key
 
@@ -73,7 +80,8 @@ def find_duplicates(
             found += len(records) - len(starts)
             if found > limit:
                 break
-    return _by_part(_later_ones(np.concatenate(places), ids_of))
+    parts, rows = part_and_row(_later_ones(np.concatenate(places), ids_of))
+    return {part: rows[parts == part] for part in np.unique(parts).tolist()}
 
 
 def _later_ones(places: Int64s, ids_of: Callable[[int, Int64s], list[Any]]) -> Int64s:
@@ -92,11 +100,6 @@ def _later_ones(places: Int64s, ids_of: Callable[[int, Int64s], list[Any]]) -> I
     return np.array(sorted(later), dtype=np.int64)
 
 
-def _by_part(places: Int64s) -> dict[int, Int64s]:
-    parts, rows = part_and_row(places)
-    return {part: rows[parts == part] for part in np.unique(parts).tolist()}
-
-
 _TOP_REASONS = 3
 
 
@@ -111,20 +114,13 @@ def finish(
     try:
         return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
     except DataError:
-        theirs = _published(workspace, plan)
-        if theirs is None:
+        manifest = read_manifest(workspace, vectors_prefix(plan.cycle))
+        if manifest is None or manifest.kind != KIND:
+            raise
+        theirs = VectorSet(workspace, vectors_prefix(plan.cycle), manifest)
+        if theirs.info.plan != plan.fingerprint:
             raise
         return theirs  # another worker was first, and removed what it had written again while this one read it
-
-
-def _published(workspace: Storage, plan: EmbedPlan) -> VectorSet | None:
-    """What some worker has published of this very plan."""
-    prefix = vectors_prefix(plan.cycle)
-    manifest = read_manifest(workspace, prefix)
-    if manifest is None or manifest.kind != KIND:
-        return None
-    found = VectorSet(workspace, prefix, manifest)
-    return found if found.info.plan == plan.fingerprint else None
 
 
 def _finish(
@@ -197,7 +193,7 @@ def _manifest(
 def _duplicates(draft: VectorSet, scratch: Path, limit: int, stop: StopSignal) -> dict[int, Int64s]:
     return find_duplicates(
         (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
-        lambda part, rows: ids_at(draft, part, rows),
+        draft.ids_at,
         folder=scratch / "embed" / f"ids-{draft.info.plan[:16]}",
         expected=draft.info.rows,
         limit=limit,
@@ -227,7 +223,7 @@ def _quarantined(draft: VectorSet, index: int, rows: Int64s) -> list[Quarantined
     file = draft.info.parts[index].files[-1]
     return [
         QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=shorten(str({"id": name})))
-        for row, name in zip(rows.tolist(), ids_at(draft, index, rows), strict=True)
+        for row, name in zip(rows.tolist(), draft.ids_at(index, rows), strict=True)
     ]
 
 

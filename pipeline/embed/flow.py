@@ -1,34 +1,194 @@
-"""The work of one worker: texts stream through the device while the next are tokenised and finished parts written."""
+"""The work of one worker: rows are read here, judged and tokenised in worker processes, embedded, and written in parts.
+
+Texts stream through the device while the next are tokenised and finished parts written.
+"""
 
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 
 from pipeline.backends.prefetch import prefetched
-from pipeline.core.arrays import Float32s
+from pipeline.context import Figure, StageContext
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.format import UNKNOWN, format_count, format_duration, format_share
+from pipeline.core.machines import usd_per_million
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.carry import take_over
-from pipeline.embed.catalogue import WorkShard
-from pipeline.embed.feed import Complete, OpenPart, OpenWorkers, Texts, feed
-from pipeline.embed.parts import PartRecord, commit_part
+from pipeline.embed.catalogue import CatalogueReader, RawWindow, WorkShard
+from pipeline.embed.engine import Embed, EmbedFigures
+from pipeline.embed.finish import too_many_bad
+from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRules
-from pipeline.embed.vector_set import VectorSet
+from pipeline.embed.texts import TextRules, Window, make_window
+from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
-
-# Finished parts written behind the device, one at a time; one more may wait.
+from pipeline.proc.pool import run_tasks
+from pipeline.telemetry.events import EventName
 
 _POLL_S = 0.1
+FEED_DEPTH = 2
+"""Windows of tokens that wait for the device."""
+FILL_DEPTH = 1
+"""Windows of vectors that wait to be converted."""
+
+MakeWindows = Callable[[TextRules, Iterator[RawWindow]], Generator[Window, None, None]]
+"""Runs make_window for each, in order."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Where a worker reads and writes. `workspace` must go on after a stop: complete parts are still written."""
+
+    plan: EmbedPlan
+    catalogue: Storage
+    workspace: Storage
+    rules: TextRules
+    windows: MakeWindows
+    earlier: VectorSet | None
+    stop: StopSignal
+
+
+def worker_processes(num_workers: int, stop: StopSignal) -> MakeWindows:
+    """Worker processes, one per core for 0."""
+    return partial(
+        run_tasks, make_window, num_workers=num_workers, stop=stop, doing="reading the catalogue", in_order=True
+    )
+
+
+def embed_shards(
+    flow: Flow,
+    shards: Sequence[WorkShard],
+    embed: Embed,
+    *,
+    embedded: Callable[[], object] = lambda: None,
+    written: Callable[[PartRecord], object] = lambda record: None,
+) -> None:
+    """Embed and commit some shards. Raises TrnpipeError; whatever is complete then is committed.
+
+    `embedded` is called in this thread after each window, `written` with each part in the writer's.
+    """
+    last = time.monotonic()
+
+    def write(part: OpenPart) -> None:
+        nonlocal last
+        if flow.earlier is not None:
+            part.carry(flow.earlier)
+        seconds, last = time.monotonic() - last, time.monotonic()
+        written(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
+
+    items = feed(flow, shards)
+    with (
+        _closed_after(items),
+        PartWriter(write) as writer,
+        prefetched(items, FEED_DEPTH) as ready,
+        ThreadPoolExecutor(1, "part-filler") as filler,
+    ):
+        line = _Line(ready, writer, filler, flow.stop)
+        for vectors in embed(line.windows()):
+            line.fill(vectors)
+            embedded()
+            line.settle()
+        line.settle()
+        if line.is_waiting:
+            raise RuntimeError("the embedder ended before all windows had their vectors")
+
+
+@contextmanager
+def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
+    """End the reader and its processes on leaving, by then out of the hands of the thread that ran ahead."""
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # it still hangs in a request: the processes end with this one
+            items.close()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of one part for the device, and the rows of the part that their vectors belong to."""
+
+    tokens: Tokens
+    rows: Int64s
+    part: OpenPart
+
+
+@dataclass(frozen=True)
+class Complete:
+    """All rows of a part are read, and its texts have gone before."""
+
+    part: OpenPart
+
+
+def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete, None, None]:
+    """The texts of all shards in order, `plan.window_rows` at a time, and each part as it is complete.
+
+    Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
+    """
+    plan = flow.plan
+    with (
+        CatalogueReader(plan.catalogue, flow.catalogue, plan.window_rows) as reader,
+        closing(flow.windows(flow.rules, (raw for shard in shards for raw in reader.read(shard)))) as windows,
+    ):
+        for shard in shards:
+            part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
+            held = _Held(plan.window_rows)
+            for window in windows:
+                for tokens, rows in held.add(*part.add(window)):
+                    yield Texts(tokens, rows, part)
+                if window.rows.is_last:
+                    break
+            for tokens, rows in held.rest():
+                yield Texts(tokens, rows, part)
+            yield Complete(part)
+
+
+class _Held:
+    """Texts that wait until there are enough for a window."""
+
+    def __init__(self, window_rows: int) -> None:
+        self._limit = window_rows
+        self._tokens: list[Tokens] = []
+        self._rows: list[Int64s] = []
+        self._count = 0
+
+    def add(self, tokens: Tokens, rows: Int64s) -> Iterator[tuple[Tokens, Int64s]]:
+        """Every window that is full now."""
+        start = 0
+        while self._count + len(rows) - start >= self._limit:
+            end = start + self._limit - self._count
+            self._hold(tokens, rows, start, end)
+            start = end
+            yield from self.rest()
+        if start < len(rows):
+            self._hold(tokens, rows, start, len(rows))
+
+    def rest(self) -> Iterator[tuple[Tokens, Int64s]]:
+        """What is left, if anything."""
+        if self._count:
+            yield _joined(self._tokens), np.concatenate(self._rows)
+        self._tokens, self._rows, self._count = [], [], 0
+
+    def _hold(self, tokens: Tokens, rows: Int64s, start: int, end: int) -> None:
+        self._tokens.append(tokens.part(start, end))
+        self._rows.append(rows[start:end])
+        self._count += end - start
+
+
+def _joined(held: list[Tokens]) -> Tokens:
+    lengths = np.concatenate([tokens.lengths for tokens in held])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Tokens(np.concatenate([tokens.ids for tokens in held]), offsets)
+
+
+# Finished parts written behind the device, one at a time; one more may wait.
 
 
 class PartWriter:
@@ -48,12 +208,10 @@ class PartWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._put(None)
         self._thread.join()
-        if error is None:
+        if kind is None:
             self.check()
 
     def submit(self, part: OpenPart) -> None:
@@ -84,77 +242,6 @@ class PartWriter:
                 return
 
 
-FEED_DEPTH = 2
-"""Windows of tokens that wait for the device."""
-FILL_DEPTH = 1
-"""Windows of vectors that wait to be converted."""
-
-
-class TextEmbedder(Protocol):
-    """The device: embed/engine.py."""
-
-    def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]: ...
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Where a worker reads and writes. `workspace` must go on after a stop: complete parts are still written."""
-
-    plan: EmbedPlan
-    catalogue: Storage
-    workspace: Storage
-    rules: TextRules
-    workers: OpenWorkers
-    earlier: VectorSet | None
-    stop: StopSignal
-
-
-class Watch(Protocol):
-    """Told what goes on; called in the thread that drives the device, `written` in the writer's."""
-
-    def embedded(self, texts: Texts) -> None: ...
-    def written(self, record: PartRecord) -> None: ...
-
-
-def embed_shards(flow: Flow, shards: Sequence[WorkShard], embedder: TextEmbedder, watch: Watch) -> None:
-    """Embed and commit some shards. Raises TrnpipeError; whatever is complete then is committed."""
-    clock = _PartClock()
-
-    def write(part: OpenPart) -> None:
-        place = part.place
-        taken = np.flatnonzero(place >= 0)
-        if len(taken) and flow.earlier is not None:
-            part.put(taken, *take_over(flow.earlier, place[taken]))
-        watch.written(
-            commit_part(flow.workspace, flow.plan, part.index, part.finished(), part.tally, seconds=clock.lap())
-        )
-
-    items = feed(flow.plan, shards, flow.catalogue, flow.rules, flow.workers)
-    with (
-        _closed_after(items),
-        PartWriter(write) as writer,
-        prefetched(items, FEED_DEPTH) as ready,
-        ThreadPoolExecutor(1, "part-filler") as filler,
-    ):
-        line = _Line(ready, writer, filler, flow.stop)
-        for vectors in embedder.stream(line.windows()):
-            watch.embedded(line.fill(vectors))
-            line.settle()
-        line.settle()
-        if line.is_waiting:
-            raise RuntimeError("the embedder ended before all windows had their vectors")
-
-
-@contextmanager
-def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
-    """End the reader and its processes on leaving, by then out of the hands of the thread that ran ahead."""
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # it still hangs in a request: the processes end with this one
-            items.close()
-
-
 class _Line:
     """What the device has been given and not yet answered, in order, with complete parts in between.
 
@@ -179,15 +266,14 @@ class _Line:
             else:
                 self.settle()
 
-    def fill(self, vectors: Float32s) -> Texts:
-        """The texts whose vectors have come. Raises what went wrong with those before them."""
+    def fill(self, vectors: Float32s) -> None:
+        """Vectors of the first texts that wait. Raises what went wrong with those before them."""
         with self._lock:
             first = self._waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
             self._filling.append(self._filler.submit(first.part.fill, first.rows, vectors))
             self._wait_for_all_but(FILL_DEPTH)
-        return first
 
     def settle(self) -> None:
         """Hand over the parts that wait for nothing any more."""
@@ -208,13 +294,112 @@ class _Line:
         return bool(self._waiting)
 
 
-class _PartClock:
-    """Seconds since the last part."""
+# How it goes: lines, events, figures, and an early end when too much of the catalogue is bad.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._last = clock, clock()
+SECONDS_BETWEEN_LINES = 10.0
 
-    def lap(self) -> float:
+
+@dataclass(frozen=True)
+class PaceFigures:
+    """`eta_s` is None before anything is done, `usd_per_million` (texts, at this pace) without a price."""
+
+    rows: int
+    total: int
+    texts_per_s: float
+    tokens_per_s: float
+    padding_share: float
+    idle_share: float
+    eta_s: float | None
+    usd_per_million: float | None
+
+    def line(self) -> str:
+        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $0.034/M`"""
+        cost = UNKNOWN if self.usd_per_million is None else f"${self.usd_per_million:.3g}"
+        return " | ".join(
+            (
+                f"embed {format_count(self.rows)}/{format_count(self.total)} rows",
+                f"{format_count(self.texts_per_s)} texts/s",
+                f"{format_count(self.tokens_per_s)} tokens/s",
+                f"padding {format_share(self.padding_share)}",
+                f"idle {format_share(self.idle_share)}",
+                f"eta {format_duration(self.eta_s)}",
+                f"{cost} a million texts",
+            )
+        )
+
+
+class EmbedWatch:
+    """Adds up what one worker does, and says so. `parts` are those finished by this run.
+
+    Args:
+        total: rows of the worker's share.
+        done: of them finished by an earlier attempt.
+        price_usd_per_hour: of the machine's part that this worker has; None when nobody knows.
+    """
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        plan: EmbedPlan,
+        device: EmbedFigures,
+        *,
+        total: int,
+        done: int,
+        price_usd_per_hour: float | None,
+        max_bad_fraction: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ctx, self._plan, self._device = ctx, plan, device
+        self._total, self._done, self._price = total, done, price_usd_per_hour
+        self._max_bad_fraction, self._reasons = max_bad_fraction, Counter[str]()
+        self._clock = clock
+        self._started = self._last_line_s = clock()
+        self._passed = 0  # rows that needed no device: taken over, bad, or left out by the filter
+        self.parts = 0
+
+    def embedded(self) -> None:
         now = self._clock()
-        seconds, self._last = now - self._last, now
-        return seconds
+        if now - self._last_line_s >= SECONDS_BETWEEN_LINES:
+            self._last_line_s = now
+            self._ctx.console.info(self.read().line())
+
+    def written(self, record: PartRecord) -> None:
+        """Raises DataError once more rows are bad than the whole catalogue may have."""
+        self.parts += 1
+        self._passed += self._plan.shards[record.index].rows - record.counts.embedded
+        self._ctx.events.emit(
+            EventName.PART_EMBEDDED, part=record.index, rows=record.rows, seconds=record.seconds, **dict(record.counts)
+        )
+        self._reasons.update(record.reasons)
+        bad, rows = self._reasons.total(), self._plan.catalogue.rows
+        if bad > self._max_bad_fraction * rows:
+            place = self._ctx.workspace.uri(records_prefix(self._plan))
+            raise too_many_bad(bad, rows, self._reasons, self._max_bad_fraction, place)
+
+    def read(self) -> PaceFigures:
+        """Figures since the start."""
+        device, seconds = self._device, max(1e-9, self._clock() - self._started)
+        rows = device.texts + self._passed
+        return PaceFigures(
+            rows=self._done + rows,
+            total=self._total,
+            texts_per_s=device.texts / seconds,
+            tokens_per_s=device.tokens / seconds,
+            padding_share=device.padding_share,
+            idle_share=device.idle_share,
+            eta_s=(self._total - self._done - rows) * seconds / rows if rows else None,
+            usd_per_million=None if self._price is None else usd_per_million(self._price, device.texts, seconds),
+        )
+
+    def finish(self) -> dict[str, Figure]:
+        """The last line; how this run went."""
+        pace = self.read()
+        self._ctx.console.info(pace.line())
+        cost = pace.usd_per_million
+        return {
+            "texts_per_s": round(pace.texts_per_s, 1),
+            "tokens_per_s": round(pace.tokens_per_s, 1),
+            "padding_share": float(f"{pace.padding_share:.4g}"),
+            "idle_share": float(f"{pace.idle_share:.4g}"),
+            "usd_per_million_texts": None if cost is None else float(f"{cost:.4g}"),
+        }

@@ -1,4 +1,4 @@
-"""Parts on their way into the workspace: the files of one, then a record that proves them.
+"""Parts: rows of one work shard with their vectors, then the files of them, then a record that proves them.
 
 Nothing is ever written over: the first file under a name stays, whoever made it, and the record describes what is
 there. So a worker that was thought dead, and comes back, does no harm, and a part is there once.
@@ -6,45 +6,140 @@ there. So a worker that was thought dead, and comes back, does no harm, and a pa
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from pipeline.core.errors import DataError
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.errors import NumericError
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import QuarantinedRow
-from pipeline.data.rows import BadRow
-from pipeline.embed.output import PartRows, metadata_of, part_files
-from pipeline.embed.plan import EmbedPlan, vectors_prefix
+from pipeline.data.rows import BadRow, QuarantinedRow, quarantined, shorten
+from pipeline.data.tokenizer import Tokens
+from pipeline.embed.catalogue import ID_TYPES
+from pipeline.embed.earlier import take_over
+from pipeline.embed.plan import EmbedPlan
+from pipeline.embed.texts import DUPLICATE_ID, Window
+from pipeline.embed.vectors import (
+    PartCounts,
+    PartRows,
+    Stored,
+    VectorLayout,
+    VectorSet,
+    metadata_of,
+    part_files,
+    shorten_vectors,
+    to_stored,
+    vectors_prefix,
+)
 from pipeline.io.commit import hash_bytes
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import KeyNotFound, Storage, join_key, read_record
 
 NUM_READ_THREADS = 16
 _RECORDS_AT_A_TIME = 64
 """Each may hold as many bad rows as are kept of all."""
 
 
-class PartCounts(Record):
-    """What became of the rows of one part, or of all."""
+@dataclass
+class OpenPart:
+    """Rows of one work shard while the part is made: rows come in as they are read, vectors as the device gives them.
 
-    read: int = Field(0, description="Rows that passed the filter")
-    bad: int = Field(0, description="Of them: without a usable id or text")
-    embedded: int = 0
-    carried: int = Field(0, description="Vectors taken over from the earlier cycle")
-    known: int = Field(0, description="Rows whose id was in the earlier cycle, with this text or another")
-    truncated: int = Field(0, description="Embedded texts that were cut to the longest length")
-    tokens: int = Field(0, description="Of embedded texts, without padding")
+    Args:
+        room: rows of the shard, of which some may turn out bad.
+        quarantine_rows: bad rows kept at most.
+    """
 
-    def __add__(self, other: "PartCounts") -> "PartCounts":
-        ours, theirs = self.model_dump(), other.model_dump()
-        return PartCounts(**{name: ours[name] + theirs[name] for name in ours})
+    index: int
+    layout: VectorLayout
+    room: int
+    quarantine_rows: int
+
+    def __post_init__(self) -> None:
+        self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[BadRow]()
+        self.rows, self._windows, self._seen = 0, list[Window](), set[Any]()
+        # Memory is taken as rows are filled in.
+        self._vectors = np.empty((self.room, self.layout.dim), dtype=self.layout.numpy_dtype)
+        self._scale = np.empty(self.room, dtype=np.float32) if self.layout.has_scale else None
+
+    def add(self, window: Window) -> tuple[Tokens, Int64s]:
+        """Take rows in; the tokens to embed, and the row of this part that each of their vectors belongs to."""
+        self.counts["read"] += window.rows.num_read
+        self._add_bad(window.rows.bad)
+        window = self._without_duplicates(window)
+        fresh = np.flatnonzero(window.place < 0)
+        self.counts["embedded"] += len(fresh)
+        self.counts["carried"] += len(window.place) - len(fresh)
+        self.counts["known"] += int(window.known.sum())
+        self.counts["truncated"] += int(window.truncated.sum())
+        self.counts["tokens"] += len(window.tokens.ids)
+        target = fresh + self.rows
+        self.rows += len(window.place)
+        self._windows.append(window)
+        return window.tokens, target
+
+    def fill(self, rows: Int64s, vectors: Float32s) -> None:
+        """Vectors [N, D] of rows [N], cut and converted. Raises NumericError for what is no number."""
+        if not np.isfinite(vectors).all():
+            bad = rows[~np.isfinite(vectors).all(axis=1)]
+            raise NumericError(
+                f"{len(bad)} vectors of part {self.index} hold NaN or infinity, the first in row {bad[0]}",
+                expected="finite numbers",
+                next_command="--embed.precision fp32; if it stays, the checkpoint has diverged",
+            )
+        self._put(rows, *to_stored(shorten_vectors(vectors, self.layout.dim), self.layout))
+
+    def carry(self, earlier: VectorSet) -> None:
+        """Take the vectors over that an earlier cycle has."""
+        place = np.concatenate([np.zeros(0, dtype=np.int64), *(window.place for window in self._windows)])
+        if len(taken := np.flatnonzero(place >= 0)):
+            self._put(taken, *take_over(earlier, place[taken]))
+
+    def finished(self) -> PartRows:
+        """All rows, once every vector is in."""
+        rows, empty = [window.rows for window in self._windows], np.zeros(0, dtype=np.uint64)
+        return PartRows(
+            ids=pa.concat_arrays([pa.array([], ID_TYPES[self.layout.id_type]), *(one.ids for one in rows)]),
+            vectors=self._vectors[: self.rows],
+            scale=None if self._scale is None else self._scale[: self.rows],
+            id_hash=np.concatenate([empty, *(one.id_hash for one in rows)]),
+            text_hash=np.concatenate([empty, *(one.text_hash for one in rows)]),
+        )
+
+    def _put(self, rows: Int64s, vectors: Stored, scale: Float32s | None) -> None:
+        self._vectors[rows] = vectors
+        if self._scale is not None and scale is not None:
+            self._scale[rows] = scale
+
+    def _add_bad(self, rows: Sequence[BadRow]) -> None:
+        for row in rows:
+            self.counts["bad"] += row.count
+            self.reasons[row.reason] += row.count
+        self.bad += rows[: self.quarantine_rows - len(self.bad)]
+
+    def _without_duplicates(self, window: Window) -> Window:
+        """Rows whose id has not been in this part; the others are bad rows."""
+        rows = window.rows
+        ids = rows.ids.to_pylist()
+        new = set(ids)
+        if len(new) == len(ids) and self._seen.isdisjoint(new):
+            self._seen |= new
+            return window
+        keep, bad = np.ones(len(ids), dtype=np.bool_), list[BadRow]()
+        for place, name in enumerate(ids):
+            if name in self._seen:
+                keep[place] = False
+                bad.append(BadRow(rows.file, int(rows.rows[place]), DUPLICATE_ID, shorten(str({"id": name}))))
+            self._seen.add(name)
+        self._add_bad(bad)
+        return window.keep(keep)
 
 
 class PartRecord(Record):
@@ -61,23 +156,6 @@ class PartRecord(Record):
     seconds: float = Field(description="Of its worker")
 
 
-@dataclass
-class Tally:
-    """Counts of a part while it is made; at most `limit` bad rows are kept."""
-
-    limit: int
-    counts: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    bad: list[BadRow] = field(default_factory=list)
-
-    def add_bad(self, rows: Iterable[BadRow]) -> None:
-        for row in rows:
-            self.counts["bad"] += row.count
-            self.reasons[row.reason] += row.count
-            if len(self.bad) < self.limit:
-                self.bad.append(row)
-
-
 def stem_of(index: int) -> str:
     return f"part-{index:05d}"
 
@@ -87,25 +165,23 @@ def records_prefix(plan: EmbedPlan) -> str:
     return f"cycles/{plan.cycle}/embed/parts-{plan.fingerprint[:16]}"
 
 
-def commit_part(
-    storage: Storage, plan: EmbedPlan, index: int, rows: PartRows, tally: Tally, *, seconds: float
-) -> PartRecord:
+def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: float) -> PartRecord:
     """Publish the files of one part, then its record. Raises what storage raises; may be repeated."""
-    files = part_files(plan.layout, stem_of(index), rows, plan.metadata)
-    there = _put(storage, plan, files)
+    rows = part.finished()
+    there = _put(storage, plan, part_files(plan.layout, stem_of(part.index), rows, plan.metadata))
     low, high = id_range(rows.ids)
     record = PartRecord(
-        index=index,
+        index=part.index,
         rows=len(rows.ids),
         files=there,
         id_min=low,
         id_max=high,
-        counts=PartCounts(**tally.counts),
-        reasons=dict(sorted(tally.reasons.items())),
-        quarantined=quarantined(tally.bad),
+        counts=PartCounts(**part.counts),
+        reasons=dict(sorted(part.reasons.items())),
+        quarantined=quarantined(part.bad),
         seconds=round(seconds, 3),
     )
-    key = _record_key(plan, index)
+    key = _record_key(plan, part.index)
     if not storage.write_if_absent(key, record.model_dump_json().encode()):
         earlier = _load(storage, key)
         if earlier.files == there:
@@ -150,10 +226,6 @@ def id_range(ids: pa.Array) -> tuple[str, str]:
     return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
-def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    return tuple(QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content) for row in rows)
-
-
 def finished_parts(storage: Storage, plan: EmbedPlan) -> set[int]:
     """Indices of parts whose record and files are there; by names alone, one listing each."""
     records = names_in(storage, records_prefix(plan))
@@ -190,14 +262,17 @@ def _record_key(plan: EmbedPlan, index: int) -> str:
 
 
 def _load(storage: Storage, key: str) -> PartRecord:
-    try:
-        return PartRecord.model_validate_json(storage.read_bytes(key))
-    except ValidationError as error:
-        raise DataError(
-            f"{storage.uri(key)} is no record of a part: {error.errors(include_url=False)[0]['msg']}",
-            expected="a record written by trnpipe embed",
-            next_command="delete it and run trnpipe embed again",
-        ) from error
+    record = read_record(
+        storage,
+        key,
+        PartRecord,
+        what="the record of a part",
+        writer="trnpipe embed",
+        next_command="delete it and run trnpipe embed again",
+    )
+    if record is None:
+        raise KeyNotFound(storage.uri(key))
+    return record
 
 
 def names_in(storage: Storage, prefix: str) -> set[str]:

@@ -8,27 +8,20 @@ from functools import cached_property
 
 from pydantic import Field, JsonValue
 
-from pipeline.core.errors import ConfigError
+from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.context import StageContext
+from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
+from pipeline.data.config import DataConfig
 from pipeline.embed.catalogue import Catalogue, WorkShard
-from pipeline.embed.output import VectorLayout
-from pipeline.io.storage import Storage, read_record
-
-
-class ModelRef(Record):
-    """The checkpoint that embeds."""
-
-    name: str = Field(description="Of the model in the registry")
-    place: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
-    digest: str = Field(description="Digest of its manifest: names its content")
-
-
-class EarlierCycle(Record):
-    """Vectors that were finished when this cycle was planned."""
-
-    cycle: str
-    digest: str = Field(description="Digest of their manifest")
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.earlier import EarlierCycle, find_earlier
+from pipeline.embed.gather import find_catalogue
+from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
+from pipeline.io.storage import Storage, open_storage, read_record
+from pipeline.registry.checkpoints import incumbent_prefix, locate
+from pipeline.settings import Settings
 
 
 class EmbedPlan(Record):
@@ -73,17 +66,11 @@ def plan_key(cycle: str) -> str:
     return f"cycles/{cycle}/embed/plan.json"
 
 
-def vectors_prefix(cycle: str) -> str:
-    """Where the parts of a cycle lie in the workspace."""
-    return f"embeddings/{cycle}"
-
-
 def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
     """The plan of a cycle, None before there is one. Raises DataError when it cannot be read."""
-    key = plan_key(cycle)
     return read_record(
         workspace,
-        key,
+        plan_key(cycle),
         EmbedPlan,
         what="an embedding plan",
         writer="this version of trnpipe embed",
@@ -112,3 +99,109 @@ def check_asked(plan: EmbedPlan, asked: dict[str, JsonValue], workspace: Storage
 def _start_over(workspace: Storage, cycle: str) -> str:
     folders = (workspace.uri(f"cycles/{cycle}/embed"), workspace.uri(vectors_prefix(cycle)))
     return f"delete {folders[0]} and {folders[1]} to start over"
+
+
+# Making the plan: find the catalogue, look at the checkpoint, choose the earlier vectors.
+
+_DATA_FIELDS = {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+
+
+def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
+    """The settings that decide the work, by name; the data input counts where there is no catalogue."""
+    asked: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
+    catalogue = config.catalogue.model_dump(mode="json", exclude={"max_bad_fraction"})
+    asked |= {f"embed.catalogue.{name}": value for name, value in catalogue.items()}
+    asked |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
+    if config.catalogue.path is None:
+        asked |= {f"data.{name}": value for name, value in data.model_dump(mode="json", include=_DATA_FIELDS).items()}
+    return asked
+
+
+def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint]:
+    """What this cycle embeds, and the checkpoint it does it with. Raises TrnpipeError."""
+    config, place = settings.embed, model_place(settings, ctx)
+    checkpoint = open_model(place, settings, ctx)
+    model = ModelRef(name=settings.model_name, place=place, digest=checkpoint.digest)
+    width, max_tokens = checkpoint.state.model.encoder.hidden_size, longest_text(settings, checkpoint)
+    check_dimensions("embed.output.dimensions", config.output.dimensions, width)
+    catalogue = find_catalogue(config.catalogue, settings.data, ctx)
+    layout = VectorLayout(
+        format=config.output.format,
+        dtype=config.output.dtype,
+        dim=config.output.dimensions or width,
+        id_type=catalogue.id_type,
+    )
+    made_by: dict[str, JsonValue] = {
+        "checkpoint_digest": model.digest,
+        "tokenizer": checkpoint.state.tokenizer_fingerprint,
+        "pooling": checkpoint.state.model.pooling,
+        "precision": config.precision,
+        "max_tokens": max_tokens,
+        "normalised": True,
+    }
+    earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
+    plan = EmbedPlan(
+        cycle=ctx.cycle,
+        generation=earlier.generation + 1,
+        asked=asked_for(config, settings.data),
+        catalogue=catalogue,
+        model=model,
+        made_by=made_by,
+        layout=layout,
+        max_tokens=max_tokens,
+        rows_per_part=config.output.rows_per_part,
+        window_rows=config.catalogue.window_rows,
+        quarantine_rows=config.catalogue.quarantine_rows,
+        previous=earlier.previous,
+        carry_from=earlier.carry_from,
+    )
+    return plan, checkpoint
+
+
+# The checkpoint that embeds: the promoted one, or the one named in the settings; pinned by the plan of the cycle.
+
+
+def model_place(settings: Settings, ctx: StageContext) -> str:
+    """Prefix in the workspace, or URI, of the checkpoint the settings ask for. Raises CheckpointError without one."""
+    if settings.embed.checkpoint:
+        return settings.embed.checkpoint.rstrip("/")
+    promoted = incumbent_prefix(ctx.workspace, settings.model_name)
+    if promoted is not None:
+        return promoted
+    trained = ctx.earlier("train")
+    candidate = trained.outputs.get("checkpoint") if trained else None
+    raise CheckpointError(
+        f"no checkpoint of model {settings.model_name} is promoted in {ctx.workspace.root}",
+        expected="a promoted checkpoint, or one that is named",
+        next_command=f"trnpipe evaluate, or --embed.checkpoint {candidate or 'checkpoints/<cycle>/step-<n>'}",
+    )
+
+
+def open_model(place: str, settings: Settings, ctx: StageContext) -> Checkpoint:
+    """The checkpoint, every byte verified. Raises CheckpointError."""
+    storage, prefix = locate(place, settings, ctx.workspace)
+    return open_checkpoint(storage, prefix, ctx.scratch / "embed" / "model")
+
+
+def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Checkpoint:
+    """The checkpoint of the plan. Raises CheckpointError when it is gone or not the same any more."""
+    checkpoint = open_model(model.place, settings, ctx)
+    if checkpoint.digest != model.digest:
+        raise CheckpointError(
+            f"{checkpoint.uri} has digest {checkpoint.digest}",
+            expected=f"{model.digest}, with which cycle {ctx.cycle} was begun",
+            next_command="embed in a new cycle",
+        )
+    return checkpoint
+
+
+def catalogue_storage(plan: EmbedPlan, settings: Settings, ctx: StageContext) -> Storage:
+    """Where the files of the catalogue lie."""
+    root = plan.catalogue.root
+    return open_storage(root, retry=settings.storage, stop=ctx.stop) if root else ctx.workspace
+
+
+def longest_text(settings: Settings, checkpoint: Checkpoint) -> int:
+    """Tokens of a text that the model reads."""
+    state = checkpoint.state
+    return settings.embed.text_limit(state.max_tokens, state.model.max_positions)

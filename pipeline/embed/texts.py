@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, shorten
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask, not_utf8
-from pipeline.embed.catalogue import IdType
-from pipeline.embed.index import RowIndex
-from pipeline.embed.reading import RawWindow
+from pipeline.embed.catalogue import ID_TYPES, IdType, RawWindow
+from pipeline.embed.earlier import RowIndex
 
 # Tokenising word by word. A catalogue has few different words: nearly all of a window were tokenised before.
 
@@ -85,7 +84,6 @@ def treats_words_alone(data: bytes) -> bool:
 
 
 NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
-ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,19 @@ class TextRules:
 
 @dataclass(frozen=True)
 class TextRows:
-    """N usable rows in catalogue order, and what was wrong with the others."""
+    """N usable rows of a window in catalogue order, and what was wrong with the others."""
 
+    file: str
+    is_last: bool
+    """The window is the last of its shard."""
     ids: pa.Array
     id_hash: UInt64s
     text_hash: UInt64s
     rows: Int64s
     """Number of each row in its file."""
     texts: list[str]
+    num_rows: int
+    """All rows of the window."""
     num_read: int
     """Rows that passed the filter, bad ones included."""
     bad: tuple[BadRow, ...]
@@ -125,48 +128,50 @@ class Window:
     in order, and `truncated` says of each whether it was cut. `known` [N]: the earlier cycle had the id.
     """
 
-    ids: pa.Array
-    id_hash: UInt64s
-    text_hash: UInt64s
-    rows: Int64s
+    rows: TextRows
+    """Without their texts."""
     place: Int64s
     known: Bools
     tokens: Tokens
     truncated: Bools
-    num_read: int
-    bad: tuple[BadRow, ...]
+
+    def keep(self, rows: Bools) -> "Window":
+        """Some rows of a window."""
+        fresh, one = rows[self.place < 0], self.rows
+        kept = replace(
+            one,
+            ids=one.ids.filter(pa.array(rows)),
+            id_hash=one.id_hash[rows],
+            text_hash=one.text_hash[rows],
+            rows=one.rows[rows],
+        )
+        tokens = take(self.tokens, np.flatnonzero(fresh))
+        return Window(kept, self.place[rows], self.known[rows], tokens, self.truncated[fresh])
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
     """Run in a worker process."""
-    judged = judge_rows(raw, rules.id_type, dict(rules.filter), rules.max_tokens)
-    place, known = _look_up(rules.index, judged)
-    wanted = np.flatnonzero(place < 0).tolist()
+    rows = judge_rows(rules, raw)
+    place, known = np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
+    if rules.index:
+        place, known = _row_index(rules.index).look_up(rows.id_hash, rows.text_hash)
     tokenizer = _tokenizer(rules.tokenizer)
-    tokens = tokenizer.encode([judged.texts[row] for row in wanted])
+    tokens = tokenizer.encode([rows.texts[row] for row in np.flatnonzero(place < 0).tolist()])
     truncated = tokens.lengths > rules.max_tokens
-    return Window(
-        ids=judged.ids,
-        id_hash=judged.id_hash,
-        text_hash=judged.text_hash,
-        rows=judged.rows,
-        place=place,
-        known=known,
-        tokens=cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id) if truncated.any() else tokens,
-        truncated=truncated,
-        num_read=judged.num_read,
-        bad=judged.bad,
-    )
+    if truncated.any():
+        tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)
+    return Window(replace(rows, texts=[]), place, known, tokens, truncated)
 
 
-def judge_rows(raw: RawWindow, id_type: IdType, wanted: dict[str, str], max_tokens: int) -> TextRows:
+def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     """Apply the filter, then find for each row its id and text, or the reason why it has none."""
     batch = raw.batch()
-    rows = np.arange(raw.first_row, raw.first_row + len(batch), dtype=np.int64)
-    if wanted:
-        keep = filter_mask(batch, wanted)
+    num_rows = len(batch)
+    rows = np.arange(raw.first_row, raw.first_row + num_rows, dtype=np.int64)
+    if rules.filter:
+        keep = filter_mask(batch, dict(rules.filter))
         batch, rows = batch.filter(pa.array(keep)), rows[keep]
-    limit = CHARACTERS_PER_TOKEN * max_tokens
+    limit = CHARACTERS_PER_TOKEN * rules.max_tokens
     columns = {name: batch[name].to_pylist() for name in ("id", "title", "text") if name in batch.schema.names}
     texts = columns.get("text") or [None] * len(rows)
     ids: list[Any] = []
@@ -182,14 +187,25 @@ def judge_rows(raw: RawWindow, id_type: IdType, wanted: dict[str, str], max_toke
         kept.append(row)
         found.append(joined)
     return TextRows(
-        pa.array(ids, ID_TYPES[id_type]),
-        id_hashes(ids),
-        _hashes([text.encode() for text in found]),
-        rows[np.array(kept, dtype=np.int64)],
-        found,
-        len(rows),
-        tuple(bad),
+        file=raw.file,
+        is_last=raw.is_last,
+        ids=pa.array(ids, ID_TYPES[rules.id_type]),
+        id_hash=id_hashes(ids),
+        text_hash=_hashes([text.encode() for text in found]),
+        rows=rows[np.array(kept, dtype=np.int64)],
+        texts=found,
+        num_rows=num_rows,
+        num_read=len(rows),
+        bad=tuple(bad),
     )
+
+
+def judge_again(context: tuple[TextRules, int], raw: RawWindow) -> TextRows:
+    """Run in a worker process of verify. Texts of the sample alone come back: their hash is a multiple of the step."""
+    rules, step = context
+    rows = judge_rows(rules, raw)
+    chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist() if step else []
+    return replace(rows, texts=[rows.texts[row] for row in chosen])
 
 
 def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, limit: int) -> tuple[Any, str, str]:
@@ -221,12 +237,6 @@ def id_hashes(ids: Sequence[Any]) -> UInt64s:
 
 def _hashes(values: Sequence[bytes]) -> UInt64s:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, values), dtype=np.uint64, count=len(values))
-
-
-def _look_up(index: str, rows: TextRows) -> tuple[Int64s, Bools]:
-    if not index:
-        return np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
-    return _row_index(index).look_up(rows.id_hash, rows.text_hash)
 
 
 def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:

@@ -1,63 +1,59 @@
-"""Reading the catalogue again: every id with its text is in its part, in order, and nothing else is."""
+"""Are committed vectors whole, right and those of their catalogue? Every check reads what is stored, and nothing else.
+
+Files, numbers and ids need the vectors alone; then the catalogue is read again, a sample of it is embedded again, and
+the vectors are compared with the previous cycle's.
+"""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from pipeline.core.arrays import Float32s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.carry import index_of, take_over
-from pipeline.embed.catalogue import WorkShard
-from pipeline.embed.engine import counted
+from pipeline.embed.catalogue import CatalogueReader, RawWindow
+from pipeline.embed.earlier import RowIndex, index_of, take_over
+from pipeline.embed.engine import Embed, counted
 from pipeline.embed.finish import find_duplicates
-from pipeline.embed.flow import TextEmbedder
-from pipeline.embed.index import RowIndex
-from pipeline.embed.output import from_stored, metadata_of, shorten_vectors
 from pipeline.embed.parts import id_range
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.reading import CatalogueReader, RawWindow
-from pipeline.embed.texts import cut_tokens, id_hashes, judge_rows
-from pipeline.embed.vector_set import VectorSet, ids_at
+from pipeline.embed.texts import TextRows, TextRules, cut_tokens, id_hashes, judge_again
+from pipeline.embed.vectors import VectorSet, from_stored, metadata_of, shorten_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.proc.pool import WorkerPool
-
-# What a verification found.
+from pipeline.proc.pool import run_tasks
 
 MAX_NAMED = 3
-"""Problems of one check that are told one by one."""
+"""Problems of one check that are named one by one."""
 
 
-class Check(BaseModel):
+class Check(Record):
     """One question and its answer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     outcome: Literal["pass", "fail", "skipped"]
     seen: str
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = Field({})
 
     def line(self) -> str:
         """`pass     files      5 files, 1.2 MiB`"""
         return f"{self.outcome:<8} {self.name:<10} {self.seen}"
 
 
-class VerifyReport(BaseModel):
+class VerifyReport(Record):
     """All checks of one cycle's vectors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cycle: str
     rows: int
@@ -68,7 +64,7 @@ class VerifyReport(BaseModel):
         return tuple(check for check in self.checks if check.outcome == "fail")
 
 
-def judge(name: str, problems: list[str], seen: str, figures: dict[str, float] | None = None) -> Check:
+def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> Check:
     """A failure that names the first problems, else a pass that says what was looked at."""
     if not problems:
         return Check(name=name, outcome="pass", seen=seen, figures=figures or {})
@@ -95,10 +91,8 @@ _MAX_DUPLICATES = 1000
 
 def check_files(vectors: VectorSet) -> Check:
     """Sizes and checksums of every file, by reading all bytes."""
-    manifest = verify_dir(vectors.storage, vectors.prefix, deep=True)
-    return judge(
-        "files", [], f"{len(manifest.files)} files, {format_bytes(manifest.size_bytes)}, every byte as written"
-    )
+    found = verify_dir(vectors.storage, vectors.prefix, deep=True)
+    return judge("files", [], f"{len(found.files)} files, {format_bytes(found.size_bytes)}, every byte as written")
 
 
 def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -> Check:
@@ -166,14 +160,14 @@ def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
             problems.append(f"{vectors.info.parts[part].files[-1]} has an id twice")
     found = find_duplicates(
         (vectors.hashes(part)[0] for part in parts),
-        lambda part, rows: ids_at(vectors, part, rows),
+        vectors.ids_at,
         folder=scratch / "embed" / f"verify-{vectors.info.plan[:16]}",
         expected=vectors.info.rows,
         limit=_MAX_DUPLICATES,
         stop=stop,
     )
     for part, rows in found.items():
-        name = ids_at(vectors, part, rows[:1])[0]
+        name = vectors.ids_at(part, rows[:1])[0]
         problems.append(f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as {name!r}")
     return judge("unique", problems, f"{vectors.info.rows:,} ids, each once")
 
@@ -238,38 +232,31 @@ def check_ann(vectors: VectorSet, *, rows: int, queries: int, min_recall: float,
         return skipped("ann", "usearch is not installed: pip install 'trnpipe[ann]'")
     from usearch.index import Index
 
-    values = _sample(vectors, rows, stop)
+    step, held = np.uint64(max(1, vectors.info.rows // rows)), [np.zeros((0, vectors.layout.dim), dtype=np.float32)]
+    for part in range(len(vectors.info.parts)):
+        for batch, block in vectors.blocks(part):
+            stop.raise_if_set("sampling vectors")
+            held.append(block[batch["id_hash"].to_numpy() % step == 0])
+    values = np.concatenate(held)
     if len(values) <= NEIGHBOURS:
         return skipped("ann", f"{len(values)} vectors, more than {NEIGHBOURS} are needed")
     index = Index(ndim=values.shape[1], metric="ip", dtype="f32")
     with progress("building an ANN index", len(values), "vectors") as advance:
         for start in range(0, len(values), _BATCH):
             stop.raise_if_set("building an ANN index")
-            part = values[start : start + _BATCH]
-            index.add(np.arange(start, start + len(part)), part)
-            advance(len(part))
+            some = values[start : start + _BATCH]
+            index.add(np.arange(start, start + len(some)), some)
+            advance(len(some))
     asked = values[:: max(1, len(values) // queries)][:queries]
     exact = np.argpartition(-(asked @ values.T), NEIGHBOURS, axis=1)[:, :NEIGHBOURS]
     found = np.asarray(index.search(asked, NEIGHBOURS).keys).reshape(len(asked), -1)
-    hits = sum(len(set(a) & set(b)) for a, b in zip(exact.tolist(), found.tolist(), strict=True))
-    recall = hits / exact.size
+    recall = sum(len(set(a) & set(b)) for a, b in zip(exact.tolist(), found.tolist(), strict=True)) / exact.size
     seen = f"recall@{NEIGHBOURS} {recall:.3f} of {len(asked)} vectors among {len(values):,}"
-    return judge(
-        "ann", [f"{seen}; expected at least {min_recall}"] if recall < min_recall else [], seen, {"recall": recall}
-    )
+    too_low = [f"{seen}; expected at least {min_recall}"] if recall < min_recall else []
+    return judge("ann", too_low, seen, {"recall": recall})
 
 
-def _sample(vectors: VectorSet, rows: int, stop: StopSignal) -> Float32s:
-    step = np.uint64(max(1, vectors.info.rows // rows))
-    held = [np.zeros((0, vectors.layout.dim), dtype=np.float32)]
-    with progress("sampling vectors", vectors.info.rows, "rows") as advance:
-        for part in range(len(vectors.info.parts)):
-            for batch, values in vectors.blocks(part):
-                stop.raise_if_set("sampling vectors")
-                held.append(values[batch["id_hash"].to_numpy() % step == 0])
-                advance(len(batch))
-    return np.concatenate(held)
-
+# The catalogue read again: every id with its text is in its part, in order, and nothing else is.
 
 _MAX_MISSING = 100_000
 
@@ -283,154 +270,72 @@ class Picked:
     text: str
 
 
-@dataclass(frozen=True)
-class _Task:
-    shard: WorkShard
-    raw: RawWindow
+JudgeWindows = Callable[[tuple[TextRules, int], Iterator[RawWindow]], Generator[TextRows, None, None]]
+"""Runs judge_again for each, in order."""
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """Usable rows of a window."""
-
-    shard: WorkShard
-    id_hash: UInt64s
-    text_hash: UInt64s
-    num_rows: int
-    """Those that the filter leaves out included."""
-    num_read: int
-    num_bad: int
-    picked: tuple[Picked, ...]
-
-
-@dataclass
-class _Expected:
-    """What one part must hold."""
-
-    index: int
-    id_hash: list[UInt64s] = field(default_factory=list)
-    text_hash: list[UInt64s] = field(default_factory=list)
-
-    def arrays(self) -> tuple[UInt64s, UInt64s]:
-        """Of ids that are twice in the shard the first counts."""
-        ids, texts = np.concatenate(self.id_hash), np.concatenate(self.text_hash)
-        first = np.sort(np.unique(ids, return_index=True)[1])
-        return ids[first], texts[first]
-
-
-Context = tuple[EmbedPlan, int]
-"""The plan, and the step of the sample."""
-
-
-class Workers(Protocol):
-    """What runs the tasks, in order."""
-
-    def run_in_order(self, tasks: Iterator[_Task]) -> Iterator[_Answer]: ...
-
-
-OpenWorkers = Callable[[Context], AbstractContextManager[Workers]]
-
-
-def judge_processes(num_workers: int, stop: StopSignal) -> OpenWorkers:
+def judge_processes(num_workers: int, stop: StopSignal) -> JudgeWindows:
     """Worker processes, one per core for 0."""
-    return lambda context: WorkerPool[Context, _Task, _Answer](
-        judge_again, context, num_workers=num_workers, stop=stop, doing="reading the catalogue again"
+    return partial(
+        run_tasks, judge_again, num_workers=num_workers, stop=stop, doing="reading the catalogue again", in_order=True
     )
 
 
-def judge_again(context: Context, task: _Task) -> _Answer:
-    """Run in a worker process. Every row whose hash is a multiple of the step is in the sample."""
-    plan, step = context
-    rows = judge_rows(task.raw, plan.layout.id_type, plan.catalogue.columns.filter, plan.max_tokens)
-    chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist() if step else []
-    picked = tuple(Picked(task.shard.index, int(rows.id_hash[row]), rows.texts[row]) for row in chosen)
-    num_rows = len(task.raw.batch())
-    return _Answer(task.shard, rows.id_hash, rows.text_hash, num_rows, rows.num_read, len(rows.bad), picked)
-
-
 def check_catalogue(
-    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, *, sample: int, workers: OpenWorkers
+    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, *, sample: int, judged: JudgeWindows
 ) -> tuple[Check, list[Picked]]:
     """Hold the parts against the catalogue; also about `sample` of its texts. Raises DataError when it has changed."""
     step = max(1, vectors.info.rows // sample) if sample else 0
-    compare = _Comparison(vectors)
-    picked: list[Picked] = []
-    open_part: _Expected | None = None
+    rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
+    bad = read = sum(plan.catalogue.unreadable.values())
+    missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
     with (
         CatalogueReader(plan.catalogue, catalogue, plan.window_rows) as reader,
-        workers((plan, step)) as pool,
+        closing(judged((rules, step), (raw for shard in plan.shards for raw in reader.read(shard)))) as windows,
         progress("reading the catalogue again", plan.catalogue.rows, "rows") as advance,
     ):
-        for done in pool.run_in_order(_tasks(plan, reader)):
-            advance(done.num_rows)
-            if open_part is not None and open_part.index != done.shard.index:
-                compare.part(open_part)
-                open_part = None
-            open_part = open_part or _Expected(done.shard.index)
-            open_part.id_hash.append(done.id_hash)
-            open_part.text_hash.append(done.text_hash)
-            compare.num_read += done.num_read
-            compare.num_bad += done.num_bad
-            picked += done.picked
-    if open_part is not None:
-        compare.part(open_part)
-    return compare.result(plan), picked[: 2 * sample]
+        for shard in plan.shards:
+            id_hash, text_hash = list[UInt64s](), list[UInt64s]()
+            for rows in windows:
+                advance(rows.num_rows)
+                read += rows.num_read
+                bad += len(rows.bad)
+                id_hash.append(rows.id_hash)
+                text_hash.append(rows.text_hash)
+                chosen = rows.id_hash[rows.id_hash % np.uint64(step) == 0] if step else ()
+                picked += map(Picked, [shard.index] * len(rows.texts), map(int, chosen), rows.texts)
+                if rows.is_last:
+                    break
+            ids, texts = np.concatenate(id_hash), np.concatenate(text_hash)
+            first = np.sort(np.unique(ids, return_index=True)[1])  # of ids that are twice in the shard the first counts
+            bad += len(ids) - len(first)
+            ids, texts = ids[first], texts[first]
+            found_ids, found_texts = vectors.hashes(shard.index)
+            there, name = np.isin(ids, found_ids), vectors.info.parts[shard.index].files[-1]
+            missing.append(ids[~there])
+            if not np.array_equal(ids[there], found_ids):
+                extra = int((~np.isin(found_ids, ids)).sum())
+                problems.append(f"{name}: {extra:,} ids are not in the catalogue" if extra else f"{name}: other order")
+            elif changed := int((texts[there] != found_texts).sum()):
+                problems.append(f"{name}: {changed:,} vectors are of another text")
+    lost = np.concatenate(missing)
+    elsewhere = _num_elsewhere(vectors, lost[:_MAX_MISSING])
+    bad += elsewhere
+    if len(lost) > elsewhere:
+        problems.append(f"{len(lost) - elsewhere:,} ids of the catalogue have no vector")
+    counts = vectors.info.counts
+    if (read, bad) != (counts.read, counts.bad):
+        problems.append(f"{read:,} rows read and {bad:,} bad, the manifest says {counts.read:,} and {counts.bad:,}")
+    seen = f"{read - bad:,} ids with their texts, {bad:,} bad rows, as in the catalogue"
+    return judge("catalogue", problems, seen), picked[: 2 * sample]
 
 
-def _tasks(plan: EmbedPlan, reader: CatalogueReader) -> Iterator[_Task]:
-    for shard in plan.shards:
-        for raw in reader.read(shard):
-            yield _Task(shard, raw)
-
-
-class _Comparison:
-    """Adds up what differs."""
-
-    def __init__(self, vectors: VectorSet) -> None:
-        self._vectors = vectors
-        self._missing: list[UInt64s] = []
-        self._problems: list[str] = []
-        self.num_read = self.num_bad = 0
-
-    def part(self, expected: _Expected) -> None:
-        ids, texts = expected.arrays()
-        found_ids, found_texts = self._vectors.hashes(expected.index)
-        there = np.isin(ids, found_ids)
-        self.num_bad += sum(map(len, expected.id_hash)) - len(ids)
-        name = self._vectors.info.parts[expected.index].files[-1]
-        if not there.all():
-            self._missing.append(ids[~there])  # an earlier part may have them
-        if not np.array_equal(ids[there], found_ids):
-            extra = int((~np.isin(found_ids, ids)).sum())
-            self._problems.append(
-                f"{name}: {extra:,} ids are not in the catalogue" if extra else f"{name}: other order"
-            )
-        elif changed := int((texts[there] != found_texts).sum()):
-            self._problems.append(f"{name}: {changed:,} vectors are of another text")
-
-    def result(self, plan: EmbedPlan) -> Check:
-        counts, problems = self._vectors.info.counts, self._problems
-        elsewhere = self._found_elsewhere()
-        total = sum(map(len, self._missing))
-        if total > elsewhere:
-            problems.append(f"{total - elsewhere:,} ids of the catalogue have no vector")
-        unreadable = sum(plan.catalogue.unreadable.values())
-        read, bad = self.num_read + unreadable, self.num_bad + elsewhere + unreadable
-        if (read, bad) != (counts.read, counts.bad):
-            problems.append(f"{read:,} rows read and {bad:,} bad, the manifest says {counts.read:,} and {counts.bad:,}")
-        return judge(
-            "catalogue", problems, f"{read - bad:,} ids with their texts, {bad:,} bad rows, as in the catalogue"
-        )
-
-    def _found_elsewhere(self) -> int:
-        """How many of the missing ids are in another part: duplicates that were taken out."""
-        missing = np.concatenate([np.zeros(0, dtype=np.uint64), *self._missing])[:_MAX_MISSING]
-        if not len(missing):
-            return 0
-        found = np.zeros(len(missing), dtype=np.bool_)
-        for part in range(len(self._vectors.info.parts)):
-            found |= np.isin(missing, self._vectors.hashes(part)[0])
-        return int(found.sum())
+def _num_elsewhere(vectors: VectorSet, missing: UInt64s) -> int:
+    """How many ids that their part lacks are in another: duplicates that were taken out."""
+    found = np.zeros(len(missing), dtype=np.bool_)
+    for part in range(len(vectors.info.parts) if len(missing) else 0):
+        found |= np.isin(missing, vectors.hashes(part)[0])
+    return int(found.sum())
 
 
 # Stored vectors against the same texts embedded again, in fp32 on the CPU, whatever device made them.
@@ -442,7 +347,7 @@ def check_sample(
     vectors: VectorSet,
     picked: Sequence[Picked],
     tokenizer: TextTokenizer,
-    embedder: TextEmbedder,
+    embed: Embed,
     *,
     max_tokens: int,
     min_cosine: float,
@@ -462,7 +367,7 @@ def check_sample(
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([one.text for one in there]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(counted(embedder.stream(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
+    fresh = np.concatenate(list(counted(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
     cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
     least = int(cosines.argmin())
     seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"

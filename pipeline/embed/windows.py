@@ -1,4 +1,9 @@
-"""A window of tokens to the batches a device takes. Depends on the window alone: so do its vectors."""
+"""A window of tokens to the batches a device takes. Depends on the window alone: so do its vectors.
+
+Texts of a row do not see each other (TextEncoder.rows). So a few static shapes fit any catalogue with next to no
+padding: 0.4 % of the tokens of 35,311 real titles in rows of 128. With one text a row the six lengths that suit these
+titles best leave 13 %.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +16,6 @@ import torch
 from pipeline.backends import Batch
 from pipeline.core.arrays import Int64s
 from pipeline.data.tokenizer import Tokens, take
-from pipeline.embed.program import RowShape
 from pipeline.embed.texts import cut_tokens
 
 # Which texts share a batch or a row, so that little of it is padding. Pure: lengths in, places out.
@@ -90,6 +94,28 @@ def batches_by_length(lengths: Int64s, tokens: int) -> Iterator[Int64s]:
         last = max(first + 1, int(np.searchsorted(ends, before + tokens, side="right")))
         yield order[first:last]
         first = last
+
+
+_TOKENS_PER_TEXT = 4  # texts shorter than this on average leave room in their row
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """One static shape: `rows` rows of `length` tokens, each of at most `texts` texts."""
+
+    rows: int
+    length: int
+    texts: int
+
+    def blank(self) -> Batch:
+        """A batch without a text."""
+        names = ("tokens", "positions", "segments")
+        return {name: torch.zeros(self.rows, self.length, dtype=torch.int32) for name in names}
+
+
+def row_shapes(buckets: Sequence[int], tokens: int) -> tuple[RowShape, ...]:
+    """The shape of each bucket, `tokens` tokens or a little less."""
+    return tuple(RowShape(tokens // length, length, max(1, length // _TOKENS_PER_TEXT)) for length in buckets)
 
 
 _STEP = 64

@@ -20,7 +20,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.tokens import SPLITS, TokenSet, open_rows
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, counted, open_embedder
-from pipeline.embed.output import check_dimensions, shorten_vectors
+from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RETRIEVAL
 from pipeline.evaluate.exact import ExactTopK

@@ -22,7 +22,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.tokens import TokenSet, select_partitions
-from pipeline.embed.model import longest_text
+from pipeline.embed.plan import longest_text
 from pipeline.evaluate.bm25 import K1, B
 from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
 from pipeline.mine.config import BM25, DECIDES, MineConfig

@@ -1,13 +1,24 @@
-"""A bounded pool of worker processes for tasks that are made on the fly."""
+"""Tasks made on the fly, run by worker processes: a thread here feeds each. `python -m pipeline.proc.pool PID` is one.
+
+Plain child processes, as those of multiprocessing import the parent's main module (and torch) in each one, and those of
+loky outlive a parent that is killed. Frames are pickles: first (function, context), then one task each; the answer to a
+task is ("done", result) or ("error", ...).
+"""
 
 import os
 import pickle
-import selectors
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, cast
+from typing import IO, TypeVar, cast
 
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -18,169 +29,133 @@ Result = TypeVar("Result")
 
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 _POLL_S = 0.2
-_EXIT_WAIT_S = 2.0
+_PARENT_CHECK_S = 0.5
 
 
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _Worker:
-    def __init__(self, first_frame: bytes) -> None:
-        environment = {
-            **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
-        }
-        self.process = subprocess.Popen(  # noqa: S603  (our own module)
-            [sys.executable, "-m", "pipeline.proc.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        self.input, self.output = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
-        self.send(first_frame)
-
-    def send(self, frame: bytes) -> None:
-        try:
-            self.input.write(frame)
-            self.input.flush()
-        except BrokenPipeError as error:
-            raise self.died() from error
-
-    def receive(self) -> Any:
-        try:
-            kind, answer = pickle.load(self.output)  # noqa: S301  (our own child wrote it)
-        except (EOFError, pickle.UnpicklingError) as error:
-            raise self.died() from error
-        if kind == "error":
-            family, seen, expected, next_command = answer
-            raise cast(type[TrnpipeError], family)(seen, expected=expected, next_command=next_command)
-        if kind == "bug":
-            raise RuntimeError(f"in a worker process:\n{answer}")
-        return answer
-
-    def died(self) -> TransientError:
-        try:
-            status = self.process.wait(_EXIT_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = 0
-        return TransientError(
-            f"a worker process ended by itself ({f'signal {-status}' if status < 0 else f'exit {status}'})",
-            expected="workers that live until their input ends; signal 9 mostly means that memory ran out",
-            next_command="run the same command again; with signal 9 lower --data.rows-per-chunk or --data.num-workers",
-        )
-
-
-class WorkerPool(Generic[Context, Task, Result]):
-    """Runs `function(context, task)` in up to `num_workers` processes. Use as a context manager: leaving ends them all.
+def run_tasks(
+    function: Callable[[Context, Task], Result],
+    context: Context,
+    tasks: Iterator[Task],
+    *,
+    num_workers: int,
+    stop: StopSignal,
+    doing: str,
+    in_order: bool = False,
+    waiting: Callable[[], object] = lambda: None,
+) -> Generator[Result, None, None]:
+    """Results of `function(context, task)`, in the order they finish or that of the tasks. Closing it ends the workers.
 
     Args:
         function: a module-level function; context, tasks and results must pickle.
-        num_workers: 0 means one per core. Processes start only when there is a task for them.
+        num_workers: 0 means one per core. Processes start only when there is a task for them. A task more is held than
+            there are workers, twice as many `in_order`.
         doing: what is going on, for the message when stopped.
+        waiting: called a few times a second while workers work.
+    Raises what the function raised (a bug as RuntimeError), TransientError when a worker died, Preempted.
     """
+    first_frame = pickle.dumps((function, context), protocol=5)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_workers = num_workers or cores
+    room = 2 * num_workers if in_order else num_workers + 1
+    mine, ended, processes = threading.local(), threading.Event(), list[subprocess.Popen[bytes]]()
 
-    def __init__(
-        self,
-        function: Callable[[Context, Task], Result],
-        context: Context,
-        *,
-        num_workers: int,
-        stop: StopSignal,
-        doing: str,
-    ) -> None:
-        self._first_frame = pickle.dumps((function, context), protocol=5)
-        self._num_workers = num_workers or num_cores()
-        self._stop, self._doing = stop, doing
-        self._idle: list[_Worker] = []
-        self._workers: list[_Worker] = []
-        self._busy = selectors.DefaultSelector()
+    def call(task: Task) -> Result:
+        """In one of the threads, each of which has a process of its own."""
+        if not hasattr(mine, "process"):
+            mine.process = _start(first_frame)
+            processes.append(mine.process)
+            if ended.is_set():
+                mine.process.kill()
+        return cast(Result, _call(mine.process, task))
 
-    def __enter__(self) -> "WorkerPool[Context, Task, Result]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, tasks: Iterator[Task], waiting: Callable[[], object] = lambda: None) -> Iterator[Result]:
-        """Results in the order they finish. At most one task per worker and one more are held at a time.
-
-        `waiting` is called a few times a second while workers work.
-
-        Raises what the function raised (a bug as RuntimeError), TransientError when a worker died, Preempted.
-        """
-        upcoming = next(tasks, None)
-        while upcoming is not None or self._busy.get_map():
-            self._stop.raise_if_set(self._doing)
-            worker = self._free_worker() if upcoming is not None else None
-            if worker is not None:
-                worker.send(pickle.dumps(upcoming, protocol=5))
-                self._busy.register(worker.output, selectors.EVENT_READ, worker)
-                upcoming = next(tasks, None)
-            timeout_s = 0 if upcoming is not None and self._can_take_more else _POLL_S
-            ready = self._busy.select(timeout_s)
-            waiting()
-            for key, _ in ready:
-                self._busy.unregister(key.fileobj)
-                self._idle.append(key.data)
-                yield cast(Result, key.data.receive())
-
-    def run_in_order(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """As run(), but in the order of the tasks; at most twice as many as there are workers are held, done or not."""
-        sent = due = 0
-        done: dict[int, Result] = {}
-        upcoming = next(tasks, None)
-        while upcoming is not None or due < sent:
-            self._stop.raise_if_set(self._doing)
-            has_room = upcoming is not None and sent - due < 2 * self._num_workers
-            worker = self._free_worker() if has_room else None
-            if worker is not None:
-                worker.send(pickle.dumps(upcoming, protocol=5))
-                self._busy.register(worker.output, selectors.EVENT_READ, (sent, worker))
-                sent, upcoming = sent + 1, next(tasks, None)
-            for key, _ in self._busy.select(0 if worker is not None or due in done else _POLL_S):
-                self._busy.unregister(key.fileobj)
-                number, answering = key.data
-                self._idle.append(answering)
-                done[number] = cast(Result, answering.receive())
-            if due in done:
-                yield done.pop(due)
-                due += 1
-
-    @property
-    def _can_take_more(self) -> bool:
-        return bool(self._idle) or len(self._workers) < self._num_workers
-
-    def _free_worker(self) -> _Worker | None:
-        if self._idle:
-            return self._idle.pop()
-        if len(self._workers) >= self._num_workers:
-            return None
-        self._workers.append(_Worker(self._first_frame))
-        return self._workers[-1]
-
-    def close(self) -> None:
-        """End all workers: idle ones by closing their input, busy ones by SIGKILL (whatever they write is atomic)."""
-        self._busy.close()
-        for worker in self._workers:
-            if worker not in self._idle:
-                worker.process.kill()
-            _close_quietly(worker.input)
-        for worker in self._workers:
-            try:
-                worker.process.wait(_EXIT_WAIT_S)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-            worker.output.close()
-        self._workers, self._idle = [], []
-
-
-def _close_quietly(file: BinaryIO) -> None:
+    threads, pending = ThreadPoolExecutor(num_workers, "worker"), list[Future[Result]]()
     try:
-        file.close()
-    except BrokenPipeError:  # the unsent rest of a frame, and nobody left to read it
-        return
+        while True:
+            stop.raise_if_set(doing)
+            for task in islice(tasks, room - len(pending)):
+                pending.append(threads.submit(call, task))
+            if not pending:
+                return
+            done, _ = wait(pending[:1] if in_order else pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            waiting()
+            for future in done:
+                pending.remove(future)
+                yield future.result()
+    finally:
+        ended.set()
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            with suppress(BrokenPipeError), process:  # the unsent rest of a frame, and nobody left to read it
+                process.kill()  # whatever it writes is atomic
+        threads.shutdown()
+
+
+def _start(first_frame: bytes) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
+    }
+    process = subprocess.Popen(  # noqa: S603  (our own module)
+        [sys.executable, "-m", "pipeline.proc.pool", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    cast(IO[bytes], process.stdin).write(first_frame)
+    return process
+
+
+def _call(process: subprocess.Popen[bytes], task: object) -> object:
+    """The answer of a worker to one task."""
+    tasks, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+    try:
+        pickle.dump(task, tasks, protocol=5)
+        tasks.flush()
+        kind, answer = pickle.load(answers)  # noqa: S301  (our own child wrote it)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        status = process.wait()
+        raise TransientError(
+            f"a worker process ended by itself ({f'signal {-status}' if status < 0 else f'exit {status}'})",
+            expected="workers that live until their input ends; signal 9 mostly means that memory ran out",
+            next_command="run the same command again; with signal 9 lower --data.rows-per-chunk or --data.num-workers",
+        ) from error
+    if kind == "error":
+        family, seen, expected, next_command = answer
+        raise cast(type[TrnpipeError], family)(seen, expected=expected, next_command=next_command)
+    if kind == "bug":
+        raise RuntimeError(f"in a worker process:\n{answer}")
+    return answer
+
+
+def main() -> None:
+    """Serve tasks until the input ends, and not longer than the parent lives."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
+    tasks, answers = open(0, "rb"), os.fdopen(os.dup(1), "wb")  # noqa: SIM115
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    function, context = pickle.load(tasks)  # noqa: S301  (the parent wrote it)
+    while tasks.peek(1):
+        task = pickle.load(tasks)  # noqa: S301
+        answer: tuple[str, object]
+        try:
+            answer = ("done", function(context, task))
+        except TrnpipeError as error:
+            answer = ("error", (type(error), error.seen, error.expected, error.next_command))
+        except Exception:
+            answer = ("bug", traceback.format_exc())  # raised again by the parent
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _exit_with_parent(parent: int) -> None:
+    """A parent killed with SIGKILL cannot tell us; being handed to another parent does."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,25 +9,24 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import MACHINES, price_usd_per_hour
-from pipeline.embed.carry import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard, share_of
-from pipeline.embed.feed import worker_processes
+from pipeline.embed.earlier import index_of, open_earlier
+from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.finish import finish
-from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.model import (
-    catalogue_storage,
-    longest_text,
-    model_place,
-    open_device_embedder,
-    open_model,
-    open_pinned,
-)
-from pipeline.embed.pace import EmbedWatch, Pace
+from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes
 from pipeline.embed.parts import finished_parts
-from pipeline.embed.plan import EmbedPlan, ModelRef, check_asked, pin_plan, pinned_plan, vectors_prefix
-from pipeline.embed.planning import asked_for, make_plan
+from pipeline.embed.plan import (
+    EmbedPlan,
+    asked_for,
+    catalogue_storage,
+    check_asked,
+    make_plan,
+    open_pinned,
+    pin_plan,
+    pinned_plan,
+)
 from pipeline.embed.texts import TextRules
-from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.vectors import VectorSet, open_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
@@ -76,10 +75,7 @@ def _plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint 
     if plan is not None:
         check_asked(plan, asked_for(settings.embed, settings.data), ctx.workspace)
         return plan, None
-    place = model_place(settings, ctx)
-    checkpoint = open_model(place, settings, ctx)
-    model = ModelRef(name=settings.model_name, place=place, digest=checkpoint.digest)
-    made = make_plan(settings, ctx, checkpoint, model, longest_text(settings, checkpoint))
+    made, checkpoint = make_plan(settings, ctx)
     plan = pin_plan(ctx.workspace, made)
     check_asked(plan, made.asked, ctx.workspace)
     return plan, checkpoint if plan.model == made.model else None
@@ -119,22 +115,28 @@ def _embed(
         catalogue=catalogue_storage(plan, settings, ctx),
         workspace=ctx.workspace_after_stop,
         rules=rules,
-        workers=worker_processes(settings.embed.tokenise_processes, stop),
+        windows=worker_processes(settings.embed.tokenise_processes, stop),
         earlier=earlier,
         stop=stop,
     )
     backend, embedder = open_device_embedder(settings, ctx, checkpoint)
     done = total - sum(shard.rows for shard in todo)
-    pace = Pace(embedder.figures, total=total, done=done, price_usd_per_hour=_price(settings, ctx, backend))
-    watch = EmbedWatch(ctx, plan, pace, settings.embed.catalogue.max_bad_fraction)
+    watch = EmbedWatch(
+        ctx,
+        plan,
+        embedder.figures,
+        total=total,
+        done=done,
+        price_usd_per_hour=_price(settings, ctx, backend),
+        max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
+    )
     try:
-        embed_shards(flow, todo, embedder, watch)
+        embed_shards(flow, todo, embedder.stream, embedded=watch.embedded, written=watch.written)
     except Preempted as error:
         raise Preempted(
             f"{error.seen}; {watch.parts} of {len(todo)} parts were finished", next_command=error.next_command
         ) from error
-    watch.last_line()
-    return watch.figures()
+    return watch.finish()
 
 
 def _price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:

@@ -11,7 +11,8 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.data.tokens import open_rows, read_token_sets
-from pipeline.embed.model import open_device_embedder, open_model
+from pipeline.embed.engine import open_device_embedder
+from pipeline.embed.plan import open_model
 from pipeline.mine.config import BM25, PARENT
 from pipeline.mine.negatives import (
     Negatives,

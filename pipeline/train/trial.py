@@ -17,7 +17,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.program import EmbedProgram
+from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model

@@ -19,10 +19,9 @@ from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
 from pipeline.data.tokens import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embed.catalogue import CatalogueColumns, look_at
-from pipeline.embed.planning import COLUMNS, gather_rows
-from pipeline.embed.reading import CatalogueReader
-from pipeline.embed.texts import judge_rows
+from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
+from pipeline.embed.gather import COLUMNS, gather_rows
+from pipeline.embed.texts import TextRules, judge_rows
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.retrieval_sources import CatalogueFile
 from pipeline.io.commit import read_manifest
@@ -80,7 +79,7 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     with CatalogueReader(catalogue, place, chooser.choice((7, 100, 16_384))) as reader:
         for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
             for window in reader.read(shard):
-                rows = judge_rows(window, "string", {}, 16)
+                rows = judge_rows(TextRules(b"", 16, "string"), window)
                 assert not rows.bad
                 ids += rows.ids.to_pylist()
     assert ids == made.ids

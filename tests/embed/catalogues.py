@@ -1,7 +1,6 @@
 """Small catalogues, and a whole embedding run on them with a model that costs nothing."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,16 +14,14 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
-from pipeline.embed.carry import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, look_at, share_of
-from pipeline.embed.feed import Texts, answer
+from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at, share_of
+from pipeline.embed.earlier import find_earlier, index_of, open_earlier
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.output import VectorLayout
-from pipeline.embed.parts import PartRecord, finished_parts
-from pipeline.embed.plan import EmbedPlan, ModelRef, pin_plan
-from pipeline.embed.texts import TextRules, cut_tokens
-from pipeline.embed.vector_set import VectorSet
+from pipeline.embed.parts import finished_parts
+from pipeline.embed.plan import EmbedPlan, pin_plan
+from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
+from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS = 16, 12
@@ -92,30 +89,9 @@ class HashEmbedder:
         return vectors
 
 
-class Inline:
+def inline(rules: TextRules, raws: Iterator[RawWindow]) -> Generator[Window, None, None]:
     """Worker processes without processes."""
-
-    def __init__(self, rules: TextRules) -> None:
-        self._rules = rules
-
-    def run_in_order(self, tasks: Iterator[Any]) -> Iterator[Any]:
-        return (answer(self._rules, task) for task in tasks)
-
-
-@contextmanager
-def inline(rules: TextRules) -> Iterator[Inline]:
-    yield Inline(rules)
-
-
-@dataclass
-class Silent:
-    """Hears and says nothing."""
-
-    records: list[PartRecord] = field(default_factory=list)
-
-    def embedded(self, texts: Texts) -> None: ...
-    def written(self, record: PartRecord) -> None:
-        self.records.append(record)
+    return (make_window(rules, raw) for raw in raws)
 
 
 @dataclass
@@ -175,7 +151,7 @@ class Case:
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)
         flow = Flow(plan, catalogue, self.workspace, self.rules(plan), inline, earlier, self.stop)
-        embed_shards(flow, todo, embedder, Silent())
+        embed_shards(flow, todo, embedder.stream)
         return embedder
 
     def finish(self, plan: EmbedPlan, max_bad_fraction: float = 0.05) -> VectorSet:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at
-from pipeline.embed.reading import CatalogueReader
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, CatalogueReader, look_at
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import COLUMNS, products, write_catalogue
 

@@ -15,7 +15,7 @@ from pipeline.embed import parts as parts_module
 from pipeline.embed.parts import finished_parts, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
-from pipeline.embed.vector_set import open_vectors
+from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
 
@@ -193,7 +193,7 @@ def test_records_are_read_side_by_side_and_checked(case: Case, tmp_path: Path) -
     plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
     case.work(plan)
     case.workspace.write_bytes(f"{records_prefix(plan)}/00001.json", b"{")
-    with pytest.raises(DataError, match=r"00001\.json is no record of a part"):
+    with pytest.raises(DataError, match=r"00001\.json is not the record of a part"):
         parts_module.load_records(case.workspace, plan, case.stop)
 
 

@@ -13,15 +13,13 @@ import pytest
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.embed.feed import OpenPart, worker_processes
-from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import commit_part, finished_parts
-from pipeline.embed.vector_set import open_vectors
+from pipeline.embed.flow import Flow, embed_shards, worker_processes
+from pipeline.embed.parts import OpenPart, commit_part, finished_parts
+from pipeline.embed.vectors import open_vectors
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import (
     Case,
     HashEmbedder,
-    Silent,
     expected_vector,
     products,
     rows_of,
@@ -130,10 +128,10 @@ def test_a_part_that_cannot_be_written_ends_the_run_with_its_error(
 ) -> None:
     plan = case.plan(catalogue)
 
-    def fail(storage: Any, plan: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        if index == 2:
+    def fail(storage: Any, plan: Any, part: OpenPart, **kwargs: Any) -> Any:
+        if part.index == 2:
             raise TransientError("no space left")
-        return commit_part(storage, plan, index, *args, **kwargs)
+        return commit_part(storage, plan, part, **kwargs)
 
     monkeypatch.setattr("pipeline.embed.flow.commit_part", fail)
     with pytest.raises(TransientError, match="no space left"):
@@ -213,10 +211,10 @@ def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
     catalogue_storage = open_storage(plan.catalogue.root, stop=stop)
     flow = Flow(plan, catalogue_storage, case.workspace, case.rules(plan), worker_processes(2, stop), None, stop)
     with pytest.raises(TransientError):
-        embed_shards(flow, plan.shards, HashEmbedder(fail_at=4, error=TransientError("gone")), Silent())
+        embed_shards(flow, plan.shards, HashEmbedder(fail_at=4, error=TransientError("gone")).stream)
     assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     todo = [shard for shard in plan.shards if shard.index not in finished_parts(case.workspace, plan)]
-    embed_shards(flow, todo, HashEmbedder(), Silent())
+    embed_shards(flow, todo, HashEmbedder().stream)
     case.finish(plan)
     assert case.files() == whole.files()
 

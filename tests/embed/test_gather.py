@@ -14,10 +14,10 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import ColumnMapping, DataConfig, SyntheticConfig
-from pipeline.embed import planning as gather_module
+from pipeline.embed import gather as gather_module
+from pipeline.embed.catalogue import CatalogueReader
 from pipeline.embed.config import CatalogueConfig
-from pipeline.embed.planning import find_catalogue, gather_products
-from pipeline.embed.reading import CatalogueReader
+from pipeline.embed.gather import find_catalogue, gather_products
 from pipeline.settings import Settings
 
 

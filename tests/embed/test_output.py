@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pipeline.core.arrays import Float32s
-from pipeline.embed.output import (
+from pipeline.embed.vectors import (
     ROWS_PER_GROUP,
     PartRows,
     VectorLayout,

@@ -1,30 +1,54 @@
 """Live figures from counts and a clock."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pipeline.embed.pace import Pace
+from pipeline.embed.engine import EmbedFigures
+from pipeline.embed.flow import EmbedWatch
+from pipeline.embed.parts import PartRecord
+from pipeline.embed.vectors import PartCounts
 
 
-@dataclass
-class Device:
-    texts: int = 0
-    tokens: int = 0
-    padding_share: float = 0.0
-    idle_share: float = 0.0
+def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, now: list[float]) -> EmbedWatch:
+    ctx: Any = SimpleNamespace(events=SimpleNamespace(emit=lambda *args, **fields: None))
+    plan: Any = SimpleNamespace(shards=[SimpleNamespace(rows=150)], catalogue=SimpleNamespace(rows=total))
+    return EmbedWatch(
+        ctx,
+        plan,
+        device,
+        total=total,
+        done=done,
+        price_usd_per_hour=price,
+        max_bad_fraction=0.1,
+        clock=lambda: now[0],
+    )
 
 
 def test_figures_of_a_worker_that_continues() -> None:
-    now, device = [100.0], Device()
-    pace = Pace(device, total=1000, done=200, price_usd_per_hour=3.6, clock=lambda: now[0])
-    first = pace.read()
+    now, device = [100.0], EmbedFigures()
+    watch = watch_of(device, 1000, 200, 3.6, now)
+    first = watch.read()
     assert (first.rows, first.eta_s, first.usd_per_million) == (200, None, None)
     now[0] = 110.0
-    device.texts, device.tokens, device.padding_share, device.idle_share = 300, 6000, 0.04, 0.25
-    pace.passed(100)
-    figures = pace.read()
-    assert (figures.rows, figures.total) == (600, 1000)
+    device.texts, device.tokens, device.padded_tokens, device.seconds, device.idle_s = 300, 6000, 250, 8.0, 2.0
+    counts = PartCounts(read=150, bad=10, embedded=50, carried=90)
+    watch.written(
+        PartRecord(
+            index=0,
+            rows=140,
+            files={},
+            id_min="",
+            id_max="",
+            counts=counts,
+            reasons={"no id": 10},
+            quarantined=(),
+            seconds=1.0,
+        )
+    )
+    figures = watch.read()
+    assert (figures.rows, figures.total, watch.parts) == (600, 1000, 1)
     assert (figures.texts_per_s, figures.tokens_per_s) == (30.0, 600.0)
     assert figures.eta_s == pytest.approx(10.0), "400 rows left, 40 a second"
     assert figures.usd_per_million == pytest.approx(0.001 * 10 / 300 * 1e6)
@@ -34,5 +58,5 @@ def test_figures_of_a_worker_that_continues() -> None:
 
 
 def test_without_a_price_there_is_no_cost() -> None:
-    device = Device(texts=5)
-    assert Pace(device, total=10, done=0, price_usd_per_hour=None).read().line().endswith("| - a million texts")
+    line = watch_of(EmbedFigures(texts=5), 10, 0, None, [0.0]).read().line()
+    assert line.endswith("| - a million texts")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
-from pipeline.embed import index as spill_module
+from pipeline.embed import earlier as spill_module
+from pipeline.embed.earlier import HashSpill, RowIndex, build_index, part_and_row
 from pipeline.embed.finish import RECORD, find_duplicates
-from pipeline.embed.index import HashSpill, IndexRows, RowIndex, build_index, part_and_row
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=60)
 
@@ -51,7 +51,7 @@ def test_the_index_finds_what_was_put_in(
 ) -> None:
     folder = tmp_path_factory.mktemp("index") / "index"
     parts = [ids[:cut], ids[cut:]]
-    rows = (IndexRows(number, u64(part), u64([n // 3 for n in part])) for number, part in enumerate(parts))
+    rows = ((u64(part), u64([n // 3 for n in part])) for part in parts)
     index = RowIndex(build_index(folder, rows, len(ids), StopSignal()))
     assert len(index) == len(ids)
     wanted = [*ids, *asked]
@@ -66,8 +66,8 @@ def test_the_index_finds_what_was_put_in(
 
 
 def test_an_index_is_made_once(tmp_path: Path) -> None:
-    build_index(tmp_path / "index", iter([IndexRows(0, u64([1]), u64([2]))]), 1, StopSignal())
-    again = build_index(tmp_path / "index", iter([]), 1, StopSignal())
+    build_index(tmp_path / "index", [(u64([1]), u64([2]))], 1, StopSignal())
+    again = build_index(tmp_path / "index", [], 1, StopSignal())
     assert len(RowIndex(again)) == 1
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from pipeline.data.rows import FILTER
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.embed.reading import RawWindow
+from pipeline.embed.catalogue import RawWindow
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT, NO_ID, TextRules, cut_tokens, judge_rows, make_window
 from tests.embed.catalogues import Case, products, rows_of, tokenizer_json, write_catalogue
+
+RULES = TextRules(b"", 8, "string")
 
 
 def raw(**columns: list[Any]) -> RawWindow:
@@ -44,7 +46,7 @@ def raw(**columns: list[Any]) -> RawWindow:
 def test_a_row_is_usable_or_has_one_reason(
     name: bytes | None, title: bytes | None, text: bytes | None, reason: str
 ) -> None:
-    rows = judge_rows(raw(id=[b"good", name], title=[b"laptop", title], text=[None, text]), "string", {}, 8)
+    rows = judge_rows(RULES, raw(id=[b"good", name], title=[b"laptop", title], text=[None, text]))
     assert rows.num_read == 2
     if reason:
         (bad,) = rows.bad
@@ -57,32 +59,28 @@ def test_a_row_is_usable_or_has_one_reason(
 
 def test_bad_bytes_far_behind_what_is_read_count_too() -> None:
     long = b"x" * 100_000 + b"\xff"
-    assert [row.reason for row in judge_rows(raw(id=[b"a"], title=[long]), "string", {}, 8).bad] == [
-        "title is not UTF-8"
-    ]
+    assert [row.reason for row in judge_rows(RULES, raw(id=[b"a"], title=[long])).bad] == ["title is not UTF-8"]
 
 
 def test_ids_keep_their_type() -> None:
-    rows = judge_rows(raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]), "int64", {}, 8)
+    rows = judge_rows(TextRules(b"", 8, "int64"), raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]))
     assert rows.ids.type == pa.int64() and rows.ids.to_pylist() == [7, 0, -3]
-    text = judge_rows(raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]), "string", {}, 8)
+    text = judge_rows(RULES, raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]))
     assert np.array_equal(rows.id_hash, text.id_hash)
 
 
 def test_the_hash_is_of_the_text_that_is_read() -> None:
     limit = 16 * 8
     rows = judge_rows(
+        RULES,
         raw(id=[b"a", b"b", b"c"], title=[b"x" * limit, b"x" * limit + b"tail", b" " + b"x" * limit], text=[b"y"] * 3),
-        "string",
-        {},
-        8,
     )
     assert len({*rows.text_hash.tolist()}) == 1 and {*rows.texts} == {"x" * limit}
 
 
 def test_rows_outside_the_filter_are_not_counted() -> None:
     window = raw(id=[b"a", b"b", None], title=[b"x", b"y", b"z"], **{FILTER + "shop": [b"1", b"2", b"2"]})
-    rows = judge_rows(window, "string", {"shop": "1|3"}, 8)
+    rows = judge_rows(TextRules(b"", 8, "string", (("shop", "1|3"),)), window)
     assert (rows.ids.to_pylist(), rows.rows.tolist(), rows.num_read, rows.bad) == (["a"], [100], 1, ())
 
 

@@ -2,8 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embed.catalogue import RawWindow
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.vector_set import VectorSet, open_vectors
+from pipeline.embed.texts import TextRows, TextRules, judge_again
+from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     Check,
-    Context,
     check_ann,
     check_catalogue,
     check_drift,
@@ -31,7 +31,6 @@ from pipeline.embed.verify import (
     check_unique,
     guarded,
     judge,
-    judge_again,
 )
 from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import open_storage
@@ -59,29 +58,26 @@ def plan_of(case: Case) -> EmbedPlan:
     return case.plan(case.folder / "in")
 
 
-class _Inline(AbstractContextManager["_Inline"]):
+def inline(context: tuple[TextRules, int], raws: Iterator[RawWindow]) -> Generator[TextRows, None, None]:
     """Worker processes without processes."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def run_in_order(self, tasks: Iterator[Any]) -> Iterator[Any]:
-        return (judge_again(self._context, task) for task in tasks)
-
-    def __exit__(self, *error: object) -> None:
-        return None
+    return (judge_again(context, raw) for raw in raws)
 
 
 def catalogue_check(case: Case, sample: int = 0) -> tuple[Check, list[Any]]:
     plan = plan_of(case)
-    return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), sample=sample, workers=_Inline)
+    return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), sample=sample, judged=inline)
 
 
 def sample_check(case: Case, **options: Any) -> Check:
     tokenizer = TextTokenizer(tokenizer_json())
     picked = catalogue_check(case, sample=30)[1]
     return check_sample(
-        vectors_of(case), picked, tokenizer, HashEmbedder(), max_tokens=MAX_TOKENS, **{"min_cosine": 0.999, **options}
+        vectors_of(case),
+        picked,
+        tokenizer,
+        HashEmbedder().stream,
+        max_tokens=MAX_TOKENS,
+        **{"min_cosine": 0.999, **options},
     )
 
 

@@ -16,7 +16,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.data.tokens import TokenSet
-from pipeline.embed.output import shorten_vectors
+from pipeline.embed.vectors import shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder

@@ -16,7 +16,7 @@ from pipeline import cli
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
-from pipeline.embed.vector_set import open_vectors
+from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline import cli
-from pipeline.embed.vector_set import open_vectors
+from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import products, rows_of, write_catalogue

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.core.errors import DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.proc.pool import WorkerPool
+from pipeline.proc.pool import run_tasks
 
 
 @pytest.fixture
@@ -28,13 +28,10 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(name: str, tasks: Iterator[int], *, num_workers: int = 2, stop: StopSignal | None = None) -> list[object]:
-    pool_tasks = importlib.import_module("pool_tasks")
-
-    pool = WorkerPool(
-        getattr(pool_tasks, name), 3, num_workers=num_workers, stop=stop or StopSignal(), doing="testing the pool"
+    function = getattr(importlib.import_module("pool_tasks"), name)
+    return list(
+        run_tasks(function, 3, tasks, num_workers=num_workers, stop=stop or StopSignal(), doing="testing the pool")
     )
-    with pool:
-        return list(pool.run(tasks))
 
 
 @pytest.mark.stage

@@ -1,21 +1,112 @@
-"""Where the rows of an earlier cycle lie, by the hashes of id and text: a sorted file that workers search on disk."""
+"""Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
 
 import mmap
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, JsonValue
 
-from pipeline.core.arrays import Bools, Int64s, UInt64s
+from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
+from pipeline.embed.vectors import KIND, Stored, VectorLayout, VectorSet, open_vectors
 from pipeline.io import atomic
-from pipeline.io.storage import os_errors
+from pipeline.io.commit import read_manifest
+from pipeline.io.storage import Storage, os_errors
+
+MAX_CYCLES = 20
+"""Finished cycles that are looked at, the last by name: cycles are named by their time."""
+
+
+class EarlierCycle(Record):
+    """Vectors that were finished when this cycle was planned."""
+
+    cycle: str
+    digest: str = Field(description="Digest of their manifest")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What was finished before this cycle."""
+
+    previous: EarlierCycle | None = None
+    carry_from: EarlierCycle | None = None
+    generation: int = 0
+
+
+def find_earlier(
+    workspace: Storage, cycle: str, wanted: str, made_by: Mapping[str, JsonValue], layout: VectorLayout
+) -> Earlier:
+    """Look for finished vectors of other cycles. `wanted` is output.carry_over.
+
+    Raises ConfigError when a cycle was named whose vectors were made in another way, DataError when it has none.
+    """
+    names = [name for name in workspace.list_dirs("embeddings") if name != cycle]
+    sets = sorted(_finished(workspace, names[-MAX_CYCLES:]), key=lambda one: (one.info.generation, one.info.cycle))
+    if wanted == "auto":
+        chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)
+    else:
+        chosen = None if wanted == "none" else _named(workspace, wanted, made_by, layout)
+    return Earlier(
+        _name(sets[-1]) if sets else None,
+        _name(chosen) if chosen else None,
+        sets[-1].info.generation if sets else 0,
+    )
+
+
+def _named(workspace: Storage, cycle: str, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> VectorSet:
+    named = open_vectors(workspace, cycle)
+    if difference := _difference(named, made_by, layout):
+        raise ConfigError(
+            f"the vectors of cycle {cycle} cannot be taken over: {difference}",
+            expected="a cycle embedded with the same model and settings",
+            next_command="--embed.output.carry-over auto, or none",
+        )
+    return named
+
+
+def _finished(workspace: Storage, names: list[str]) -> Iterator[VectorSet]:
+    for name in names:
+        try:
+            manifest = read_manifest(workspace, f"embeddings/{name}")
+            if manifest is not None and manifest.kind == KIND:
+                yield VectorSet(workspace, f"embeddings/{name}", manifest)
+        except DataError:  # damaged, or of another version: nothing to carry over from
+            continue
+
+
+def _name(one: VectorSet) -> EarlierCycle:
+    return EarlierCycle(cycle=one.info.cycle, digest=one.manifest.digest)
+
+
+def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> str:
+    """The first thing in which vectors differ from ours, in words; empty when they fit."""
+    ours = {**made_by, **layout.model_dump(exclude={"format"})}
+    theirs = {**one.info.made_by, **one.layout.model_dump(exclude={"format"})}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} was {theirs.get(name)}, and is {ours.get(name)} now"
+    return ""
+
+
+def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:
+    """The vectors that the plan names. Raises DataError when they are gone or have changed."""
+    found = open_vectors(workspace, earlier.cycle)
+    if found.manifest.digest != earlier.digest:
+        raise DataError(
+            f"{workspace.uri(found.prefix)} has digest {found.manifest.digest}",
+            expected=f"{earlier.digest}, as when this cycle was planned",
+            next_command="embed in a new cycle",
+        )
+    return found
+
 
 # Sorting more hashes than memory should hold: records go to files by their leading bits, each is sorted alone.
 
@@ -47,9 +138,7 @@ class HashSpill:
             self._files = [(self._folder / f"{number:04d}").open("wb+") for number in range(1 << self._bits)]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._files:
             file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -92,17 +181,17 @@ def part_and_row(place: Int64s) -> tuple[Int64s, Int64s]:
     return place >> _PART_BITS, place & ((1 << _PART_BITS) - 1)
 
 
-@dataclass(frozen=True)
-class IndexRows:
-    """Some rows of one part: arrays of one length."""
-
-    part: int
-    id_hash: UInt64s
-    text_hash: UInt64s
+def index_of(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
+    """The row index of finished vectors, made below `scratch` when it is not there."""
+    folder = scratch / "embed" / "index" / vectors.manifest.digest
+    return build_index(folder, map(vectors.hashes, range(len(vectors.info.parts))), vectors.info.rows, stop)
 
 
-def build_index(folder: Path, parts: Iterator[IndexRows], expected: int, stop: StopSignal) -> Path:
-    """Make the index unless it is there. Processes of one machine make it once; the folder's name names its content."""
+def build_index(folder: Path, parts: Iterable[tuple[UInt64s, UInt64s]], expected: int, stop: StopSignal) -> Path:
+    """Make the index unless it is there, of the hashes of ids and texts of each part.
+
+    Processes of one machine make it once; the folder's name names its content.
+    """
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder.parent)
         with atomic.exclusive(folder.with_suffix(".lock"), stop):
@@ -112,21 +201,17 @@ def build_index(folder: Path, parts: Iterator[IndexRows], expected: int, stop: S
                     HashSpill(folder.with_suffix(".spill"), RECORD, expected) as spill,
                     progress("reading the earlier vectors' ids", expected, "rows") as advance,
                 ):
-                    for rows in parts:
+                    for part, (id_hash, text_hash) in enumerate(parts):
                         stop.raise_if_set("reading the earlier vectors' ids")
-                        spill.add(_records(rows))
-                        advance(len(rows.id_hash))
+                        records = np.empty(len(id_hash), dtype=RECORD)
+                        records["hash"], records["text"] = id_hash, text_hash
+                        records["place"] = place_of(part, np.arange(len(id_hash), dtype=np.int64))
+                        spill.add(records)
+                        advance(len(id_hash))
                     making.mkdir(exist_ok=True)
                     _write(making, spill, stop)
                 making.rename(folder)
     return folder
-
-
-def _records(rows: IndexRows) -> npt.NDArray[np.void]:
-    records = np.empty(len(rows.id_hash), dtype=RECORD)
-    records["hash"], records["text"] = rows.id_hash, rows.text_hash
-    records["place"] = place_of(rows.part, np.arange(len(rows.id_hash), dtype=np.int64))
-    return records
 
 
 def _write(folder: Path, spill: HashSpill, stop: StopSignal) -> None:
@@ -185,3 +270,16 @@ class RowIndex:
         with path.open("rb") as file:
             self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return np.frombuffer(self._maps[-1], dtype=np.uint64)
+
+
+def take_over(vectors: VectorSet, place: Int64s) -> tuple[Stored, Float32s | None]:
+    """Stored vectors [N, dim] and scales [N] of rows by their place in the earlier cycle."""
+    parts, rows = part_and_row(place)
+    values = np.empty((len(place), vectors.layout.dim), dtype=vectors.layout.numpy_dtype)
+    scale = np.empty(len(place), dtype=np.float32) if vectors.layout.has_scale else None
+    for part in np.unique(parts).tolist():
+        chosen = np.flatnonzero(parts == part)
+        values[chosen], found = vectors.stored(part, rows[chosen])
+        if scale is not None and found is not None:
+            scale[chosen] = found
+    return values, scale

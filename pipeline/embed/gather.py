@@ -1,44 +1,37 @@
-"""Making the plan: find the catalogue, look at the checkpoint, choose the earlier vectors."""
+"""The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
 
+That is CSV and JSON lines, and, when no catalogue is named, the distinct products of the data input: of rows with the
+same product id the first one counts. Memory: a file's rows, and a byte for each row of the data input.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-from pydantic import BaseModel, ConfigDict, JsonValue
 
 from pipeline import __version__
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
+from pipeline.core.arrays import Bools
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import QuarantinedRow
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import RawBatch
+from pipeline.data.rows import QuarantinedRow, RawBatch, quarantined
 from pipeline.data.sources import Files, open_files, open_source, reading
 from pipeline.data.validate import filter_mask
-from pipeline.embed.carry import find_earlier
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at
-from pipeline.embed.config import CatalogueConfig, EmbedConfig
-from pipeline.embed.index import HashSpill
-from pipeline.embed.output import VectorLayout, check_dimensions
-from pipeline.embed.parts import quarantined
-from pipeline.embed.plan import EmbedPlan, ModelRef
+from pipeline.embed.config import CatalogueConfig
+from pipeline.embed.earlier import HashSpill
 from pipeline.io.commit import hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key
-from pipeline.settings import Settings
-
-# Catalogues that cannot be read by row groups, brought into the workspace as Parquet once.
-#
-# That is CSV and JSON lines, and, when no catalogue is named, the distinct products of the data input: of rows with the
-# same product id the first one counts. Memory: a file's rows, and a byte for each row of the data input.
 
 KIND = "catalogue"
 FORMAT_VERSION = 1
@@ -56,10 +49,8 @@ COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 Batches = Callable[[], Iterator[RawBatch]]
 
 
-class GatheredInfo(BaseModel):
+class GatheredInfo(Record):
     """The fields of the manifest. Rows that no reader could make out are in no file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int
     unreadable: dict[str, int]
@@ -141,9 +132,7 @@ def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> Raw
     return replace(batch, columns=pa.RecordBatch.from_arrays([ids, title, text], schema=_SCHEMA), rows=rows)
 
 
-def _first_rows(
-    batches: Iterator[RawBatch], folder: Path, num_rows: int | None, stop: StopSignal
-) -> npt.NDArray[np.bool_]:
+def _first_rows(batches: Iterator[RawBatch], folder: Path, num_rows: int | None, stop: StopSignal) -> Bools:
     """Of every row, whether no row before it has its id. Rows without an id are all kept, to be judged."""
     total = 0
     with HashSpill(folder, _SPILL, num_rows or _ASSUMED_ROWS) as spill:
@@ -179,7 +168,7 @@ def _gather(workspace: Storage, name: str, batches: Batches) -> Gathered:
 
 def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Manifest:
     files: dict[str, FileRecord] = {}
-    unreadable: dict[str, int] = {}
+    unreadable = Counter[str]()
     sample: list[QuarantinedRow] = []
     held: list[pa.RecordBatch] = []
     rows = 0
@@ -197,7 +186,7 @@ def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Mani
 
     for batch in batches:
         for bad in batch.bad:
-            unreadable[bad.reason] = unreadable.get(bad.reason, 0) + bad.count
+            unreadable[bad.reason] += bad.count
         sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
         if held and (
             sum(map(len, held)) + len(batch.columns) > FILE_ROWS
@@ -213,60 +202,6 @@ def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Mani
     manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())
     return manifest
-
-
-_DATA_FIELDS = {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
-
-
-def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
-    """The settings that decide the work, by name; the data input counts where there is no catalogue."""
-    asked: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
-    catalogue = config.catalogue.model_dump(mode="json", exclude={"max_bad_fraction"})
-    asked |= {f"embed.catalogue.{name}": value for name, value in catalogue.items()}
-    asked |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
-    if config.catalogue.path is None:
-        asked |= {f"data.{name}": value for name, value in data.model_dump(mode="json", include=_DATA_FIELDS).items()}
-    return asked
-
-
-def make_plan(
-    settings: Settings, ctx: StageContext, checkpoint: Checkpoint, model: ModelRef, max_tokens: int
-) -> EmbedPlan:
-    """What this cycle embeds, and with what. Raises DataError, ConfigError, TransientError, Preempted."""
-    config = settings.embed
-    width = checkpoint.state.model.encoder.hidden_size
-    check_dimensions("embed.output.dimensions", config.output.dimensions, width)
-    catalogue = find_catalogue(config.catalogue, settings.data, ctx)
-    layout = VectorLayout(
-        format=config.output.format,
-        dtype=config.output.dtype,
-        dim=config.output.dimensions or width,
-        id_type=catalogue.id_type,
-    )
-    made_by: dict[str, JsonValue] = {
-        "checkpoint_digest": model.digest,
-        "tokenizer": checkpoint.state.tokenizer_fingerprint,
-        "pooling": checkpoint.state.model.pooling,
-        "precision": config.precision,
-        "max_tokens": max_tokens,
-        "normalised": True,
-    }
-    earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
-    return EmbedPlan(
-        cycle=ctx.cycle,
-        generation=earlier.generation + 1,
-        asked=asked_for(config, settings.data),
-        catalogue=catalogue,
-        model=model,
-        made_by=made_by,
-        layout=layout,
-        max_tokens=max_tokens,
-        rows_per_part=config.output.rows_per_part,
-        window_rows=config.catalogue.window_rows,
-        quarantine_rows=config.catalogue.quarantine_rows,
-        previous=earlier.previous,
-        carry_from=earlier.carry_from,
-    )
 
 
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:

@@ -1,0 +1,331 @@
+"""Vectors as they are stored: the numbers, the bytes of a part's files, and reading committed ones part by part.
+
+The same rows give the same bytes.
+"""
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.lib import format as npy
+from pydantic import Field, JsonValue, ValidationError
+
+from pipeline.core.arrays import Float32s, Int64s, UInt64s
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.manifest import Manifest
+from pipeline.core.record import Record
+from pipeline.data.readers import open_parquet
+from pipeline.embed.catalogue import ID_TYPES, IdType
+from pipeline.io.commit import read_manifest
+from pipeline.io.storage import Storage, join_key
+
+Stored = npt.NDArray[Any]
+ROWS_PER_GROUP = 8192
+"""Vectors that are read together when a few of a part are wanted."""
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "int8": np.dtype(np.int8),
+}
+_INT8_MAX = 127.0
+_METADATA = "trnpipe."
+
+
+class VectorLayout(Record):
+    """What a part's files look like."""
+
+    format: Literal["parquet", "npy"]
+    dtype: Literal["fp16", "fp32", "int8"]
+    dim: int
+    id_type: IdType
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(_DTYPES[self.dtype])
+
+    @property
+    def has_scale(self) -> bool:
+        return self.dtype == "int8"
+
+    def names(self, stem: str) -> tuple[str, ...]:
+        """Names of the files of one part; the last holds the ids and is written last."""
+        return (f"{stem}.npy", f"{stem}.ids.parquet") if self.format == "npy" else (f"{stem}.parquet",)
+
+    def columns(self, *, with_vectors: bool) -> pa.Schema:
+        """Columns of a Parquet file: id, vector [dim], scale of int8 vectors, and the hashes for carrying over."""
+        vector = pa.list_(pa.from_numpy_dtype(self.numpy_dtype), self.dim)
+        fields = [
+            pa.field("id", ID_TYPES[self.id_type], nullable=False),
+            *([pa.field("vector", vector, nullable=False)] if with_vectors else []),
+            *([pa.field("scale", pa.float32(), nullable=False)] if self.has_scale else []),
+            pa.field("id_hash", pa.uint64(), nullable=False),
+            pa.field("text_hash", pa.uint64(), nullable=False),
+        ]
+        return pa.schema(fields)
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """N finished rows: ids, stored vectors [N, dim], scales [N] (int8 only), hashes [N]."""
+
+    ids: pa.Array
+    vectors: Stored
+    scale: Float32s | None
+    id_hash: npt.NDArray[np.uint64]
+    text_hash: npt.NDArray[np.uint64]
+
+
+def check_dimensions(setting: str, dimensions: int, width: int) -> None:
+    """Raises ConfigError when vectors of a model of `width` dimensions have not as many."""
+    if dimensions > width:
+        raise ConfigError(
+            f"{setting} is {dimensions}, the model's vectors have {width}",
+            expected=f"at most {width}",
+            next_command="--embed.output.dimensions 0 for all" if setting.startswith("embed") else "",
+        )
+
+
+def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
+    """Vectors [N, D] to [N, dim]: the leading dimensions, of length one again; as they are when none is left out."""
+    if dim == vectors.shape[1]:
+        return vectors
+    kept = vectors[:, :dim]
+    length = np.sqrt((kept.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+    shortened: Float32s = (kept / np.maximum(length, 1e-12)).astype(np.float32)
+    return shortened
+
+
+def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s | None]:
+    """fp32 vectors [N, dim] as they are kept; int8 values times their scale [N] give the vector again."""
+    if layout.dtype == "fp32":
+        return vectors.copy(), None
+    if layout.dtype == "fp16":  # the bits NumPy comes to, in 40 % of its time
+        import torch  # here, as the processes that tokenise import this module and need none of it
+
+        return torch.from_numpy(vectors).to(torch.float16).numpy(), None
+    scale = (np.abs(vectors).max(axis=1) / _INT8_MAX).astype(np.float32)
+    scale[scale == 0] = 1.0
+    return np.rint(vectors / scale[:, None]).astype(np.int8), scale
+
+
+def from_stored(vectors: Stored, scale: Float32s | None) -> Float32s:
+    """The numbers that stored vectors stand for, fp32 [N, dim]."""
+    values = vectors.astype(np.float32)
+    return values if scale is None else values * scale[:, None]
+
+
+def part_files(layout: VectorLayout, stem: str, rows: PartRows, metadata: Mapping[str, str]) -> dict[str, bytes]:
+    """The files of a part by name, in the order in which they must appear."""
+    names = layout.names(stem)
+    files: dict[str, bytes] = {}
+    if layout.format == "npy":
+        stream = io.BytesIO()
+        np.save(stream, np.ascontiguousarray(rows.vectors))
+        files[names[0]] = stream.getvalue()
+    schema = layout.columns(with_vectors=layout.format == "parquet")
+    schema = schema.with_metadata({_METADATA + name: value for name, value in sorted(metadata.items())})
+    columns: dict[str, Any] = {"id": rows.ids, "scale": rows.scale, "id_hash": rows.id_hash}
+    columns |= {"text_hash": rows.text_hash}
+    if layout.format == "parquet":
+        flat = pa.array(np.ascontiguousarray(rows.vectors).reshape(-1))
+        columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("vector").type)
+    table = pa.table([columns[name] for name in schema.names], schema=schema)
+    sink = pa.BufferOutputStream()
+    # Vectors do not compress (8 % with zstd, for ten times the time); statistics of them would say nothing.
+    with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
+        writer.write_table(table, row_group_size=ROWS_PER_GROUP)
+    files[names[-1]] = sink.getvalue().to_pybytes()
+    return files
+
+
+def metadata_of(schema: pa.Schema) -> dict[str, str]:
+    """What `part_files` was told, read back from a file."""
+    found = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
+    return {name.removeprefix(_METADATA): value for name, value in found.items() if name.startswith(_METADATA)}
+
+
+# Committed vectors.
+
+KIND = "embeddings"
+QUARANTINE = "quarantine.jsonl"
+
+
+def vectors_prefix(cycle: str) -> str:
+    """Where the parts of a cycle lie in the workspace."""
+    return f"embeddings/{cycle}"
+
+
+class ModelRef(Record):
+    """The checkpoint that embeds."""
+
+    name: str = Field(description="Of the model in the registry")
+    place: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
+    digest: str = Field(description="Digest of its manifest: names its content")
+
+
+class PartCounts(Record):
+    """What became of the rows of one part, or of all."""
+
+    read: int = Field(0, description="Rows that passed the filter")
+    bad: int = Field(0, description="Of them: without a usable id or text")
+    embedded: int = 0
+    carried: int = Field(0, description="Vectors taken over from the earlier cycle")
+    known: int = Field(0, description="Rows whose id was in the earlier cycle, with this text or another")
+    truncated: int = Field(0, description="Embedded texts that were cut to the longest length")
+    tokens: int = Field(0, description="Of embedded texts, without padding")
+
+    def __add__(self, other: "PartCounts") -> "PartCounts":
+        ours, theirs = self.model_dump(), other.model_dump()
+        return PartCounts(**{name: ours[name] + theirs[name] for name in ours})
+
+
+class PartInfo(Record):
+    """One part: its files (the last holds the ids), rows and range of ids."""
+
+    files: tuple[str, ...]
+    rows: int
+    id_min: str
+    id_max: str
+
+
+class VectorSetInfo(Record):
+    """The fields of the manifest."""
+
+    cycle: str
+    generation: int = Field(description="One more than that of the newest vectors when this cycle was planned")
+    plan: str = Field(description="Fingerprint of cycles/<cycle>/embed/plan.json")
+    catalogue: str = Field(description="Fingerprint of the catalogue's files, rows and columns")
+    model: ModelRef
+    made_by: dict[str, JsonValue] = Field(description="All that decides a vector, the text aside")
+    layout: VectorLayout
+    rows: int
+    counts: PartCounts
+    reasons: dict[str, int] = Field(description="Bad rows by reason")
+    carried_from: str | None = Field(description="The cycle whose vectors of unchanged rows were taken over")
+    deleted: int | None = Field(description="Rows of that cycle that are gone; none: it was not looked into")
+    previous: str | None = Field(description="The newest vectors when this cycle was planned")
+    parts: tuple[PartInfo, ...]
+
+
+class VectorSet:
+    """The vectors of one finished cycle."""
+
+    def __init__(self, storage: Storage, prefix: str, manifest: Manifest) -> None:
+        self.storage, self.prefix, self.manifest = storage, prefix, manifest
+        try:
+            self.info = VectorSetInfo.model_validate(manifest.fields)
+        except ValidationError as error:
+            raise DataError(
+                f"{storage.uri(prefix)} was written by another version: {error.errors(include_url=False)[0]['loc']}",
+                expected="vectors written by this version of trnpipe embed",
+                next_command="trnpipe embed, in a new cycle",
+            ) from error
+
+    @property
+    def layout(self) -> VectorLayout:
+        return self.info.layout
+
+    def key(self, name: str) -> str:
+        return join_key(self.prefix, name)
+
+    def columns(self, part: int, names: list[str]) -> Iterator[pa.RecordBatch]:
+        """Some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
+        with self._open(part) as file:
+            yield from file.iter_batches(ROWS_PER_GROUP, columns=names, use_threads=False)
+
+    def schema(self, part: int) -> pa.Schema:
+        """The schema of a part's Parquet file, with its metadata."""
+        with self._open(part) as file:
+            return file.schema_arrow
+
+    def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
+        """Hashes of ids and of texts of a part, [N] each."""
+        batches = list(self.columns(part, ["id_hash", "text_hash"]))
+        return tuple(  # type: ignore[return-value]
+            np.concatenate([np.zeros(0, dtype=np.uint64), *(batch[name].to_numpy() for batch in batches)])
+            for name in ("id_hash", "text_hash")
+        )
+
+    def ids_at(self, part: int, rows: Int64s) -> list[Any]:
+        """The ids of some rows of a part."""
+        found: list[Any] = []
+        start = 0
+        for batch in self.columns(part, ["id"]):
+            inside = rows[(rows >= start) & (rows < start + len(batch))] - start
+            found += batch["id"].take(inside).to_pylist()
+            start += len(batch)
+        return found
+
+    def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
+        """Vectors [M, dim] and scales [M] of some rows of a part, as they are stored, in the order asked for."""
+        vectors = np.empty((len(rows), self.layout.dim), dtype=self.layout.numpy_dtype)
+        scale = np.empty(len(rows), dtype=np.float32) if self.layout.has_scale else None
+        groups, is_npy = rows // ROWS_PER_GROUP, self.layout.format == "npy"
+        with self._open(part) as file:
+            for group in np.unique(groups).tolist():
+                chosen = np.flatnonzero(groups == group)
+                local = rows[chosen] - group * ROWS_PER_GROUP
+                names = [name for name in ("vector", "scale") if name in file.schema_arrow.names]
+                table = file.read_row_group(group, columns=names, use_threads=False)
+                vectors[chosen] = (self._npy_group(part, group) if is_npy else _matrix_of(table["vector"]))[local]
+                if scale is not None:
+                    scale[chosen] = table["scale"].to_numpy()[local]
+        return vectors, scale
+
+    def _npy_group(self, part: int, group: int) -> Stored:
+        """The vectors of a row group, of a part whose matrix is a file of its own."""
+        name = self.info.parts[part].files[0]
+        with self.storage.open_read(self.key(name)) as file:
+            if npy.read_magic(file) != (1, 0):
+                raise ValueError(f"{name} is no .npy file of version 1.0")
+            (rows, dim), _, dtype = npy.read_array_header_1_0(file)
+            first = group * ROWS_PER_GROUP
+            file.seek(first * dim * dtype.itemsize, os.SEEK_CUR)
+            data = file.read(min(ROWS_PER_GROUP, rows - first) * dim * dtype.itemsize)
+        return np.frombuffer(data, dtype=dtype).reshape(-1, dim)
+
+    def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
+        """All of a part, ROWS_PER_GROUP rows at a time: id, id_hash and text_hash; and the vectors, fp32."""
+        start = 0
+        for batch in self.columns(part, ["id", "id_hash", "text_hash"]):
+            rows = np.arange(start, start + len(batch), dtype=np.int64)
+            yield batch, from_stored(*self.stored(part, rows))
+            start += len(batch)
+
+    @contextmanager
+    def _open(self, part: int) -> Iterator[pq.ParquetFile]:
+        key = self.key(self.info.parts[part].files[-1])
+        try:
+            with open_parquet(self.storage, key) as file:
+                yield file
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(
+                f"{self.storage.uri(key)} cannot be read: {error}",
+                expected="the part as it was committed",
+                next_command="trnpipe embed verify; delete that folder and embed again",
+            ) from error
+
+
+def _matrix_of(column: pa.ChunkedArray) -> Stored:
+    flat = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
+    return flat.reshape(len(column), -1)
+
+
+def open_vectors(storage: Storage, cycle: str) -> VectorSet:
+    """The vectors of a finished cycle. Raises DataError when there are none: an unfinished run shows nothing."""
+    prefix = vectors_prefix(cycle)
+    manifest = read_manifest(storage, prefix)
+    if manifest is None or manifest.kind != KIND:
+        raise DataError(
+            f"{storage.uri(prefix)} holds no finished vectors",
+            expected="the MANIFEST.json that trnpipe embed writes last",
+            next_command=f"trnpipe embed --cycle {cycle}",
+        )
+    return VectorSet(storage, prefix, manifest)
