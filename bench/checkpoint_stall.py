@@ -10,7 +10,6 @@ from bench.results import Result, Target, figure, finish
 from bench.rows import RandomRows, input_spec
 from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_backend
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.state import TrainState
 from pipeline.checkpoint.store import CheckpointStore
@@ -20,7 +19,8 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
-from pipeline.train.saver import Saver
+from pipeline.train.build import Saver
+from pipeline.train.config import CheckpointConfig
 from pipeline.train.step import TrainProgram
 
 NAME = "checkpoint_stall"

@@ -13,8 +13,8 @@ from pipeline.backends import open_backend
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
-from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig, groups_of_batch
+from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram
 
 NAME = "loader"

@@ -14,8 +14,8 @@ from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.data.sampler import GroupedRows, PaddedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model
-from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram
 
 ENDLESS = 1_000_000

@@ -26,7 +26,6 @@ from pydantic_settings.sources.types import EnvNoneType
 from typing_extensions import TypeVar  # with a default: from 3.13 on it is in typing
 
 from pipeline.backends import Name
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
@@ -37,7 +36,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.tune.config import TuneConfig
 
 ENV_PREFIX = "TRNPIPE_"

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WORDS = frozenset({"xla", "cuda", "neuron", "nccl", "pjrt", "pjrt_device"})
 ATTRIBUTES = frozenset({"cuda", "is_cuda", "is_xla", "mps", "xpu"})
-DEVICE_MODULES = frozenset({"cpu", "cuda", "xla", "xla_tracer", "eager", "pjrt", "neuron_memory"})
+DEVICE_MODULES = frozenset({"cpu", "cuda", "xla"})
 """Of pipeline.backends: whoever imports one asks for that device."""
 
 # (file, word) -> what it names there, which is no device of torch.

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean
-from pipeline.backends.pjrt import pjrt_device
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, pjrt_device
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
 
         return XlaBackend(local_rank, local_world_size, world_size)
     if name == TRACED:
-        from pipeline.backends.xla_tracer import XlaTracer
+        from pipeline.backends.xla import XlaTracer
 
         return XlaTracer()
     if name == "cuda":

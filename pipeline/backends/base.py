@@ -1,7 +1,8 @@
 """What a backend answers. The only things the rest of the code may ask of a device. Imports no torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -89,3 +90,8 @@ class Backend(Protocol):
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
+
+
+def pjrt_device(env: Mapping[str, str]) -> str:
+    """The kind of PJRT device: the one that is set, else NEURON where its plug-in is installed, else CPU."""
+    return env.get("PJRT_DEVICE") or ("NEURON" if find_spec("libneuronxla") else "CPU")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends.base import Batch, HostGather, HostMean
-from pipeline.backends.eager import Eager
+from pipeline.backends.cpu import Eager
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 

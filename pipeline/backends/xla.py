@@ -4,18 +4,18 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean
-from pipeline.backends.eager import gathered
-from pipeline.backends.neuron_memory import core_memory_bytes
-from pipeline.backends.pjrt import pjrt_device
+from pipeline.backends.base import Batch, HostGather, HostMean, pjrt_device
+from pipeline.backends.cpu import gathered
+from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
@@ -205,3 +205,67 @@ class _Remembering:
                 yield batch
         except BaseException as error:  # raised again at the consumer, when the loader runs dry
             self.error = error
+
+
+# Device memory in use on one NeuronCore, from the driver's counters in sysfs.
+#
+# Facts: AWS Neuron documentation, "Neuron Sysfs User Guide" (driver 2.28): in `memory_usage` the counter `total` is the
+# current use. Later drivers moved some nodes; what is not found is unknown.
+
+SYSFS = Path("/sys/devices/virtual/neuron_device")
+_ARCHITECTURE = "v2"  # of trn1, where the runtime numbers cores as the driver does; later chips join cores into one
+
+
+def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
+    """Bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where that cannot be told."""
+    try:
+        cores_of_device = int((root / "neuron0" / "core_count").read_text())
+        device, core = divmod(int(env["NEURON_RT_VISIBLE_CORES"]), cores_of_device)
+        folder = root / f"neuron{device}" / f"neuron_core{core}"
+        if not (folder / "info/architecture/arch_type").read_text().strip().lower().endswith(_ARCHITECTURE):
+            return None
+        parts = [int(path.read_text()) for path in (folder / "stats/memory_usage/device_mem").glob("*/total")]
+    except (KeyError, OSError, ValueError, ZeroDivisionError):
+        return None
+    return sum(parts) if parts else None
+
+
+# A device that traces and never runs: what a program would hand to the compiler, at the price of building it.
+
+_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "s32", torch.bool: "pred"}
+
+
+class XlaTracer(XlaBackend):
+    """At a step boundary what was traced is dropped, and all it computes becomes a shape without data.
+
+    Traces the operators of a Neuron device, whatever the host is. What comes to the host is zeros.
+    """
+
+    executes = False
+
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
+        super().__init__(local_rank, local_world_size, world_size)
+        self.sums_by_matmul = self.shares_host_memory = False
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return prefetched(({name: t.to(self.device) for name, t in batch.items()} for batch in batches), depth=1)
+
+    def step_boundary(self, computed: Sequence[Tensor]) -> None:
+        for tensor in computed:
+            shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
+            self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
+        # Orders the all-reduces of one graph; a sync drops it, too.
+        self._xla._XLAC._set_all_reduce_token(str(self.device), None)
+        self.seed(0)  # the state of the random numbers is computed, too
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.fetch(tensors)()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+
+    def synchronise(self) -> None:
+        return None
+
+    def device_name(self) -> str:
+        return "xla:traced"

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
@@ -20,6 +19,7 @@ from pipeline.core.manifest import Manifest
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName
+from pipeline.train.config import CheckpointConfig
 
 # Which checkpoints stay.
 

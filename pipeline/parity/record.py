@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import NAMES, Backend
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.compile.neuron_command import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
@@ -61,9 +60,8 @@ from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, read_events
 from pipeline.train.build import open_run
-from pipeline.train.config import TrainConfig
-from pipeline.train.identity import identity_parts
-from pipeline.train.inputs import RunInputs, gather_inputs
+from pipeline.train.config import CheckpointConfig, TrainConfig
+from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
 from pipeline.train.run import train
 
 BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")

@@ -10,8 +10,7 @@ from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
 from pipeline.train.build import open_run
-from pipeline.train.identity import check_identity
-from pipeline.train.inputs import RunInputs, gather_inputs
+from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.run import Outcome, train
 
 NAME = "train"

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.core.batching import RankShare
-from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss
+from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss, temperature_of
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.model.temperature import temperature_of
 from pipeline.train.config import TrainConfig, needs_two_passes
 
 

@@ -7,6 +7,7 @@ from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.data.quality import about_order, about_positives
 from pipeline.data.sampler import GroupedRows, Judged
 from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
@@ -14,7 +15,6 @@ from pipeline.io.storage import Storage
 from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig, check_architecture
 from pipeline.train.config import TrainConfig
-from pipeline.train.identity import identity_parts
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,58 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
     check_architecture(state.model, model, where=parent.prefix)
+
+
+# The identity of a run: a hash of all that decides its weights. A run continues only its own checkpoints.
+
+# These change where, when and in what pieces the same run is computed, not what is computed.
+_NOT_IDENTITY = {
+    "start",
+    "micro_batch_size",
+    "step_boundary",
+    "batches_per_execution",
+    "chunk_mib",
+    "deadline",
+    "on_deadline",
+    "collective_timeout_s",
+}
+
+
+def identity_parts(
+    train: TrainConfig,
+    model: ModelConfig,
+    inputs: InputSpec,
+    selection: Selection,
+    buckets: Sequence[str],
+    parent: str,
+    negatives: str,
+) -> dict[str, str]:
+    """Name to fingerprint of each thing that decides the weights.
+
+    `parent` and `negatives` are manifest digests, or empty.
+    """
+    parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=_NOT_IDENTITY).items()}
+    parts |= {f"model.{name}": value for name, value in model.model_dump(mode="json").items()}
+    parts |= {
+        "inputs": inputs.model_dump(mode="json"),
+        "data.new": [p.fingerprint for p in selection.new],
+        "data.old": [p.fingerprint for p in selection.old],
+        "data.buckets": list(buckets),
+        "parent": parent,
+        "negatives": negatives,
+    }
+    return {name: fingerprint(value) for name, value in parts.items()}
+
+
+def check_identity(found: Mapping[str, str], ours: Mapping[str, str], *, where: str) -> None:
+    """Raises ConfigError naming what differs, when a checkpoint is of another run."""
+    different = sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name))
+    if different:
+        raise ConfigError(
+            f"{where} was trained with other {', '.join(different)}",
+            expected="the settings and data this cycle was started with",
+            next_command="go back to them, or start another cycle with --cycle NAME",
+        )
 
 
 # What in the data of a run costs quality without failing: said with counts, before training starts.

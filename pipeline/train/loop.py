@@ -5,20 +5,82 @@ of all its steps are on disk; every batch is counted; the stop signal is agreed 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.backends import Backend, Batch
+import numpy as np
+import torch
+
+from pipeline.backends import Batch
+from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
+from pipeline.core.lr import learning_rate
 from pipeline.core.order import stream_key
 from pipeline.core.stop import StopSignal
+from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
 from pipeline.telemetry.events import EventName
-from pipeline.train.batches import BatchStream, add_digests, schedule_of
 from pipeline.train.config import TrainConfig
+from pipeline.train.optimizer import control_values
 from pipeline.train.step import TEMPERATURE, TrainProgram
+
+# The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each.
+
+
+def schedule_of(config: TrainConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1-based)."""
+    optimizer = config.optimizer
+    return learning_rate(
+        step,
+        max_steps=max_steps,
+        peak=optimizer.learning_rate,
+        shape=optimizer.schedule,
+        warmup_steps=round(optimizer.warmup_fraction * max_steps),
+        final_fraction=optimizer.final_fraction,
+    )
+
+
+class BatchStream:
+    """Micro-batches from position `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
+
+    def __init__(
+        self, source: GroupSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
+    ) -> None:
+        self.accumulation, self.start, self.max_steps = share.accumulation, start, max_steps
+        self._source, self._plan, self._share, self._config = source, plan, share, config
+        self._notes: deque[tuple[int, int, int, float]] = deque()
+
+    def __iter__(self) -> Iterator[Batch]:
+        stream = training_batches(self._source, self._plan, self._share, self.start, self.max_steps)
+        for micro in stream:
+            step = micro.position + 1
+            control = control_values(step, schedule_of(self._config, step, self.max_steps), self._config.optimizer)
+            tokens = int(torch.count_nonzero(micro.tensors["segments"]))
+            self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
+            yield {**micro.tensors, "control": control}
+
+    def took(self, position: int) -> tuple[int, int, float]:
+        """Call once for every batch received: (real tokens, digest of its samples, when it was ready on the host).
+
+        Raises RuntimeError when more batches arrive than were made, or another step is due. This counts batches and
+        cannot see which one arrived: the loop checks that by the step number in each batch's control values.
+        """
+        if not self._notes:
+            raise RuntimeError(f"received a batch at position {position} that was never made: one came twice")
+        noted, tokens, digest, ready_at = self._notes.popleft()
+        if noted != position:
+            raise RuntimeError(f"received a batch of position {noted} at position {position}")
+        return tokens, digest, ready_at
+
+
+def add_digests(digests: list[int]) -> int:
+    """Digest of a union of sample sets."""
+    with np.errstate(over="ignore"):
+        return int(np.array(digests, dtype=np.uint64).sum(dtype=np.uint64))
+
 
 # Where the time of an interval went, and how fast it was.
 
@@ -78,29 +140,6 @@ class Pace:
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
 
-# Will the run be done in time? Arithmetic only; the clock is read at the rim.
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Where a run stands against its deadline. Seconds; `spare_s` is negative when it will be late."""
-
-    eta_s: float
-    spare_s: float | None
-
-    @property
-    def at_risk(self) -> bool:
-        return self.spare_s is not None and self.spare_s < 0
-
-
-def forecast(
-    *, steps_left: int, seconds_per_step: float, seconds_to_deadline: float | None, tail_s: float = 0.0
-) -> Forecast:
-    """Time to the end from the recent pace, plus `tail_s` for the final evaluation and save."""
-    eta_s = steps_left * seconds_per_step + tail_s
-    return Forecast(eta_s, None if seconds_to_deadline is None else seconds_to_deadline - eta_s)
-
-
 Emit = Callable[..., None]
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
 Ended = Literal["complete", "stopped", "late", "converged"]
@@ -137,40 +176,38 @@ class Cadence:
     save: int
 
 
-@dataclass
 class TrainLoop:
-    """One run from `start_step` to `max_steps`."""
+    """One run of a program from the first step of a stream to its last."""
 
-    program: TrainProgram
-    backend: Backend
-    stream: BatchStream
-    gang: Gang
-    stop: StopSignal
-    console: Console
-    config: TrainConfig
-    cadence: Cadence
-    hooks: Hooks
-    start_step: int
-    max_steps: int
-    accumulation: int
-    deadline_s: float | None = None
-    """Seconds from now to the deadline."""
-    values_are_real: bool = True
-    """False in a trial run: on Neuron the values of graph extraction mean nothing, so none is judged."""
-    skipped: int = 0
-    """Steps the guard skipped before `start_step`."""
+    def __init__(
+        self,
+        program: TrainProgram,
+        stream: BatchStream,
+        gang: Gang,
+        stop: StopSignal,
+        console: Console,
+        cadence: Cadence,
+        hooks: Hooks,
+        *,
+        deadline_s: float | None = None,
+        values_are_real: bool = True,
+        skipped: int = 0,
+    ) -> None:
+        """`deadline_s`: seconds from now. `skipped`: steps that the guard skipped before the first one.
 
-    step: int = field(init=False)
-    _digests: list[int] = field(init=False, default_factory=list)
-    _pace: Pace = field(init=False)
-    _warned: bool = field(init=False, default=False)
-    _compiles: int = field(init=False, default=0)
-    _compile_s: float = field(init=False, default=0.0)
-    _started: float = field(init=False, default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.step = self.start_step
-        self._pace = Pace(self.config.global_batch_size, self.gang.world.world_size)
+        `values_are_real`: false in a trial run; on Neuron the values of graph extraction mean nothing, so none is
+        judged.
+        """
+        self.program, self.stream, self.gang = program, stream, gang
+        self.stop, self.console, self.cadence, self.hooks = stop, console, cadence, hooks
+        self.values_are_real, self.skipped = values_are_real, skipped
+        self.config, self.backend = program.config, program.backend
+        self.step, self.max_steps = stream.start, stream.max_steps
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._digests: list[int] = []
+        self._pace = Pace(self.config.global_batch_size, gang.world.world_size)
+        self._warned = False
+        self._compiles, self._compile_s = 0, 0.0
 
     def run(self) -> Ended:
         """Train until `max_steps`, the stop signal (a checkpoint is then handed over), the deadline, or convergence.
@@ -208,7 +245,7 @@ class TrainLoop:
     def _one_step(self, batches: Iterator[Batch]) -> None:
         """Fetch the micro-batches and take the step. Nothing here waits for the device (except reductions on hosts)."""
         tokens, digest, micros = 0, 0, []
-        for _ in range(self.accumulation):
+        for _ in range(self.stream.accumulation):
             asked_at = time.monotonic()
             batch = next(batches, None)
             if batch is None:
@@ -225,9 +262,8 @@ class TrainLoop:
 
     def _seeds(self) -> list[int]:
         """Of dropout, by step and micro-step, so that a run that was stopped draws the same numbers."""
-        rank = self.gang.world.rank
-        keys = (stream_key(self.config.seed, _DROPOUT, self.step, rank, micro) for micro in range(self.accumulation))
-        return [key % 2**31 for key in keys]
+        rank, micros = self.gang.world.rank, range(self.stream.accumulation)
+        return [stream_key(self.config.seed, _DROPOUT, self.step, rank, micro) % 2**31 for micro in micros]
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -251,21 +287,15 @@ class TrainLoop:
         interval = self._pace.read()
         digests = [add_digests(list(parts)) for parts in zip(*self.gang.gather(self._digests), strict=True)]
         self._digests = []
-        if not figures:
-            return False
-        if not self.values_are_real:
+        if not figures or not self.values_are_real:
             return False
         self._check_order([int(row["step"]) for row in figures])
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config, self.step, self.max_steps)
         learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
-        left_s = None if self.deadline_s is None else self.deadline_s - (time.monotonic() - self._started)
-        outlook = forecast(
-            steps_left=self.max_steps - self.step,
-            seconds_per_step=self._pace.seconds_per_step,
-            seconds_to_deadline=left_s,
-        )
+        left_s = None if self._deadline is None else self._deadline - time.monotonic()
+        eta_s = (self.max_steps - self.step) * self._pace.seconds_per_step
         self.hooks.emit(
             EventName.TRAIN_STEPS,
             step=self.step,
@@ -278,7 +308,7 @@ class TrainLoop:
             tokens_per_s=round(interval.tokens_per_s, 1),
             data_wait_share=round(interval.data_wait_share, 4),
             memory_bytes=self.backend.memory_bytes(),
-            eta_s=round(outlook.eta_s, 1),
+            eta_s=round(eta_s, 1),
             **learnt,
         )
         self.console.step_line(
@@ -291,7 +321,7 @@ class TrainLoop:
                 samples_per_s=interval.samples_per_s,
                 tokens_per_s=interval.tokens_per_s,
                 data_wait_share=interval.data_wait_share,
-                eta_s=outlook.eta_s,
+                eta_s=eta_s,
             )
         )
         self.hooks.scalars(
@@ -305,10 +335,10 @@ class TrainLoop:
         )
         self._note_compiles()
         self._judge(last)
-        if outlook.at_risk and not self._warned:
+        if left_s is not None and left_s < eta_s and not self._warned:
             self._warned = True
-            self.console.warn(f"the deadline will be missed by about {-(outlook.spare_s or 0):.0f} s at this pace")
-            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=outlook.eta_s, spare_s=outlook.spare_s)
+            self.console.warn(f"the deadline will be missed by about {eta_s - left_s:.0f} s at this pace")
+            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=eta_s, spare_s=left_s - eta_s)
         if left_s is None or self.config.on_deadline == "warn":
             return False
         return self.gang.agree_now(left_s <= 0)

@@ -13,10 +13,9 @@ from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.telemetry.console import TensorBoardSink
 from pipeline.telemetry.events import EventName
-from pipeline.train.batches import BatchStream
 from pipeline.train.build import Run, holdout_rows
 from pipeline.train.inputs import warnings_of
-from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,12 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
     with closing(_sink(run)) as sink:
         loop = TrainLoop(
             program=run.program,
-            backend=run.backend,
             stream=BatchStream(run.pools, run.plan, run.share, settings.train, run.start.step, run.max_steps),
             gang=run.gang,
             stop=ctx.stop,
             console=ctx.console,
-            config=settings.train,
             cadence=Cadence(settings.log.every_steps, settings.train.evaluate_every, settings.checkpoint.every_steps),
             hooks=Hooks(selection.evaluate, selection.save, sink.scalars, ctx.events.emit),
-            start_step=run.start.step,
-            max_steps=run.max_steps,
-            accumulation=run.share.accumulation,
             deadline_s=_seconds_to(settings.train.deadline),
             skipped=run.start.skipped,
         )

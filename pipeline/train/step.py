@@ -13,11 +13,12 @@ from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
-from pipeline.core.batching import Bucket
+from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import DataError
+from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Temperature, temperature_of
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
-from pipeline.model.temperature import LARGEST_LOG_SCALE, LOG_SCALE, Temperature, temperature_of
+from pipeline.parallel.gang import Gang
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.train.config import TrainConfig, rows_of_batch
 from pipeline.train.contrast import Contrast, GlobalLoss, targets_of
@@ -247,6 +248,32 @@ class TrainProgram:
         if optimizer is None and self.average.tensors:  # training begins with what was served
             into.append(self._masters)
         self.strategy.restore(weights, into, optimizer, self._optimizer_state())
+
+
+def open_program(
+    model: RelevanceModel,
+    backend: Backend,
+    config: TrainConfig,
+    share: RankShare,
+    gang: Gang,
+    *,
+    figure_rows: int,
+    buckets: Sequence[Bucket],
+    watch: GraphWatch,
+) -> TrainProgram:
+    """The program of one rank of a run, or of the trial of one: both have the same graphs."""
+    return TrainProgram(
+        model,
+        backend,
+        config,
+        accumulation=share.accumulation,
+        world_size=share.world_size,
+        host_mean=gang.mean,
+        host_gather=gang.gather_rows,
+        figure_rows=figure_rows,
+        buckets=buckets,
+        watch=watch,
+    )
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

@@ -23,10 +23,9 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console
-from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
-from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.step import TrainProgram
+from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.step import open_program
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -110,14 +109,12 @@ class Trial:
         groups = self._groups()
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
-        program = TrainProgram(
+        program = open_program(
             build_model(self.model, self.spec, self.train.seed),
             self.backend,
             self.train,
-            accumulation=share.accumulation,
-            world_size=share.world_size,
-            host_mean=self.gang.mean,
-            host_gather=self.gang.gather_rows,
+            share,
+            self.gang,
             figure_rows=self.figure_rows,
             buckets=self.buckets,
             watch=self.watch,
@@ -133,17 +130,12 @@ class Trial:
 
         loop = TrainLoop(
             program=program,
-            backend=self.backend,
             stream=BatchStream(groups, plan, share, self.train, 0, steps),
             gang=self.gang,
             stop=self.stop,
             console=self.console,
-            config=self.train,
             cadence=Cadence(min(self.figure_rows, 2), max(1, steps // 2), max(1, steps // 2)),
             hooks=Hooks(evaluate, save, _nothing, _nothing),
-            start_step=0,
-            max_steps=steps,
-            accumulation=share.accumulation,
             values_are_real=False,
         )
         if loop.run() == "stopped":

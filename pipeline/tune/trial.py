@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.context import NoEvents, StageContext, share_tokens
 from pipeline.core.errors import ConfigError, NumericError, Preempted, TransientError, TrnpipeError
@@ -16,7 +15,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import EventLog
 from pipeline.train.build import open_run
-from pipeline.train.config import batch_share
+from pipeline.train.config import CheckpointConfig, batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import train
 from pipeline.tune.config import Hyperband

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipeline import backends
 from pipeline.backends import Backend, Batch
 from pipeline.backends import xla as xla_module
-from pipeline.backends.xla_tracer import XlaTracer
+from pipeline.backends.xla import XlaTracer
 from pipeline.compile.hlo import parse, stable_key
 from pipeline.compile.watch import Recorder
 from pipeline.core.batching import RankShare

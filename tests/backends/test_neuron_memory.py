@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends.neuron_memory import core_memory_bytes
+from pipeline.backends.xla import core_memory_bytes
 
 
 def make_core(root: Path, device: int, core: int, *, tensors: int, code: int, arch: str = "NCv2") -> None:

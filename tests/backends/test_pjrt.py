@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.backends import pjrt
-from pipeline.backends.pjrt import pjrt_device
+from pipeline.backends import base
+from pipeline.backends.base import pjrt_device
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from pipeline.backends.pjrt import pjrt_device
 def test_what_is_set_goes_before_what_is_installed(
     env: dict[str, str], plugin: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pjrt, "find_spec", lambda name: object() if plugin and name == "libneuronxla" else None)
+    monkeypatch.setattr(base, "find_spec", lambda name: object() if plugin and name == "libneuronxla" else None)
     assert pjrt_device(env) == expected

@@ -19,8 +19,8 @@ from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.losses import Targets
 from pipeline.model.relevance import build_model
-from pipeline.train.batches import BatchStream
 from pipeline.train.config import TrainConfig
+from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 

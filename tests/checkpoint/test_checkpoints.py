@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
@@ -21,6 +20,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from pipeline.telemetry.events import EventName
+from pipeline.train.config import CheckpointConfig
 
 CYCLE = "2026-01-01"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("niedrig", "größer"), label_gains=(0.0, 1.0))

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import LossConfig
-from pipeline.model.losses import Targets, contrastive_loss, graded_loss, listwise_loss, pair_loss, relevance_loss
+from pipeline.model.losses import (
+    Targets,
+    Temperature,
+    contrastive_loss,
+    graded_loss,
+    listwise_loss,
+    pair_loss,
+    relevance_loss,
+    temperature_of,
+)
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.model.temperature import Temperature, temperature_of
 
 QUERIES, SLOTS, CLASSES, WIDTH = 5, 3, 3, 6
 CONFIG = LossConfig(contrastive_weight=0.7, graded_weight=1.3, temperature=0.2)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.losses import Temperature
 from pipeline.model.relevance import RelevanceInputs, build_model
-from pipeline.model.temperature import Temperature
 from pipeline.parallel.strategies.flat import FlatLayout
 
 CONFIG = ModelConfig(

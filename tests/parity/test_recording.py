@@ -20,7 +20,7 @@ from pipeline.parity import record as scoring
 from pipeline.parity.compare import RecordedSide, Side, SideRecord, compare_sides
 from pipeline.parity.record import curve_of, evaluations_of, load_side
 from pipeline.telemetry.events import EventLog, EventName
-from pipeline.train import batches, saver
+from pipeline.train import build, loop
 from pipeline.train.step import TrainProgram
 from tests.parity.case import CPU, PARITY, ROWS, Case
 
@@ -83,13 +83,13 @@ def wrong_epsilon(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_weight(patch: pytest.MonkeyPatch) -> None:
-    for module in (scoring, saver):
+    for module in (scoring, build):
         patch.setattr(module, "from_hf", zeroed(from_hf))
 
 
 def wrong_rate(patch: pytest.MonkeyPatch) -> None:
-    rate = batches.schedule_of
-    patch.setattr(batches, "schedule_of", lambda *args: 1.3 * rate(*args))
+    rate = loop.schedule_of
+    patch.setattr(loop, "schedule_of", lambda *args: 1.3 * rate(*args))
 
 
 def half_a_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.tokens import Partition, Selection
 from pipeline.model.config import ModelConfig, check_architecture
 from pipeline.train.config import OptimizerConfig
-from pipeline.train.identity import check_identity, identity_parts
+from pipeline.train.inputs import check_identity, identity_parts
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 SELECTION = Selection((Partition("dt=2026-01-02", "2026-01-02", "new"),), (), ())

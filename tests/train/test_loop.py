@@ -23,9 +23,8 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
-from pipeline.train.batches import BatchStream
 from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
@@ -65,17 +64,12 @@ class Bench:
         groups = grouped(self.rows, self.config)
         return TrainLoop(
             program=self.program,
-            backend=self.backend,
             stream=BatchStream(groups, plan_of(groups, self.config), share, self.config, self.start, self.max_steps),
             gang=Gang(World(), timeout_s=1),
             stop=self.stop,
             console=Console(stream=self.console),
-            config=self.config,
             cadence=self.cadence,
             hooks=Hooks(self._evaluate, self._save, lambda step, values: None, self._emit),
-            start_step=self.start,
-            max_steps=self.max_steps,
-            accumulation=self.accumulation,
             deadline_s=self.deadline_s,
         )
 

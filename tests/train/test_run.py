@@ -13,7 +13,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, Preempted
@@ -26,8 +25,8 @@ from pipeline.io.storage import open_storage
 from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
 from pipeline.model.config import LossConfig
 from pipeline.model.hf import from_hf
+from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
-from pipeline.model.temperature import LOG_SCALE
 from pipeline.parallel.world import World
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
@@ -35,7 +34,7 @@ from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.build import open_run
-from pipeline.train.config import OptimizerConfig, TrainConfig
+from pipeline.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.run import Outcome, Rungs, train
 from tests.shown import Shown

@@ -17,11 +17,11 @@ from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
 from pipeline.model.hf import to_hf
+from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.model.relevance import build_model
-from pipeline.model.temperature import LOG_SCALE, start_values
+from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.saver import Saver
 from pipeline.train.step import FIGURES, TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.config import CheckpointConfig
 from pipeline.context import StageContext, StageResult, open_context, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
+from pipeline.train.config import CheckpointConfig
 from pipeline.tune.config import TuneConfig
 from pipeline.tune.study import StudyTable, run_study
 from tests.train.rows import MODEL, TRAIN, write_token_set

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError
+from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
-from pipeline.model.temperature import LOG_SCALE
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 _ALIGNED = 16  # elements; see _segments

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.core.batching import RankShare
 from pipeline.data.shards import TokenRows
-from pipeline.train.batches import BatchStream, schedule_of
+from pipeline.train.loop import BatchStream, schedule_of
 from tests.train.rows import TRAIN, grouped, make_rows, plan_of
 
 
