@@ -4,8 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from jobs.cycle.ledger import CycleLedger, success_of
-from jobs.cycle.report import read_ledger, records_of
+from jobs.cycle.ledger import CycleLedger, read_ledger, records_of, success_of
 from jobs.cycle.show import GOODPUT, cost_lines, success_line, summary, total_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings

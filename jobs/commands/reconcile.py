@@ -7,7 +7,7 @@ deadlines are noticed by themselves.
 import argparse
 
 from jobs.commands.submit import finish
-from jobs.cycle.report import read_ledger
+from jobs.cycle.ledger import read_ledger
 from jobs.cycle.show import summary
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.settings import CycleSettings

@@ -2,8 +2,8 @@
 
 import argparse
 
-from jobs.cycle.page import write_page
-from jobs.cycle.report import records_of, report_key
+from jobs.cycle.ledger import records_of
+from jobs.cycle.report import report_key, write_page
 from jobs.cycle.show import GOODPUT, cost_lines
 from jobs.cycle.states import outcome_of
 from jobs.settings import CycleSettings

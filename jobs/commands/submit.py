@@ -3,9 +3,9 @@
 import argparse
 from dataclasses import dataclass
 
-from jobs.cycle.page import write_page
+from jobs.cycle.ledger import read_ledger
 from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.report import read_ledger, report_key
+from jobs.cycle.report import report_key, write_page
 from jobs.cycle.show import cost_lines, status_lines
 from jobs.cycle.states import exit_code_of_cycle, outcome_of
 from jobs.cycle.store import CycleStore

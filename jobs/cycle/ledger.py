@@ -1,22 +1,29 @@
-"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars. Pure.
+"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars.
 
 Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
 machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
 it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import Field
 
-from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, spent_in, with_kept_until
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Outcome
+from jobs.config import ScheduleConfig
+from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, moment_of, spent_in, with_kept_until
+from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
+from jobs.cycle.states import outcome_of
+from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices, node_usd_per_hour
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
+from jobs.schedule import cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
+from pipeline.io.storage import Storage
+from pipeline.telemetry.events import read_events
 
 SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
 MS_PER_HOUR = 3_600_000
@@ -242,3 +249,72 @@ def _ending(attempt: AttemptRecord) -> str:
         return attempt.status_reason or attempt.reason or "no exit code"
     words = (f"exit {attempt.exit_code}", attempt.reason)
     return ", ".join(word for word in words if word)
+
+
+# The ledger of a cycle, from what its workspace holds.
+
+REPORT = "report"
+"""The stage that writes the report: it still runs while it does."""
+
+
+def events_key(cycle: str) -> str:
+    return f"cycles/{cycle}/events.jsonl"
+
+
+def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
+    """All events of a cycle; none when there is no log. Lines that are no events are left out."""
+    found = map(moment_of, read_events(storage, events_key(cycle)))
+    return tuple(moment for moment in found if moment is not None)
+
+
+def read_ledger(
+    store: CycleStore,
+    plan: Plan,
+    records: Sequence[JobRecord],
+    prices: Prices,
+    *,
+    sla_s: int | None,
+    schedule: ScheduleConfig | None = None,
+    closed: Closed | None = None,
+    without_report: bool = False,
+) -> CycleLedger:
+    """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
+
+    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs. The deadline
+    counts from the scheduled time of the cycle; without one, from when it was claimed.
+    """
+    claim, closed = store.claim(), closed or store.closed()
+    now = closed.at if closed else store.clock()
+    judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
+    names = {job.name for job in judged}
+    if closed is None:
+        shape = plan.model_copy(update={"jobs": tuple(judged)})
+        closed = outcome_of(shape, [record for record in records if record.name in names])
+    return ledger_of(
+        plan,
+        records,
+        read_moments(store.storage, store.cycle),
+        prices,
+        now=now,
+        outcome=closed.outcome if closed else None,
+        deadline_at=None
+        if sla_s is None or claim is None
+        else scheduled_at(schedule, store.cycle, claim.claimed_at) + sla_s,
+    )
+
+
+def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -> float:
+    """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
+    if config is None or not config.expression:
+        return claimed_at
+    schedule = config.schedule()
+    for one in schedule.times.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
+        name = cycle_name(schedule, one)
+        if name <= cycle:  # names sort as their times do
+            return one.timestamp() if name == cycle else claimed_at
+    return claimed_at
+
+
+def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
+    """Of a cycle that has ended what is on record, else what `live` tells."""
+    return (store.records() if store.closed() else ()) or live()

@@ -1,92 +1,23 @@
-"""What the report of a cycle shows, gathered from the workspace."""
+"""The report of a cycle: one HTML page, without scripts and with nothing from elsewhere, every text escaped."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from html import escape
 
-from jobs.config import ScheduleConfig
-from jobs.cycle.attempt_time import Moment, moment_of
-from jobs.cycle.ledger import CycleLedger, ledger_of
-from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.states import outcome_of
+from jobs.config import JobsConfig
+from jobs.cycle.attempt_time import SPENT, Category, Moment
+from jobs.cycle.ledger import CycleLedger, Entry, Total, read_ledger, read_moments
+from jobs.cycle.records import Closed, JobRecord, JobState
+from jobs.cycle.show import DEADLINES, GOODPUT, STATUS, money, status_rows, time_text, total_row
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
 from jobs.plan.dag import Plan
-from jobs.schedule import cycle_name
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError
-from pipeline.evaluate.report import EvaluationReport, load_report
-from pipeline.io.storage import Storage
-from pipeline.telemetry.events import EventName, read_events
-
-# The ledger of a cycle, from what its workspace holds.
-
-REPORT = "report"
-"""The stage that writes the report: it still runs while it does."""
-
-
-def events_key(cycle: str) -> str:
-    return f"cycles/{cycle}/events.jsonl"
-
-
-def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
-    """All events of a cycle; none when there is no log. Lines that are no events are left out."""
-    found = map(moment_of, read_events(storage, events_key(cycle)))
-    return tuple(moment for moment in found if moment is not None)
-
-
-def read_ledger(
-    store: CycleStore,
-    plan: Plan,
-    records: Sequence[JobRecord],
-    prices: Prices,
-    *,
-    sla_s: int | None,
-    schedule: ScheduleConfig | None = None,
-    closed: Closed | None = None,
-    without_report: bool = False,
-) -> CycleLedger:
-    """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
-
-    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs. The deadline
-    counts from the scheduled time of the cycle; without one, from when it was claimed.
-    """
-    claim, closed = store.claim(), closed or store.closed()
-    now = closed.at if closed else store.clock()
-    judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
-    names = {job.name for job in judged}
-    if closed is None:
-        shape = plan.model_copy(update={"jobs": tuple(judged)})
-        closed = outcome_of(shape, [record for record in records if record.name in names])
-    return ledger_of(
-        plan,
-        records,
-        read_moments(store.storage, store.cycle),
-        prices,
-        now=now,
-        outcome=closed.outcome if closed else None,
-        deadline_at=None
-        if sla_s is None or claim is None
-        else scheduled_at(schedule, store.cycle, claim.claimed_at) + sla_s,
-    )
-
-
-def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -> float:
-    """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
-    if config is None or not config.expression:
-        return claimed_at
-    schedule = config.schedule()
-    for one in schedule.times.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
-        name = cycle_name(schedule, one)
-        if name <= cycle:  # names sort as their times do
-            return one.timestamp() if name == cycle else claimed_at
-    return claimed_at
-
-
-def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
-    """Of a cycle that has ended what is on record, else what `live` tells."""
-    return (store.records() if store.closed() else ()) or live()
-
+from pipeline.core.format import format_duration, format_share, usd
+from pipeline.evaluate.report import EvaluationReport, load_report, table_lines
+from pipeline.telemetry.events import EventName
 
 STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed")
 
@@ -118,16 +49,22 @@ def report_key(cycle: str) -> str:
 def gather(store: CycleStore, ledger: CycleLedger, records: Sequence[JobRecord], *, reason: str = "") -> CycleReport:
     """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
-    evaluation = None
+    evaluation, figures = None, dict[str, Mapping[str, Figure]]()
     try:
         evaluation = load_report(storage, cycle)
     except DataError as error:
         unread.append(error.seen)
+    for stage in STAGES:
+        try:
+            if (result := load_result(storage, cycle, stage)) is not None:
+                figures[stage] = result.figures
+        except DataError as error:
+            unread.append(error.seen)
     return CycleReport(
         ledger=ledger,
         records=tuple(records),
         evaluation=evaluation,
-        figures=_figures(storage, cycle, unread),
+        figures=figures,
         losses=losses_of(read_moments(storage, cycle)),
         post_mortems=tuple(storage.uri(stat.key) for stat in storage.list(store.key("post-mortem"))),
         workspace=storage.root,
@@ -150,14 +87,201 @@ def losses_of(moments: Sequence[Moment]) -> tuple[tuple[int, float], ...]:
     return tuple(kept)
 
 
-def _figures(storage: Storage, cycle: str, unread: list[str]) -> dict[str, Mapping[str, Figure]]:
-    found: dict[str, Mapping[str, Figure]] = {}
-    for stage in STAGES:
-        try:
-            result = load_result(storage, cycle, stage)
-        except DataError as error:
-            unread.append(error.seen)
-            continue
-        if result is not None:
-            found[stage] = result.figures
-    return found
+COLOURS = {
+    Category.START_UP: "#9aa5b1",
+    Category.COMPILE: "#b08fc7",
+    Category.DATA_WAIT: "#e5b25d",
+    Category.PRODUCTIVE: "#4c9f70",
+    Category.CHECKPOINT: "#5b8fd9",
+    Category.EVALUATION: "#56b7b2",
+    Category.WASTED: "#cf5c4a",
+}
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1f2933 }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .2em .8em .2em 0; border-bottom: 1px solid #e4e7eb; vertical-align: top }
+td.n, th.n { text-align: right } pre { background: #f5f7fa; padding: 1em; overflow-x: auto }
+.bar { display: flex; height: 14px; width: 100%; min-width: 240px; background: #f5f7fa }
+.key span { display: inline-block; width: 10px; height: 10px; margin: 0 .3em 0 1em }
+.FAILED, .failed, .missed { color: #b3261e; font-weight: 600 } .SUCCEEDED, .succeeded, .met { color: #2e7d4f }
+svg { background: #f5f7fa } .quiet { color: #616e7c }
+"""
+CHART_W, CHART_H = 900, 220
+
+
+def page(report: CycleReport) -> str:
+    """The whole page."""
+    ledger = report.ledger
+    outcome = "under way" if ledger.outcome == "open" else ledger.outcome
+    parts = [
+        f"<h1>Cycle {escape(ledger.cycle)}: <span class={ledger.outcome}>{outcome}</span></h1>",
+        f'<p class="quiet">{escape(report.workspace)}</p>',
+        _facts(ledger, report.reason),
+        _section("Jobs", _table(STATUS, status_rows(report.records), numbers={2, 3, 4})),
+        _section("Time and money", _time(ledger)),
+        _section("Verdict", _verdict(report)),
+        _section("Training", _chart(report.losses)),
+        _section("Figures", "".join(_figures(stage, values.items()) for stage, values in report.figures.items())),
+        _section("Tries", _tries(ledger.entries)),
+        _section("Post-mortems", _list(report.post_mortems)),
+        _section("Could not be read", _list(report.unread)),
+    ]
+    title = f"Cycle {escape(ledger.cycle)}"
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _section(title: str, body: str) -> str:
+    """Nothing where there is nothing to show."""
+    return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def _facts(ledger: CycleLedger, reason: str) -> str:
+    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
+    due = ledger.deadline_at
+    rows = [
+        *([("why", reason)] if reason else []),
+        ("submitted", _stamp(ledger.began_at)),
+        ("took", format_duration(took)),
+        ("deadline", DEADLINES[ledger.deadline] + (f" ({_stamp(due)})" if due else "") or "none"),
+        ("jobs", f"{ledger.succeeded} of {ledger.jobs} succeeded, {len(ledger.entries)} tries"),
+        ("goodput", format_share(ledger.total.goodput)),
+        ("cost", money(ledger.total)),
+    ]
+    return _table([], rows) + f'<p class="quiet">{escape(GOODPUT)}</p>'
+
+
+def _time(ledger: CycleLedger) -> str:
+    keys = "".join(f'<span style="background:{COLOURS[kind]}"></span>{escape(kind)}' for kind in SPENT)
+    rows = [_time_row(one) for one in (*ledger.stages(), ledger.total)]
+    head = "".join(
+        f"<th{_n(i > 1)}>{escape(w)}</th>"
+        for i, w in enumerate(("stage", "", "tries", "waiting", "time", "goodput", "cost"))
+    )
+    return f'<p class="key">{keys}</p><table><tr>{head}</tr>{"".join(rows)}</table>' if ledger.entries else ""
+
+
+def _time_row(one: Total) -> str:
+    name, tries, waiting, *_, time, goodput, cost = total_row(one)
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in (tries, waiting, time, goodput, cost))
+    return f'<tr><td>{escape(name)}</td><td style="width:45%">{_bar(one)}</td>{numbers}</tr>'
+
+
+def _bar(one: Total) -> str:
+    pieces = (
+        f'<div title="{escape(kind)}: {format_duration(ms / 1000)}" '
+        f'style="width:{100 * ms / one.all_ms:.2f}%;background:{COLOURS[kind]}"></div>'
+        for kind, ms in one.machine_ms.items()
+        if ms
+    )
+    return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+def _verdict(report: CycleReport) -> str:
+    if report.evaluation is None:
+        return ""
+    warnings = _list(report.evaluation.warnings)
+    return f"<pre>{escape(chr(10).join(table_lines(report.evaluation)))}</pre>{warnings}"
+
+
+def _figures(stage: str, values: Iterable[tuple[str, object]]) -> str:
+    rows = [(name, _figure(value)) for name, value in values]
+    return f"<h3>{escape(stage)}</h3>{_table([], rows, numbers={1})}" if rows else ""
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _tries(entries: Sequence[Entry]) -> str:
+    head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
+    rows = [
+        (
+            entry.job,
+            str(entry.attempt),
+            _stamp(entry.start_ms / 1000),
+            str(entry.nodes),
+            format_duration(entry.waiting_ms / 1000),
+            *(time_text(entry.spent_ms[kind]) for kind in SPENT),
+            usd(entry.usd),
+            entry.ending,
+        )
+        for entry in entries
+    ]
+    return _table(head, rows, numbers={1, *range(3, len(head) - 1)}) if rows else ""
+
+
+def _chart(losses: Sequence[tuple[int, float]]) -> str:
+    """The loss over the steps."""
+    if len(losses) < 2:
+        return ""
+    steps, values = [step for step, _ in losses], [loss for _, loss in losses]
+    low, high = min(values), max(values)
+    width, height = max(1, steps[-1] - steps[0]), (high - low) or 1.0
+    points = " ".join(
+        f"{10 + (CHART_W - 20) * (step - steps[0]) / width:.1f},{10 + (CHART_H - 20) * (high - loss) / height:.1f}"
+        for step, loss in losses
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="{COLOURS[Category.PRODUCTIVE]}" stroke-width="2"/>'
+    caption = f"loss {values[0]:.4f} at step {steps[0]:,} to {values[-1]:.4f} at step {steps[-1]:,}, lowest {low:.4f}"
+    return (
+        f'<svg viewBox="0 0 {CHART_W} {CHART_H}" width="100%" role="img" aria-label="{caption}">{line}</svg>'
+        f'<p class="quiet">{caption}</p>'
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    lines = ["".join(f"<th{_n(i in numbers)}>{escape(word)}</th>" for i, word in enumerate(head))] if head else []
+    lines += (
+        "".join(f"<td{_n(i in numbers)}{_state(word)}>{escape(word)}</td>" for i, word in enumerate(row))
+        for row in rows
+    )
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _n(is_number: bool) -> str:
+    return ' class="n"' if is_number else ""
+
+
+def _state(word: str) -> str:
+    """States of jobs have a colour."""
+    first = word.partition(" ")[0]
+    return f' class="{first}"' if first in (JobState.FAILED.value, JobState.SUCCEEDED.value) else ""
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def _stamp(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# The page of a cycle, made of what its workspace holds and put there.
+
+
+def write_page(
+    store: CycleStore, plan: Plan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
+) -> CycleReport:
+    """Write reports/<cycle>.html, over an earlier one; what it shows. `closed`: the end, on record or not yet.
+
+    Of a cycle that has ended it is the same, byte for byte, whenever and by whomever it is made.
+    """
+    ledger = read_ledger(
+        store,
+        plan,
+        records,
+        Prices(config.usd_per_hour, config.vcpu_usd_per_hour),
+        sla_s=config.sla_s,
+        schedule=config.schedule,
+        closed=closed,
+        without_report=True,
+    )
+    report = gather(store, ledger, records, reason=closed.reason if closed else "")
+    store.storage.write_bytes(report_key(store.cycle), page(report).encode())
+    return report

@@ -13,7 +13,7 @@ from jobs.plan.spec import JobSpec
 from pipeline.core.format import aligned, format_duration, format_share, usd
 
 _PLAN = ("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")
-_STATUS = ("job", "state", "tries", "ran", "exit", "why")
+STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
 def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
@@ -46,11 +46,13 @@ def shape_text(job: JobSpec) -> str:
 
 def status_lines(records: Sequence[JobRecord]) -> list[str]:
     """One row a job; children of an array that failed get rows of their own."""
-    rows: list[tuple[str, ...]] = [_STATUS]
-    for record in records:
-        rows.append(_status_row(record))
-        rows += [_status_row(child) for child in record.children if child.state is JobState.FAILED]
-    return aligned(rows, left=(0, 1, 5))
+    return aligned([STATUS, *status_rows(records)], left=(0, 1, 5))
+
+
+def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
+    """Cells in the order of STATUS."""
+    shown = [(one, *(child for child in one.children if child.state is JobState.FAILED)) for one in records]
+    return [_status_row(one) for group in shown for one in group]
 
 
 def ran_seconds(record: JobRecord) -> float | None:
@@ -110,7 +112,7 @@ GOODPUT = (
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
     """One row a stage, one for the cycle, and a line that sums it up."""
-    rows = [HEAD, *(_row(stage) for stage in ledger.stages()), _row(ledger.total)]
+    rows = [HEAD, *(total_row(stage) for stage in ledger.stages()), total_row(ledger.total)]
     return [summary(ledger), *aligned(rows)]
 
 
@@ -149,22 +151,22 @@ def success_line(found: Success) -> str:
 
 def total_lines(totals: Sequence[Total]) -> list[str]:
     """Cycles side by side."""
-    return aligned([("cycle", *HEAD[1:]), *(_row(one) for one in totals)])
+    return aligned([("cycle", *HEAD[1:]), *(total_row(one) for one in totals)])
 
 
-def _row(one: Total) -> tuple[str, ...]:
+def total_row(one: Total) -> tuple[str, ...]:
     return (
         one.name,
         str(one.tries),
         format_duration(one.waiting_ms / 1000),
-        *(_time(one.machine_ms[kind]) for kind in SPENT),
+        *(time_text(one.machine_ms[kind]) for kind in SPENT),
         format_duration(one.all_ms / 1000),
         format_share(one.goodput),
         usd(one.usd),
     )
 
 
-def _time(ms: int) -> str:
+def time_text(ms: int) -> str:
     return format_duration(ms / 1000) if ms else "-"
 
 

@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from jobs.cycle.attempt_time import Moment
-from jobs.cycle.page import page
-from jobs.cycle.report import CycleReport, gather, losses_of
+from jobs.cycle.report import CycleReport, gather, losses_of, page
 from jobs.cycle.store import CycleStore
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.report import EvaluationReport

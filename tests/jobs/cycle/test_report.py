@@ -7,8 +7,8 @@ import pytest
 
 from jobs.config import ScheduleConfig
 from jobs.cycle.attempt_time import Category
+from jobs.cycle.ledger import read_ledger, read_moments, records_of, scheduled_at
 from jobs.cycle.records import Closed, JobState
-from jobs.cycle.report import read_ledger, read_moments, records_of, scheduled_at
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
 from pipeline.io.storage import open_storage
