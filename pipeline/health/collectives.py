@@ -24,8 +24,6 @@ SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
 FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
 """With a whole gradient bucket (50 MB on Neuron: torch_xla/_internal/neuron.py)."""
-CHUNKED = frozenset({"all-gather", "reduce-scatter"})
-"""One buffer of these holds a chunk for each rank."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _STORE_LIMIT_S = 60.0
 _REASON_LENGTH = 200
@@ -49,10 +47,6 @@ class Ranks:
     name: str = "collectives"
     group: dist.ProcessGroup | None = None
     first_limit_s: float | None = None
-
-    @property
-    def index(self) -> int:
-        return self.rank - self.ranks.start
 
     def arrive(self, place: str, limit_s: float | None = None) -> list[int]:
         """Sign in at `place` and wait for the others: the ranks that did not come in time, [] when all did."""
@@ -93,23 +87,24 @@ def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
 
 def join(ranks: Ranks, kind: str, limit_s: float) -> CheckResult | None:
     """Bring up the process group of torchrun's environment; the verdict when a rank does not come or it fails."""
-    if missing := ranks.arrive("start", limit_s):
-        return _absent(missing, "start", ranks, limit_s, {})
     try:
-        # nccl ends the process when a call takes longer than this: our own limit comes first.
-        dist.init_process_group(kind, timeout=timedelta(seconds=limit_s + _STORE_LIMIT_S))
-    except RuntimeError as error:
-        return _broken("start", error, ranks, {})
+        _sign_in(ranks, "start", limit_s)
+        try:
+            # nccl ends the process when a call takes longer than this: our own limit comes first.
+            dist.init_process_group(kind, timeout=timedelta(seconds=limit_s + _STORE_LIMIT_S))
+        except RuntimeError as error:
+            raise _lost("start", error, ranks) from error
+    except _Fault as fault:
+        return fault.result(ranks, {})
     return None
 
 
-def contents(source: int, target: int, turn: int, count: int) -> Tensor:
-    """What rank `source` has for rank `target`, fp32 [count]: whole numbers below 2^12, so that sums are exact.
+def contents(source: int, turn: int, count: int) -> Tensor:
+    """What rank `source` gives, fp32 [count]: whole numbers below 2^12, so that sums are exact.
 
-    It differs with source, target and turn, and along the tensor.
+    It differs with source and turn, and along the tensor.
     """
-    start = 997 * source + 389 * target + 101 * turn
-    return ((torch.arange(count, dtype=torch.int64) * 7 + start) % 4093).to(torch.float32)
+    return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
 
 
 Prepared = tuple[Callable[[], Tensor], Tensor]
@@ -120,19 +115,15 @@ Collective = Callable[["Ranks", int, int], Prepared]
 """Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
 
 
-def _from_all(ranks: Ranks, target: int, turn: int, count: int) -> Tensor:
-    return torch.cat([contents(source, target, turn, count) for source in ranks.ranks])
+def _from_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+    return torch.cat([contents(source, turn, count) for source in ranks.ranks])
 
 
-def _sum_for(ranks: Ranks, target: int, turn: int, count: int) -> Tensor:
+def _sum_of_all(ranks: Ranks, turn: int, count: int) -> Tensor:
     total = torch.zeros(count)
-    for source in ranks.ranks:
-        total += contents(source, target, turn, count)
+    for source in ranks.ranks:  # one by one: all of a large size at once fill a host with many ranks
+        total += contents(source, turn, count)
     return total
-
-
-def _for_all(ranks: Ranks, turn: int, count: int) -> Tensor:
-    return torch.cat([contents(ranks.rank, target, turn, count) for target in ranks.ranks]).to(ranks.device)
 
 
 def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *tensors: Any) -> Callable[[], Tensor]:
@@ -146,26 +137,17 @@ def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *te
 
 
 def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-    mine = contents(ranks.rank, 0, turn, count).to(ranks.device)
-    return _run(ranks, mine, dist.all_reduce, mine), _sum_for(ranks, 0, turn, count)
+    mine = contents(ranks.rank, turn, count).to(ranks.device)
+    return _run(ranks, mine, dist.all_reduce, mine), _sum_of_all(ranks, turn, count)
 
 
 def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
     found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
-    mine = contents(ranks.rank, 0, turn, count).to(ranks.device)
-    return _run(ranks, found, dist.all_gather_into_tensor, found, mine), _from_all(ranks, 0, turn, count)
+    mine = contents(ranks.rank, turn, count).to(ranks.device)
+    return _run(ranks, found, dist.all_gather_into_tensor, found, mine), _from_all(ranks, turn, count)
 
 
-def reduce_scatter(ranks: Ranks, count: int, turn: int) -> Prepared:
-    found, mine = torch.zeros(count, device=ranks.device), _for_all(ranks, turn, count)
-    return _run(ranks, found, dist.reduce_scatter_tensor, found, mine), _sum_for(ranks, ranks.rank, turn, count)
-
-
-COLLECTIVES: dict[str, Collective] = {
-    "all-gather": all_gather,
-    "all-reduce": all_reduce,
-    "reduce-scatter": reduce_scatter,
-}
+COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}
 
 
 def in_graph(backend: Backend) -> dict[str, Collective]:
@@ -175,23 +157,23 @@ def in_graph(backend: Backend) -> dict[str, Collective]:
     """
 
     def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, 0, turn, count).to(backend.device)
+        mine = contents(ranks.rank, turn, count).to(backend.device)
 
         def run() -> Tensor:
             backend.reduce([mine], _no_host_mean)
             (mean,) = backend.to_host([mine])
             return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
 
-        return run, _sum_for(ranks, 0, turn, count)
+        return run, _sum_of_all(ranks, turn, count)
 
     def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, 0, turn, count).to(backend.device)
+        mine = contents(ranks.rank, turn, count).to(backend.device)
 
         def run() -> Tensor:
             (found,) = backend.to_host([backend.all_gather(mine)])
             return found
 
-        return run, _from_all(ranks, 0, turn, count)
+        return run, _from_all(ranks, turn, count)
 
     return {"all-gather": all_gather, "all-reduce": all_reduce}
 
@@ -202,9 +184,7 @@ def _no_host_mean(tensors: list[Tensor]) -> list[Tensor]:
 
 def bus_factor(name: str, ranks: int) -> float:
     """Bytes over the slowest link for each byte of the largest buffer (the nccl-tests convention)."""
-    if name == "all-reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if name in CHUNKED else 1.0
+    return (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
 def check_collectives(
@@ -221,43 +201,69 @@ def check_collectives(
     """
     figures: dict[str, float | int | str] = {}
     num, turn = len(ranks.ranks), 0
-    for name, collective in (collectives or COLLECTIVES).items():
-        for size in sizes_bytes:
-            count, best_s = max(1, size // 4 // (num if name in CHUNKED else 1)), float("inf")
-            for again in range(turns):
-                place, turn = f"{name}/{size}/{again}", turn + 1
-                limit_s = ranks.limit_s if again else ranks.first_limit_s or ranks.limit_s
-                ranks.stop.raise_if_set(f"checking {name}")
-                with device_guard(ranks.device):
-                    run, expected = collective(ranks, count, turn)
-                if missing := ranks.arrive(place, limit_s):
-                    return _absent(missing, place, ranks, limit_s, figures)
-                started = time.monotonic()
-                try:
-                    host = _within(limit_s, run, ranks.device)
-                except RuntimeError as error:  # time-out, lost peer
-                    ranks.stop.raise_if_set(f"checking {name}")
-                    return _broken(place, error, ranks, figures)
-                best_s = min(best_s, time.monotonic() - started)
-                if not torch.equal(host, expected):
-                    return _wrong(place, host, expected, ranks, figures)
-            size_bytes = 4 * count * (num if name in CHUNKED else 1)
-            figures[f"{name}_{size}_bytes_gb_s"] = float(f"{bus_factor(name, num) * size_bytes / best_s / 1e9:.3g}")
+    try:
+        for name, collective in (collectives or COLLECTIVES).items():
+            for size in sizes_bytes:
+                chunks = num if name == "all-gather" else 1  # one buffer of it holds a chunk for each rank
+                count, best_s = max(1, size // 4 // chunks), float("inf")
+                for again in range(turns):
+                    turn += 1
+                    limit_s = ranks.limit_s if again else ranks.first_limit_s or ranks.limit_s
+                    best_s = min(best_s, _timed(ranks, collective, f"{name}/{size}/{again}", count, turn, limit_s))
+                rate = bus_factor(name, num) * 4 * count * chunks / best_s
+                figures[f"{name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
+    except _Fault as fault:
+        return fault.result(ranks, figures)
     slowest = float(figures.get(f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s", 0.0))
     if slowest < minimum_gb_s:
-        return CheckResult(
-            ranks.name,
-            Verdict.RETRY,
-            f"all-reduce reaches {slowest:.3g} GB/s bus bandwidth",
-            f"at least {minimum_gb_s:g} GB/s",
-            "this job elsewhere",
-            figures,
-        )
+        seen, expected = f"all-reduce reaches {slowest:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
+        return CheckResult(ranks.name, Verdict.RETRY, seen, expected, "this job elsewhere", figures)
     return CheckResult(ranks.name, Verdict.PASS, figures=figures)
+
+
+class _Fault(Exception):
+    """Ends the check of this rank."""
+
+    def __init__(
+        self, seen: str, next_command: str = "look at the last lines of that rank; this job elsewhere"
+    ) -> None:
+        super().__init__(seen)
+        self.seen, self.next_command = seen, next_command
+
+    def result(self, ranks: Ranks, figures: Mapping[str, float | int | str]) -> CheckResult:
+        expected = "every rank in every collective, with its own contents"
+        return CheckResult(ranks.name, Verdict.RETRY, self.seen, expected, self.next_command, figures)
 
 
 class _Stuck(RuntimeError):
     """A call that has not come back."""
+
+
+def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: int, limit_s: float) -> float:
+    """Seconds of one call with right results. Raises _Fault, Preempted."""
+    ranks.stop.raise_if_set(f"checking {place}")
+    with device_guard(ranks.device):
+        run, expected = collective(ranks, count, turn)
+    _sign_in(ranks, place, limit_s)
+    started = time.monotonic()
+    try:
+        found = _within(limit_s, run, ranks.device)
+    except RuntimeError as error:  # time-out, lost peer
+        ranks.stop.raise_if_set(f"checking {place}")
+        raise _lost(place, error, ranks) from error
+    seconds = time.monotonic() - started
+    if torch.equal(found, expected):
+        return seconds
+    ranks.give_up()
+    wrong = (found != expected).nonzero().reshape(-1)
+    first = int(wrong[0])
+    source = ranks.ranks[first * len(ranks.ranks) // len(expected)]
+    whose = f" (from rank {source})" if place.startswith("all-gather") else ""
+    raise _Fault(
+        f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
+        f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
+        "this job elsewhere; take the machine out of service if it fails again",
+    )
 
 
 def _within(limit_s: float, run: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -282,49 +288,20 @@ def _within(limit_s: float, run: Callable[[], Tensor], device: torch.device) -> 
     return results[0]
 
 
-def _absent(
-    missing: list[int], place: str, ranks: Ranks, limit_s: float, figures: dict[str, float | int | str]
-) -> CheckResult:
-    who = f"rank {', '.join(map(str, missing))} of {_told(ranks)}"
-    seen = f"{who} did not arrive at {place} within {limit_s:g} s"
-    if ranks.gave_up() is not None:
-        seen = f"{who} has found a fault and does not come to {place}"
-    return _problem(ranks, seen, _LOOK, figures)
+def _sign_in(ranks: Ranks, place: str, limit_s: float) -> None:
+    """Raises _Fault that names the ranks which do not come."""
+    if missing := ranks.arrive(place, limit_s):
+        first, last = ranks.ranks.start, ranks.ranks.stop - 1
+        who = f"rank {', '.join(map(str, missing))} of {f'{first} to {last}' if first else last + 1}"
+        if ranks.gave_up() is not None:
+            raise _Fault(f"{who} has found a fault and does not come to {place}")
+        raise _Fault(f"{who} did not arrive at {place} within {limit_s:g} s")
 
 
-def _broken(place: str, error: RuntimeError, ranks: Ranks, figures: dict[str, float | int | str]) -> CheckResult:
+def _lost(place: str, error: RuntimeError, ranks: Ranks) -> _Fault:
     """All signed in and the call failed: whoever does not sign out is the one that died or hangs."""
     after = f"{place}/left"
     missing = ranks.missing(after) if isinstance(error, _Stuck) else ranks.arrive(after)
     named = 0 < len(missing) < len(ranks.ranks)
     who = f"rank {', '.join(map(str, missing))} was lost in" if named else "no rank came through"
-    return _problem(ranks, f"{who} {place}: {one_line(str(error)[:_REASON_LENGTH])}", _LOOK, figures)
-
-
-def _wrong(
-    place: str, found: Tensor, expected: Tensor, ranks: Ranks, figures: dict[str, float | int | str]
-) -> CheckResult:
-    ranks.give_up()
-    wrong = (found != expected).nonzero().reshape(-1)
-    first = int(wrong[0])
-    chunk = first * len(ranks.ranks) // len(expected)
-    whose = f" (from rank {ranks.ranks[chunk]})" if place.startswith("all-gather") else ""
-    return _problem(
-        ranks,
-        f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
-        f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
-        "this job elsewhere; take the machine out of service if it fails again",
-        figures,
-    )
-
-
-_LOOK = "look at the last lines of that rank; this job elsewhere"
-
-
-def _problem(ranks: Ranks, seen: str, next_command: str, figures: dict[str, float | int | str]) -> CheckResult:
-    expected = "every rank in every collective, with its own contents"
-    return CheckResult(ranks.name, Verdict.RETRY, seen, expected, next_command, figures)
-
-
-def _told(ranks: Ranks) -> str:
-    return str(len(ranks.ranks)) if ranks.ranks.start == 0 else f"{ranks.ranks.start} to {ranks.ranks.stop - 1}"
+    return _Fault(f"{who} {place}: {one_line(str(error)[:_REASON_LENGTH])}")

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +25,6 @@ from pipeline.health.report import CheckResult, Verdict
 from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.network import MASTER_PORT
 from pipeline.proc.tool import host_memory_bytes
-
-# What a machine is asked about itself. Tests give a `Host` with other answers.
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
 
@@ -49,77 +47,54 @@ class Disk:
     free_bytes: int
 
 
-def num_cpus() -> int:
-    """Logical CPUs of the machine, whatever this container may use."""
-    return os.cpu_count() or 1
-
-
-def memory() -> Memory:
-    now = psutil.virtual_memory()
-    return Memory(now.total, host_memory_bytes(), now.available)
-
-
-def disk(folder: Path) -> Disk:
-    """The file system a folder is on, or will be on. Raises ConfigError or TransientError when it cannot be asked."""
-    with os_errors("asking for the free space of", f"file://{folder}"):
-        while not folder.exists():
-            folder = folder.parent
-        found, device = os.statvfs(folder), folder.stat().st_dev
-    return Disk(device, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
-
-
-def shared_memory() -> Disk | None:
-    """None where there is no such thing (macOS)."""
-    return disk(SHM) if SHM.is_dir() else None
-
-
-def open_files() -> float:
-    """The soft limit: what a process gets that does not ask for more."""
-    return _soft_limit(resource.RLIMIT_NOFILE)
-
-
-def locked_memory() -> float:
-    """The soft limit in bytes; infinite when there is none."""
-    return _soft_limit(resource.RLIMIT_MEMLOCK)
-
-
-def port_holder(number: int) -> str | None:
-    """Who keeps us from listening on a port: `name (pid 7)`, or `another process`; None when it is free."""
-    with socket.socket() as listener:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as torch does: a dead connection does not count
-        try:
-            listener.bind(("", number))
-            listener.listen(1)
-            return None
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    with suppress(psutil.Error):  # only root sees all
-        for one in psutil.net_connections("tcp"):
-            if one.laddr and one.laddr.port == number and one.pid:
-                return f"{psutil.Process(one.pid).name()} (pid {one.pid})"
-    return "another process"
-
-
-@dataclass(frozen=True)
 class Host:
-    """The questions of host.py, and who answers them."""
+    """What a machine is asked about itself. Tests have one with other answers."""
 
-    num_cpus: Callable[[], int] = num_cpus
-    memory: Callable[[], Memory] = memory
-    disk: Callable[[Path], Disk] = disk
-    shared_memory: Callable[[], Disk | None] = shared_memory
-    open_files: Callable[[], float] = open_files
-    locked_memory: Callable[[], float] = locked_memory
-    port_holder: Callable[[int], str | None] = port_holder
-    clock: Callable[[], float] = time.monotonic
+    def clock(self) -> float:
+        return time.monotonic()
 
+    def num_cpus(self) -> int:
+        """Logical CPUs of the machine, whatever this container may use."""
+        return os.cpu_count() or 1
 
-def _soft_limit(which: int) -> float:
-    soft, _ = resource.getrlimit(which)
-    return math.inf if soft == resource.RLIM_INFINITY else soft
+    def memory(self) -> Memory:
+        now = psutil.virtual_memory()
+        return Memory(now.total, host_memory_bytes(), now.available)
+
+    def disk(self, folder: Path) -> Disk:
+        """The file system a folder is on, or will be on. Raises ConfigError or TransientError when it cannot tell."""
+        with os_errors("asking for the free space of", f"file://{folder}"):
+            while not folder.exists():
+                folder = folder.parent
+            found, device = os.statvfs(folder), folder.stat().st_dev
+        return Disk(device, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+    def shared_memory(self) -> Disk | None:
+        """None where there is no such thing (macOS)."""
+        return self.disk(SHM) if SHM.is_dir() else None
+
+    def soft_limit(self, which: int) -> float:
+        """What a process gets that does not ask for more, of resource.RLIMIT_...; infinite when there is none."""
+        soft, _ = resource.getrlimit(which)
+        return math.inf if soft == resource.RLIM_INFINITY else soft
+
+    def port_holder(self, number: int) -> str | None:
+        """Who keeps us from listening on a port: `name (pid 7)`, or `another process`; None when it is free."""
+        with socket.socket() as listener:
+            # As torch does: a dead connection does not count.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("", number))
+                listener.listen(1)
+                return None
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        with suppress(psutil.Error):  # only root sees all
+            for one in psutil.net_connections("tcp"):
+                if one.laddr and one.laddr.port == number and one.pid:
+                    return f"{psutil.Process(one.pid).name()} (pid {one.pid})"
+        return "another process"
 
 
 # Who this machine is: instance id and type on EC2, else its host name.
@@ -164,8 +139,6 @@ SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
 PROBE_LIFE_S = 600.0  # far more than the limit of a check: an older one was left by a process that was killed
 
-THIS_HOST = Host()
-
 Purpose = Literal["cache", "checkpoints"]
 Figures = dict[str, float | int | str]
 
@@ -204,7 +177,7 @@ class HostChecks:
     places: Sequence[Place]
     ports: Sequence[Port]
     on_neuron: bool
-    host: Host = THIS_HOST
+    host: Host = field(default_factory=Host)
 
     def checks(self) -> tuple[Check, ...]:
         """All of them, for both profiles; each takes milliseconds but the last."""
@@ -266,7 +239,7 @@ class HostChecks:
         )
 
     def open_files(self, ctx: CheckContext) -> CheckResult:
-        limit, least = self.host.open_files(), self.config.min_open_files
+        limit, least = self.host.soft_limit(resource.RLIMIT_NOFILE), self.config.min_open_files
         figures = {"limit_files": _figure(limit)}
         if limit >= least:
             return CheckResult("open files", Verdict.PASS, figures=figures)
@@ -281,7 +254,7 @@ class HostChecks:
 
     def locked_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         """Neuron and EFA pin the memory they send from; nothing else of ours does."""
-        limit = self.host.locked_memory()
+        limit = self.host.soft_limit(resource.RLIMIT_MEMLOCK)
         if self.on_neuron:
             figures = {"limit_bytes": _figure(limit)}
             if math.isinf(limit):

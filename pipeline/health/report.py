@@ -1,6 +1,6 @@
 """What health checks say: verdicts and reports, the error that follows from them, and both for machines and people.
 
-For machines JSON in the workspace, for people a table on a terminal, else plain lines.
+For machines JSON in the workspace, for people plain lines.
 """
 
 import re
@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, ClassVar, Literal, TextIO
 
-import rich.box
-import rich.console
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-from rich.table import Table
-from rich.text import Text
 
 from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.format import format_duration
@@ -33,9 +29,6 @@ class Verdict(IntEnum):
     @property
     def text(self) -> str:
         return self.name.lower()
-
-
-STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.RETRY: "bold red", Verdict.FIX: "bold magenta"}
 
 
 def _verdict(value: object) -> object:
@@ -140,44 +133,21 @@ def store_report(workspace: Storage, cycle: str, report: NodeReport) -> str:
 
 
 def show(report: NodeReport, stream: TextIO) -> None:
-    """A table where `stream` is a terminal, else plain lines."""
-    if not stream.isatty():
-        stream.writelines(f"{line}\n" for line in report_lines(report))
-        stream.flush()
-        return
-    console = rich.console.Console(file=stream)
-    table = Table(title=_title(report), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("seen", ratio=1)
-    table.add_column("time", justify="right", no_wrap=True)
-    for result in report.results:
-        verdict = Text(result.verdict.text, style=STYLES[result.verdict])
-        seen = Text("\n".join([result.seen or _figures(result), *_help(result)]))
-        table.add_row(Text(result.name), verdict, seen, format_duration(result.seconds))
-    console.print(table)
+    """`node 0 (i-0abc): retry`, then a line for each check, and what to do about those that are no plain pass."""
+    stream.writelines(f"{line}\n" for line in report_lines(report))
+    stream.flush()
 
 
 def report_lines(report: NodeReport) -> Iterator[str]:
-    """`node 0 (i-0abc): retry`, then a line for each check, and what to do about those that are no plain pass."""
-    yield _title(report)
+    yield f"node {report.node_rank} ({report.host}): {report.verdict.text}"
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
         parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or _figures(result))
         yield f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})"
-        yield from (f"         {line}" for line in _help(result))
-
-
-def _title(report: NodeReport) -> str:
-    return f"node {report.node_rank} ({report.host}): {report.verdict.text}"
-
-
-def _help(result: CheckResult) -> Iterable[str]:
-    if result.verdict is not Verdict.PASS:
-        if result.expected:
-            yield f"expected: {result.expected}"
-        if result.next_command:
-            yield f"next: {result.next_command}"
+        if result.verdict is not Verdict.PASS and result.expected:
+            yield f"         expected: {result.expected}"
+        if result.verdict is not Verdict.PASS and result.next_command:
+            yield f"         next: {result.next_command}"
 
 
 def _figures(result: CheckResult) -> str:

@@ -14,7 +14,7 @@ WORLD = 3
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize(("fault", "num"), [("none", 3), ("device none", 2)])
+@pytest.mark.parametrize(("fault", "num"), [("none", 2), ("device none", 2)])
 def test_sound_ranks_pass_with_their_bandwidth(fault: str, num: int) -> None:
     with gang(collectives, WORLD, fault) as told:
         results: list[CheckResult] = [told(rank) for rank in range(WORLD)]
@@ -64,10 +64,10 @@ def test_within_nodes_then_across_then_on_the_device() -> None:
     assert {result.verdict for results in found for result in results} == {Verdict.PASS}, found
 
 
-def test_contents_tell_source_target_turn_and_place_apart_and_add_up_exactly() -> None:
-    seen = {tuple(contents(*key, 4).tolist()) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]}
-    assert len(seen) == 4
-    many = torch.stack([contents(source, 0, 0, 1000) for source in range(512)])
+def test_contents_tell_source_turn_and_place_apart_and_add_up_exactly() -> None:
+    seen = {tuple(contents(*key, 4).tolist()) for key in [(0, 0), (1, 0), (0, 1)]}
+    assert len(seen) == 3
+    many = torch.stack([contents(source, 0, 1000) for source in range(512)])
     assert torch.equal(many.sum(0).double(), many.double().sum(0))
     mean = many.sum(0) * (1 / 512)
     assert torch.equal(torch.round(mean * 512), many.sum(0)), "what a device gives back as a mean"

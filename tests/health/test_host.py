@@ -2,6 +2,7 @@
 
 import errno
 import math
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from pipeline.health.host import (
     Memory,
     Place,
     Port,
-    port_holder,
     usual_places,
     usual_ports,
 )
@@ -32,13 +32,29 @@ from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
 
 CONFIG = HealthConfig(min_free_cache_gib=100, min_free_checkpoint_gib=50, expected_instance="trn1.32xlarge")
-WELL = Host(
+
+
+class Answers(Host):
+    """A host with given answers."""
+
+    def __init__(self, **answers: object) -> None:
+        vars(self).update(answers)
+
+
+def other(host: Host, **answers: object) -> Host:
+    return Answers(**{**vars(host), **answers})
+
+
+def limits(open_files: float = 65_535, locked_memory: float = math.inf) -> Callable[[int], float]:
+    return lambda which: open_files if which == resource.RLIMIT_NOFILE else locked_memory
+
+
+WELL = Answers(
     num_cpus=lambda: 128,
     memory=lambda: Memory(500 * GIB, 480 * GIB, 470 * GIB),
     disk=lambda folder: Disk(len(folder.parts), 1000 * GIB, 400 * GIB),  # each depth a file system of its own
     shared_memory=lambda: Disk(9, 8 * GIB, 8 * GIB),
-    open_files=lambda: 65_535,
-    locked_memory=lambda: math.inf,
+    soft_limit=limits(),
     port_holder=lambda number: None,
     clock=lambda: 0.0,
 )
@@ -99,58 +115,54 @@ def test_a_host_that_is_well_passes_everything(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def many(limit: float) -> Callable[[], float]:
-    return lambda: limit
-
-
 FAULTS = {
-    "few CPUs": (replace(WELL, num_cpus=lambda: 127), "instance", Verdict.RETRY, "127 CPUs"),
+    "few CPUs": (other(WELL, num_cpus=lambda: 127), "instance", Verdict.RETRY, "127 CPUs"),
     "a lost memory module": (
-        replace(WELL, memory=lambda: Memory(448 * GIB, 448 * GIB, 440 * GIB)),
+        other(WELL, memory=lambda: Memory(448 * GIB, 448 * GIB, 440 * GIB)),
         "instance",
         Verdict.RETRY,
         "448.0 GiB",
     ),
     "memory in use": (
-        replace(WELL, memory=lambda: Memory(500 * GIB, 480 * GIB, 99 * GIB)),
+        other(WELL, memory=lambda: Memory(500 * GIB, 480 * GIB, 99 * GIB)),
         "memory",
         Verdict.RETRY,
         "99.0 GiB of 500.0 GiB",
     ),
-    "few files": (replace(WELL, open_files=many(1024)), "open files", Verdict.FIX, "ulimit -n is 1024"),
-    "little memlock": (replace(WELL, locked_memory=many(65_536)), "locked memory", Verdict.FIX, "64.0 KiB"),
+    "few files": (other(WELL, soft_limit=limits(open_files=1024)), "open files", Verdict.FIX, "ulimit -n is 1024"),
+    "little memlock": (other(WELL, soft_limit=limits(locked_memory=65_536)), "locked memory", Verdict.FIX, "64.0 KiB"),
     "docker's /dev/shm": (
-        replace(WELL, shared_memory=lambda: Disk(9, 64 * 2**20, 64 * 2**20)),
+        other(WELL, shared_memory=lambda: Disk(9, 64 * 2**20, 64 * 2**20)),
         "shared memory",
         Verdict.FIX,
         "/dev/shm has 64.0 MiB",
     ),
     "a full /dev/shm": (
-        replace(WELL, shared_memory=lambda: Disk(9, 8 * GIB, GIB - 1)),
+        other(WELL, shared_memory=lambda: Disk(9, 8 * GIB, GIB - 1)),
         "shared memory",
         Verdict.RETRY,
         "of 8.0 GiB free",
     ),
     "a busy port": (
-        replace(WELL, port_holder=lambda number: "python (pid 7)" if number == 62182 else None),
+        other(WELL, port_holder=lambda number: "python (pid 7)" if number == 62182 else None),
         "port 62182",
         Verdict.RETRY,
         "(Neuron runtime) is held by python (pid 7)",
     ),
     "a full disk": (
-        replace(WELL, disk=lambda folder: Disk(len(folder.parts), 1000 * GIB, 99 * GIB)),
+        other(WELL, disk=lambda folder: Disk(len(folder.parts), 1000 * GIB, 99 * GIB)),
         "disk",
         Verdict.RETRY,
         "compile cache: 99.0 GiB of 1000.0 GiB free at /var/cache",
     ),
     "a disk too small": (
-        replace(WELL, disk=lambda folder: Disk(len(folder.parts), 80 * GIB, 79 * GIB)),
+        other(WELL, disk=lambda folder: Disk(len(folder.parts), 80 * GIB, 79 * GIB)),
         "disk",
         Verdict.FIX,
         "compile cache: 79.0 GiB of 80.0 GiB free",
     ),
     "one disk for both": (
-        replace(WELL, disk=lambda folder: Disk(1, 1000 * GIB, 149 * GIB)),
+        other(WELL, disk=lambda folder: Disk(1, 1000 * GIB, 149 * GIB)),
         "disk",
         Verdict.RETRY,
         "scratch + compile cache: 149.0 GiB of 1000.0 GiB free",
@@ -166,10 +178,9 @@ def test_a_fault_has_its_verdict(tmp_path: Path, host: Host, name: str, verdict:
 
 
 def test_what_only_neuron_needs_is_a_warning_elsewhere(tmp_path: Path) -> None:
-    laptop = replace(
+    laptop = other(
         WELL,
-        open_files=many(1024),
-        locked_memory=many(65_536),
+        soft_limit=limits(open_files=1024, locked_memory=65_536),
         shared_memory=lambda: Disk(9, 64 * 2**20, 2**20),
         memory=lambda: Memory(16 * GIB, 16 * GIB, GIB),
     )
@@ -177,15 +188,13 @@ def test_what_only_neuron_needs_is_a_warning_elsewhere(tmp_path: Path) -> None:
     what = replace(checks(tmp_path), host=laptop, on_neuron=False, config=config, identity=Identity("box"))
     assert {result.name for result in bad(what)} == {"open files", "shared memory", "memory"}
     assert run(what).verdict is Verdict.WARN
-    assert "shared memory" not in {r.name for r in bad(replace(what, host=replace(WELL, shared_memory=lambda: None)))}
+    assert "shared memory" not in {r.name for r in bad(replace(what, host=other(WELL, shared_memory=lambda: None)))}
 
 
 def test_room_for_one_purpose_is_asked_for_once(tmp_path: Path) -> None:
     """A local workspace holds its scratch; a checkpoint moves from one to the other by a rename."""
     places = (*PLACES, Place("workspace", Path("/work"), "checkpoints"))
-    what = replace(
-        checks(tmp_path), places=places, host=replace(WELL, disk=lambda folder: Disk(1, 200 * GIB, 150 * GIB))
-    )
+    what = replace(checks(tmp_path), places=places, host=other(WELL, disk=lambda folder: Disk(1, 200 * GIB, 150 * GIB)))
     assert bad(what) == []
 
 
@@ -197,7 +206,7 @@ def test_a_disk_that_cannot_be_asked(tmp_path: Path) -> None:
             raise TransientError("EIO")
         return WELL.disk(folder)
 
-    fault = next(one for one in bad(replace(checks(tmp_path), host=replace(WELL, disk=disk))))
+    fault = next(one for one in bad(replace(checks(tmp_path), host=other(WELL, disk=disk))))
     assert (fault.name, fault.verdict, fault.seen) == ("disk", Verdict.RETRY, "EIO")
 
 
@@ -256,7 +265,7 @@ def test_what_a_killed_process_has_left_is_swept_and_what_others_write_is_not(tm
 
 def test_a_slow_workspace_is_a_warning_with_its_times(tmp_path: Path) -> None:
     now = iter([0.0, 6.0, 6.5, 6.75])
-    fault = the_fault(replace(checks(tmp_path), host=replace(WELL, clock=lambda: next(now))))
+    fault = the_fault(replace(checks(tmp_path), host=other(WELL, clock=lambda: next(now))))
     assert (fault.name, fault.verdict) == ("workspace", Verdict.WARN)
     assert fault.figures == {"write_s": 6.0, "read_s": 0.5, "delete_s": 0.25}
 
@@ -300,7 +309,7 @@ def test_one_port_for_two_purposes(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_where_nobody_listens_is_a_warning(tmp_path: Path) -> None:
-    held = replace(WELL, port_holder=lambda number: "another process")
+    held = other(WELL, port_holder=lambda number: "another process")
     what = replace(checks(tmp_path), ports=(Port(41000, "torchrun", False),), host=held)
     assert the_fault(what).verdict is Verdict.WARN
 
@@ -321,8 +330,8 @@ def test_who_holds_a_port() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         port = listener.getsockname()[1]
-        assert port_holder(port) is not None
-    assert port_holder(port) is None
+        assert Host().port_holder(port) is not None
+    assert Host().port_holder(port) is None
 
 
 def test_this_machine_answers(tmp_path: Path) -> None:
@@ -330,4 +339,4 @@ def test_this_machine_answers(tmp_path: Path) -> None:
     memory, disk = host.memory(), host.disk(tmp_path / "not" / "yet" / "there")
     assert 0 < memory.available_bytes <= memory.total_bytes and 0 < memory.usable_bytes <= memory.total_bytes
     assert disk == replace(host.disk(tmp_path), free_bytes=disk.free_bytes) and disk.total_bytes > 0
-    assert min(host.num_cpus(), host.open_files(), host.locked_memory()) > 0
+    assert min(host.num_cpus(), host.soft_limit(resource.RLIMIT_NOFILE), host.soft_limit(resource.RLIMIT_MEMLOCK)) > 0

@@ -24,11 +24,6 @@ REPORT = NodeReport(
 )
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 results = st.builds(
     CheckResult,
     st.text(),
@@ -80,13 +75,3 @@ def test_plain_lines() -> None:
         "         expected: 10 GiB",
         "         next: du -x /",
     ]
-
-
-def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    show(REPORT, out)
-    text = out.getvalue()
-    assert "verdict" in text and "node 1 (i-0abc): retry" in text and "next: du -x /" in text
-    assert "1 GiB [bold]free[/bold]" in text
