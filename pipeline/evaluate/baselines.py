@@ -31,6 +31,7 @@ from pipeline.evaluate.metrics.scored import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch
 from pipeline.evaluate.retrieval_sources import RetrievalTask
+from pipeline.evaluate.score import by_sample_id
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.settings import Settings
@@ -71,9 +72,7 @@ class Boosting:
                 table[:, self.labels] = self.model.predict_proba(arrays.pop("numeric"))
                 parts.append({**arrays, PROBABILITIES: table})
                 advance(len(table))
-        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        order = np.argsort(every["sample_id"], kind="stable")
-        return {name: values[order] for name, values in every.items()}
+        return by_sample_id(parts)
 
 
 def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
@@ -259,19 +258,15 @@ class Baselines:
             fitted = fit(train, len(holdout.sets[0].info.labels), config.baselines.boosting_rows, ctx.stop)
             if isinstance(fitted, str):
                 return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
-            self._save(key, fitted, holdout, valid)
-        arrays, fields = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
-        rows, chosen = to_rows(arrays, holdout.sets[0].info), fields.get("threshold")
+            threshold = self._threshold(fitted, holdout, valid)
+            fields = {"threshold": threshold, "fitted_rows": fitted.num_rows}
+            save_arrays(ctx.workspace, key, _KIND, fitted.score(holdout, ctx.stop), ctx.scratch, fields)
+        arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
+        rows, chosen = to_rows(arrays, holdout.sets[0].info), saved.get("threshold")
         threshold = chosen if isinstance(chosen, float) else None
         metrics = metric_report(rows, config.metrics, threshold)
         report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
         return Scored(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
-
-    def _save(self, key: str, fitted: Boosting, holdout: Holdout, valid: Holdout | str) -> None:
-        """Score the holdout and commit that, with the threshold of two labels."""
-        arrays = fitted.score(holdout, self.ctx.stop)
-        fields = {"threshold": self._threshold(fitted, holdout, valid), "fitted_rows": fitted.num_rows}
-        save_arrays(self.ctx.workspace, key, _KIND, arrays, self.ctx.scratch, fields)
 
     def _threshold(self, fitted: Boosting, holdout: Holdout, valid: Holdout | str) -> float | None:
         """Of two labels, chosen as that of a model; None where it cannot be."""

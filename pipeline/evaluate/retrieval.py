@@ -12,7 +12,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.arrays import Float32s
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import NumericError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.stop import StopSignal
@@ -207,25 +207,26 @@ class ModelSearch:
         self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Ranked] | None = None
     ) -> Found:
         """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
-        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
-        if self.ctx.world.is_main:
+        found = self._found(task, ranked, {width: one.items for width, one in (by_width or {}).items()})
+        if self.ctx.world.is_main and found.per_query is not None:
             lists = {"items": ranked.items, "scores": ranked.scores}
-            figures = {"query_id": per_query.query_id, **per_query.values}
-            lists |= {_items_of(width): one.items for width, one in (by_width or {}).items()}
+            lists |= {f"items_of_{width}": one.items for width, one in (by_width or {}).items()}
+            figures = {"query_id": found.per_query.query_id, **found.per_query.values}
             save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
-        return Found(per_query, report, ranked, self._by_width(task, by_width or {}))
+        return found
 
-    def _by_width(self, task: RetrievalTask, lists: Mapping[int, Ranked]) -> dict[int, MetricReport]:
+    def _found(self, task: RetrievalTask, ranked: Ranked, by_width: Mapping[int, Int64s]) -> Found:
         metrics = self.settings.evaluate.metrics
-        return {width: task.report(one.items, metrics)[1] for width, one in lists.items()}
+        per_query, report = task.report(ranked.items, metrics)
+        return Found(
+            per_query, report, ranked, {width: task.report(one, metrics)[1] for width, one in by_width.items()}
+        )
 
     def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
         """What was committed. Raises DataError."""
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
-        ranked = Ranked(arrays["items"], arrays["scores"])
-        per_query, report = task.report(ranked.items, self.settings.evaluate.metrics)
-        cut = {width: Ranked(arrays[_items_of(width)], ranked.scores) for width in widths}
-        return Found(per_query, report, ranked, self._by_width(task, cut))
+        by_width = {width: arrays[f"items_of_{width}"] for width in widths}
+        return self._found(task, Ranked(arrays["items"], arrays["scores"]), by_width)
 
     @property
     def depth(self) -> int:
@@ -275,8 +276,3 @@ class ModelSearch:
         widths: list[Json] = [*self._widths(checkpoint)]
         decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})
         return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
-
-
-def _items_of(width: int) -> str:
-    """Name of the lists that vectors of this width gave."""
-    return f"items_of_{width}"

@@ -102,7 +102,9 @@ class CatalogueFile:
         numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         for batch in self._batches(("id", "query", "query_id")):
             ids, queries, names = (_texts(batch, field) for field in ("id", "query", "query_id"))
-            asked_for = [hash63(name or query) if query else NO_QUERY for query, name in _pairs(queries, names)]
+            asked_for = [
+                hash63(name or query) if query else NO_QUERY for query, name in zip(queries, names, strict=True)
+            ]
             for known, wanted in asking:
                 may = filter_mask(batch.columns, wanted).tolist()
                 for number, query, may_ask in zip(asked_for, queries, may, strict=True):
@@ -139,7 +141,8 @@ class CatalogueFile:
             titles, texts = _texts(batch, "title"), _texts(batch, "text")
             kept = is_item[row : row + len(titles)].tolist()
             row += len(titles)
-            held += [product_text(*pair, limit) for pair, keep in zip(_pairs(titles, texts), kept, strict=True) if keep]
+            rows_of = zip(titles, texts, kept, strict=True)
+            held += [product_text(title, text, limit) for title, text, keep in rows_of if keep]
             while len(held) >= rows:
                 if mine(number):
                     yield number * rows, held[:rows]
@@ -195,15 +198,10 @@ def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> Cata
 
 
 def _texts(batch: RawBatch, field: str) -> list[str]:
-    """Stripped texts of a field; bytes that are not UTF-8 are replaced. Empty when the file has no such column."""
+    """Stripped texts of a field, empty ones when the file has no such column; bytes that are not UTF-8 are replaced."""
     if field not in batch.columns.schema.names:
-        return []
+        return [""] * len(batch.columns)
     return [(value or b"").decode("utf-8", "replace").strip() for value in batch.columns[field].to_pylist()]
-
-
-def _pairs(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Two columns side by side; the second may be missing."""
-    return zip(first, second or [""] * len(first), strict=True)
 
 
 NO_VALID = "the valid split has no query with a relevant item"
