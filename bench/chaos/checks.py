@@ -13,7 +13,7 @@ from pipeline.core.errors import TrnpipeError
 from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import verify_checkpoint
+from pipeline.registry.checkpoints import read_checkpoint
 from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.records import Pointer
 
@@ -48,7 +48,7 @@ def wrong_model(storage: Storage, expected: Expected, *, succeeded: bool) -> Ite
 
 
 def _wrong_promotion(storage: Storage, expected: Expected, pointer: Pointer) -> Iterator[str]:
-    known = verify_checkpoint(storage, pointer.checkpoint)  # every byte
+    known = read_checkpoint(storage, pointer.checkpoint, every_byte=True)  # every byte
     result = json.loads(storage.read_bytes(f"cycles/{expected.cycle}/train/result.json"))
     before = expected.before
     parent = known.state.parent

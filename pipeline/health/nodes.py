@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
 from pipeline.health.check import one_line
 from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, to_json
 from pipeline.io import atomic
-from pipeline.io.storage import KeyNotFound, join_key
 from pipeline.parallel.nodes import Nodes
 
 BURN, ROUND = "burn", "fastest_round_s"
@@ -213,56 +212,17 @@ def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) 
     """
     if nodes.num_nodes == 1:
         return (mine,)
-    texts, absent = _exchange(nodes, phase, to_json(mine), wait_s)
+    texts, absent = nodes.exchange(phase, to_json(mine).encode(), timeout_s=wait_s)
     reports = {rank: _report_of(rank, text) for rank, text in texts.items()}
-    if absent:  # end the wait of the others as an error in `nodes.telling()` does
-        reason = next(iter(absent.values())).seen
-        nodes.storage.write_bytes(_failed_key(nodes, nodes.rank), reason.encode())
-    for rank, fault in absent.items():
-        report = reports.get(rank, NodeReport(rank, NOT_SEEN, ()))
+    for rank, reason in absent.items():
+        report, seen = reports.get(rank, NodeReport(rank, NOT_SEEN, ())), one_line(f"no report, {reason}")
+        expected = f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}"
+        advice = f"look at the log of node {rank}, and whether its machine is alive"
+        fault = CheckResult("report", Verdict.RETRY, seen, expected, advice)
         reports[rank] = replace(report, results=(*report.results, fault))
+    if absent:
+        nodes.fail(one_line(f"no report, {next(iter(absent.values()))}"))
     return tuple(reports[rank] for rank in sorted(reports))
-
-
-def _exchange(nodes: Nodes, phase: str, text: str, wait_s: float) -> tuple[dict[int, bytes], dict[int, CheckResult]]:
-    """(what each node wrote, what is to be said of those that did not)."""
-    keys = {rank: join_key(nodes.folder, f"{phase}/node-{rank}.json") for rank in range(nodes.num_nodes)}
-    nodes.storage.write_bytes(keys[nodes.rank], text.encode())
-    error: TransientError | None = None
-    try:
-        nodes.any(phase, False, timeout_s=wait_s)
-    except TransientError as failure:
-        error = failure
-    found = {rank: data for rank, key in keys.items() if (data := _bytes_at(nodes, key)) is not None}
-    absent = set(keys) - set(found)
-    if error is None or not absent:  # or the last one came while we gave up
-        return found, {}
-    reasons = {rank: reason for rank in absent if (reason := _bytes_at(nodes, _failed_key(nodes, rank)))}
-    return found, {
-        rank: CheckResult(
-            "report",
-            Verdict.RETRY,
-            one_line(
-                f"no report, it failed: {reasons[rank].decode(errors='replace')}"
-                if reasons
-                else f"no report: {error.seen}"
-            ),
-            f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}",
-            f"look at the log of node {rank}, and whether its machine is alive",
-        )
-        for rank in (reasons or absent)
-    }
-
-
-def _bytes_at(nodes: Nodes, key: str) -> bytes | None:
-    try:
-        return nodes.storage.read_bytes(key)
-    except KeyNotFound:
-        return None
-
-
-def _failed_key(nodes: Nodes, rank: int) -> str:
-    return join_key(nodes.folder, f"node-{rank}.failed")
 
 
 def _report_of(rank: int, text: bytes) -> NodeReport:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,24 +101,17 @@ class Gang:
         return bool(tensor.item())
 
 
-class _peers:
+@contextmanager
+def _peers(doing: str) -> Iterator[None]:
     """Turn the collective library's RuntimeError into a TransientError that says what was going on."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, RuntimeError):
-            raise TransientError(
-                f"a peer failed while {self.doing}: {str(error).splitlines()[0]}",
-                expected="all ranks alive",
-                next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
-            ) from error
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransientError(
+            f"a peer failed while {doing}: {str(error).splitlines()[0]}",
+            expected="all ranks alive",
+            next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
+        ) from error
 
 
 # The ranks of a run and the device of this one, in the order that all devices need: process group, then device.

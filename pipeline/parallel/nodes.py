@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import KeyNotFound, Storage, join_key
 
 FIRST_POLL_S, MAX_POLL_S = 0.5, 10.0
 
@@ -62,6 +62,29 @@ class Nodes:
             poll_s = min(MAX_POLL_S, poll_s * 1.5)
         return any(answers.values())
 
+    def exchange(self, phase: str, mine: bytes, *, timeout_s: float) -> tuple[dict[int, bytes], dict[int, str]]:
+        """(what each node brings to this phase, by rank; of those that did not come in time, why).
+
+        Where one has failed, it alone is named: the others may only be waiting, too.
+        """
+        if self.num_nodes == 1:
+            return {self.rank: mine}, {}
+        keys = {rank: self._key(f"{phase}/node-{rank}.json") for rank in range(self.num_nodes)}
+        self.storage.write_bytes(keys[self.rank], mine)
+        late = ""
+        try:
+            self.any(phase, False, timeout_s=timeout_s)
+        except TransientError as error:
+            late = error.seen
+        found = {rank: data for rank, key in keys.items() if (data := self._read(key)) is not None}
+        absent = [rank for rank in keys if late and rank not in found]  # the last one may come while we give up
+        failed = {rank: f"it failed: {why}" for rank in absent if (why := self._failure(rank))}
+        return found, failed or dict.fromkeys(absent, late)
+
+    def fail(self, reason: str) -> None:
+        """End the wait of the other nodes."""
+        self.storage.write_bytes(self._key(f"node-{self.rank}.failed"), reason.encode())
+
     def check(self) -> None:
         """Raise TransientError when another node has failed."""
         if self.num_nodes > 1:
@@ -75,14 +98,10 @@ class Nodes:
         except BaseException as error:
             if self.num_nodes > 1:
                 try:
-                    self._report(error)
+                    self.fail(str(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {error}")
                 except Exception as second:
                     error.add_note(f"and the other nodes could not be told: {second}")
             raise
-
-    def _report(self, error: BaseException) -> None:
-        reason = str(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
-        self.storage.write_bytes(self._key(f"node-{self.rank}.failed"), reason.encode())
 
     def _answers(self, phase: str) -> dict[int, bool]:
         """What each node that is there has answered."""
@@ -99,12 +118,21 @@ class Nodes:
     def _raise_for_failed(self, names: set[str]) -> None:
         for rank in range(self.num_nodes):
             if rank != self.rank and f"node-{rank}.failed" in names:
-                reason = self.storage.read_bytes(self._key(f"node-{rank}.failed")).decode(errors="replace")
                 raise TransientError(
-                    f"node {rank} failed: {reason}",
+                    f"node {rank} failed: {self._failure(rank)}",
                     expected="every node to finish compiling before one trains",
                     next_command=f"look at the log of node {rank}; this node is fine",
                 )
+
+    def _failure(self, rank: int) -> str:
+        """Why a node has failed; empty while it has not."""
+        return (self._read(self._key(f"node-{rank}.failed")) or b"").decode(errors="replace")
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self.storage.read_bytes(key)
+        except KeyNotFound:
+            return None
 
     def _names(self) -> set[str]:
         cut = len(self.folder) + 1

@@ -123,25 +123,11 @@ class Known:
         return Place(checkpoint=self.prefix, digest=self.digest)
 
 
-def read_checkpoint(workspace: Storage, prefix: str) -> Known:
-    """Its manifest and state; the other files are not looked at. Raises CheckpointError, ConfigError for the prefix."""
-    return _known(workspace, prefix, every_byte=False)
+def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> Known:
+    """Its manifest and state; with `every_byte` all other files are read, too, where they lie.
 
-
-def verify_checkpoint(workspace: Storage, prefix: str) -> Known:
-    """Read every byte of every file where it lies. Raises CheckpointError naming what is wrong."""
-    return _known(workspace, prefix, every_byte=True)
-
-
-def check_present(workspace: Storage, prefix: str) -> None:
-    """That all files are still there in full size, by one listing. Raises CheckpointError."""
-    try:
-        verify_dir(workspace, prefix, deep=False)
-    except DataError as error:
-        raise _bad(workspace.uri(prefix), error) from error
-
-
-def _known(workspace: Storage, prefix: str, *, every_byte: bool) -> Known:
+    Raises CheckpointError naming what is wrong, ConfigError for the prefix.
+    """
     uri = workspace.uri(check_prefix(prefix))
     try:
         manifest = read_manifest(workspace, prefix)
@@ -163,6 +149,14 @@ def _known(workspace: Storage, prefix: str, *, every_byte: bool) -> Known:
     except (DataError, ValidationError) as error:
         raise _bad(uri, error) from error
     return Known(prefix, manifest.digest, state)
+
+
+def check_present(workspace: Storage, prefix: str) -> None:
+    """That all files are still there in full size, by one listing. Raises CheckpointError."""
+    try:
+        verify_dir(workspace, prefix, deep=False)
+    except DataError as error:
+        raise _bad(workspace.uri(prefix), error) from error
 
 
 def _bad(uri: str, error: Exception) -> CheckpointError:

@@ -6,10 +6,11 @@ the old one or the new one, and the history (see history.py) tells every change 
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import Known, check_present, read_checkpoint, verify_checkpoint
+from pipeline.registry.checkpoints import Known, check_present, read_checkpoint
 from pipeline.registry.history import append, pointer_key, read_pointer
 from pipeline.registry.records import (
     Author,
@@ -36,7 +37,7 @@ def promote(
     """
     found = read_pointer(workspace, model)
     current, etag = found or (None, "")
-    candidate = verify_checkpoint(workspace, prefix)
+    candidate = read_checkpoint(workspace, prefix, every_byte=True)
     past = _completed(workspace, model, current)
     if current is not None and candidate.place == current.place:
         return current
@@ -52,19 +53,13 @@ def promote(
         )
     forced = one_line(decision.forced)
     entry = Pointer(
+        **_about(model, candidate, current, author),
         action="forced" if forced else "promoted",
-        model=model,
-        checkpoint=prefix,
-        digest=candidate.digest,
-        cycle=candidate.state.cycle,
-        step=candidate.state.step,
         generation=_generation(current, past) + 1,
-        replaced=current.production if current else None,
         previous=current.production if current else None,
         reasons=(f"forced: {forced}", *decision.reasons) if forced else decision.reasons,
         figures=decision.figures,
         verdict=decision.verdict,
-        author=author,
     )
     return _put(workspace, current, etag, entry)
 
@@ -89,7 +84,7 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
     if to and check_prefix(to) == current.checkpoint:
         return current
     target = _target(current, changes_of(past), to)
-    restored = verify_checkpoint(workspace, target.checkpoint)
+    restored = read_checkpoint(workspace, target.checkpoint, every_byte=True)
     if restored.digest != target.digest:
         raise CheckpointError(
             f"{workspace.uri(target.checkpoint)} has the digest {restored.digest}",
@@ -98,19 +93,13 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
         )
     then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
     entry = Pointer(
+        **_about(model, restored, current, author),
         action="rolled_back",
-        model=model,
-        checkpoint=target.checkpoint,
-        digest=target.digest,
-        cycle=restored.state.cycle,
-        step=restored.state.step,
         generation=_generation(current, past) + 1,
-        replaced=current.production,
         previous=then.previous if then else None,
         reasons=(reason,),
         figures=then.figures if then else {},
         verdict=then.verdict if then else "",
-        author=author,
     )
     return _put(workspace, current, etag, entry)
 
@@ -121,22 +110,29 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
     current = found[0] if found else None
     candidate = read_checkpoint(workspace, prefix)
     entry = Entry(
+        **_about(model, candidate, current, author),
         action="refused",
-        model=model,
-        checkpoint=prefix,
-        digest=candidate.digest,
-        cycle=candidate.state.cycle,
-        step=candidate.state.step,
         generation=current.generation if current else 0,
-        replaced=current.production if current else None,
         previous=current.previous if current else None,
         reasons=decision.reasons,
         figures=decision.figures,
         verdict=decision.verdict,
-        author=author,
     )
     append(workspace, model, *([current] if current else []), entry)
     return entry
+
+
+def _about(model: str, known: Known, current: Pointer | None, author: Author) -> dict[str, Any]:
+    """What an entry about a checkpoint says, whatever is done with it."""
+    return {
+        "model": model,
+        "checkpoint": known.prefix,
+        "digest": known.digest,
+        "cycle": known.state.cycle,
+        "step": known.state.step,
+        "replaced": current.production if current else None,
+        "author": author,
+    }
 
 
 def withdrawn(entries: Iterable[Entry]) -> frozenset[str]:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -48,18 +48,14 @@ def one_line(text: str) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
-def _valid_prefix(prefix: str) -> str:
-    try:
-        return check_prefix(prefix)
-    except ConfigError as error:
-        raise ValueError(error.seen) from error
+def _valid(check: Callable[[str], str]) -> AfterValidator:
+    def validate(text: str) -> str:
+        try:
+            return check(text)
+        except ConfigError as error:
+            raise ValueError(error.seen) from error
 
-
-def _valid_model(name: str) -> str:
-    try:
-        return check_model(name)
-    except ConfigError as error:
-        raise ValueError(error.seen) from error
+    return AfterValidator(validate)
 
 
 def _finite(values: Any) -> Any:
@@ -73,8 +69,8 @@ def _lines(texts: Any) -> Any:
     return tuple(one_line(text) for text in texts) if isinstance(texts, list | tuple) else texts
 
 
-Prefix = Annotated[str, AfterValidator(_valid_prefix)]
-ModelName = Annotated[str, AfterValidator(_valid_model)]
+Prefix = Annotated[str, _valid(check_prefix)]
+ModelName = Annotated[str, _valid(check_model)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Figures = Annotated[Mapping[str, float | None], BeforeValidator(_finite)]
 Reasons = Annotated[tuple[str, ...], BeforeValidator(_lines)]
@@ -254,11 +250,10 @@ def _misfit(verdict: StoredVerdict, model: str, incumbent: Place | None) -> str:
     """Why the verdict does not count here; empty when it does."""
     if verdict.model != model:
         return f"it was judged as a model {verdict.model}, not {model}"
-    if verdict.incumbent == incumbent:
-        return ""
     judged, now = (place.checkpoint if place else "nothing" for place in (verdict.incumbent, incumbent))
     same = " (other content)" if judged == now else ""
-    return f"it was judged against {judged} in production, which is {now} now{same}"
+    differs = verdict.incumbent != incumbent
+    return f"it was judged against {judged} in production, which is {now} now{same}" if differs else ""
 
 
 # Who is at work, for the record.

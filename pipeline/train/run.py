@@ -1,10 +1,11 @@
 """One training run from its start to its end: train, name the best step, score it as the candidate."""
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import NamedTuple
 
 from pipeline.checkpoint.state import Best
 from pipeline.checkpoint.store import prefix_of
@@ -29,14 +30,13 @@ class Outcome:
     holdouts: dict[str, HoldoutFigures]
 
 
-class Rungs(Protocol):
+class Rungs(NamedTuple):
     """What a run is asked when it is one trial of many: only figures on the valid split come of it."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether the holdout is scored at a step at which it could be."""
-
-    def is_hopeless(self, step: int, value: float) -> bool:
-        """Told of every figure, at the last step too; True ends the run."""
+    is_due: Callable[[int], bool]
+    """Whether the holdout is scored at a step at which it could be."""
+    is_hopeless: Callable[[int, float], bool]
+    """Told of every figure, at the last step too; True ends the run."""
 
 
 def train(run: Run, rungs: Rungs | None = None) -> Outcome:

@@ -17,7 +17,7 @@ from pipeline.telemetry.events import EventLog
 from pipeline.train.build import open_run
 from pipeline.train.config import CheckpointConfig, batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import train
+from pipeline.train.run import Rungs, train
 from pipeline.tune.config import Hyperband
 from pipeline.tune.journal import OpenTrial
 from pipeline.tune.space import Space
@@ -177,6 +177,6 @@ def _train(
     )
     try:
         with open_run(settings, own, inputs, basis.tokenizer) as opened:
-            train(opened, rungs)
+            train(opened, Rungs(rungs.is_due, rungs.is_hopeless))
     finally:
         events.close()

@@ -92,7 +92,7 @@ def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     )
     for outcome in outcomes:
         assert isinstance(outcome, TransientError)
-        assert outcome.seen.startswith("node 1 (host not known), check report: no report: ")
+        assert outcome.seen.startswith("node 1 (host not known), check report: no report, ")
         assert "node 1, 3 of 4 not ready after 0.2s" in outcome.seen
 
 
