@@ -54,7 +54,7 @@ def _run(name: str, words: list[str]) -> int:
         )
         return run_tool(tool.module or name, settings, call)
     if name in PARALLEL:
-        from pipeline.compile.neuron_command import use_neuron_cache
+        from pipeline.compile.neuron_tool import use_neuron_cache
 
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
@@ -107,7 +107,7 @@ def _launch_ranks(words: list[str], settings: "Settings") -> int:
 
 def needs_ranks(name: str, settings: "Settings") -> bool:
     """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
-    from pipeline.compile.neuron_command import drives_tool
+    from pipeline.compile.neuron_tool import drives_tool
 
     driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
     return not driven and needs_launch(settings.launch.processes, os.environ)

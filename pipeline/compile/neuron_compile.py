@@ -1,174 +1,312 @@
 """Drives `neuron_parallel_compile`: one trial run that shows every graph, then parallel compiles into the cache.
 
 The tool deletes its work folder, swallows options of the command it runs, skips locked graphs in silence, reuses cached
-failures for ever, leaves locks when killed and counts failures in its exit code. Each run therefore has a folder and a
-wrapper script of its own, and is judged by its log, its JSON and the cache (neuron_verdict); what can be cured is
-repaired and run again, within a time limit. Facts: Neuron SDK 2.29, neuron_parallel_compile and persistent cache.
+failures for ever, leaves locks when killed, and its exit code is the number of failed graphs, so that 256 failures are
+a 0. Each run therefore has a folder and a wrapper script of its own, and is judged by its log, its JSON and the cache,
+which has the last say: a graph is compiled when its entry is complete. What can be cured is repaired and run again,
+within a time limit. Facts: Neuron SDK 2.29, neuron_parallel_compile and persistent cache.
 """
 
+import math
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from pipeline.compile.cache import DONE_NAME, LOCK_SUFFIX, NEFF_NAME, Compilers, compilers_of
 from pipeline.compile.cache import LOG_NAME as COMPILER_LOG
 from pipeline.compile.cache_repair import repair
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.neuron_command import neuron_environment, tool_command, wrapper_script
-from pipeline.compile.neuron_log import LogWatch, NeuronLog, entry_key, graph_name, parse_log, parse_report
-from pipeline.compile.neuron_verdict import (
+from pipeline.compile.neuron_tool import (
     LOG_NAME,
-    REPAIRABLE,
-    Attempt,
-    Verdict,
-    failed_entries,
-    judge,
-    parallel_compilers,
-    time_error,
-    told,
-    unexpected_suffixes,
-    verdict_error,
-    wanted_entries,
+    LogWatch,
+    NeuronLog,
+    entry_key,
+    flags_warning,
+    graph_name,
+    neuron_environment,
+    read_log,
+    tool_command,
+    wrapper_script,
 )
-from pipeline.core.errors import TrnpipeError
-from pipeline.core.format import format_bytes
-from pipeline.core.progress import progress
+from pipeline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GateRefused,
+    NumericError,
+    TransientError,
+    TrnpipeError,
+)
+from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.progress import Say, progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
+from pipeline.parallel.nodes import Nodes
 from pipeline.proc.children import TOOL_S
 from pipeline.proc.tool import ProcessTree, host_memory_bytes, process_tree
 
 POLL_S = 0.2
 OTHERS_POLL_S = 5.0
+BYTES_PER_COMPILER = 64 * 2**30  # AWS keeps this much for each neuronx-cc (neuron_parallel_compile, SDK 2.23)
+SIGKILLED = (-9, 137)  # as subprocess and as a shell tell it
+TAIL_LINES, NUM_NAMED = 25, 5
 
 Repair = Callable[[str], Sequence[str]]
 """Removes locks of the dead, half entries and cached failures below a cache root; says what it did, if anything.
 
 Called while no process of ours is left, also after a stop: it must not heed the stop signal, and be done in seconds.
 """
-Say = Callable[[str], None]
 
 
-class Peers(Protocol):
-    """The other nodes, whose trial runs are one program with ours: all run the tool together, or none does."""
+def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[str]:
+    """Put the cache in `root` in order when no compiler of ours runs any more; [] when there was nothing to do.
 
-    def check(self) -> None:
-        """Raise TransientError when another node has failed."""
+    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
+    they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
+    """
+    alive = compilers or (lambda: compilers_of(root))
+    report = repair(open_storage(root, stop=StopSignal()), stale_lock_s=0.0, compilers=alive)
+    return report.lines() if report.actions else []
 
-    def any(self, phase: str, mine: bool) -> bool:
-        """Wait for all; True when `mine` was true on one node at least."""
+
+def parallel_compilers(memory_bytes: int) -> int:
+    """Compilers at once on a host with this much memory: one for every 64 GiB begun."""
+    return max(1, math.ceil(memory_bytes / BYTES_PER_COMPILER))
 
 
-class Alone:
-    """No other nodes."""
+# What one run came to, decided from everything it left.
 
-    def check(self) -> None:
-        return
 
-    def any(self, phase: str, mine: bool) -> bool:
-        return mine
+class Verdict(StrEnum):
+    """DONE needs nothing more. MEMORY, POISONED, CRASHED and LOCKED are worth another run; the others are not."""
+
+    DONE = "every graph is compiled"
+    TRIAL_FAILED = "the trial run failed"
+    NOTHING_SEEN = "the trial run showed no graph"
+    MEMORY = "the host ran out of memory"
+    POISONED = "the cache holds failures of earlier runs"
+    CRASHED = "the compile broke off"
+    LOCKED = "graphs are locked by another process"
+    FAILED = "the compiler refused graphs"
+
+
+REPAIRABLE = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.LOCKED})
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One finished run. `trial_code` is None when the trial run did not end; `ended_early`: we ended it.
+
+    done: keys of the entries the log wants that are complete now. `folder` holds its log.
+    """
+
+    exit_code: int
+    trial_code: int | None
+    log: NeuronLog
+    done: frozenset[str]
+    folder: Path
+    ended_early: bool = False
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(key for key in self.log.wanted if key not in self.done)
+
+
+def judge(attempt: Attempt) -> Verdict:
+    """The verdict; the first reason that explains what is missing counts."""
+    log, missing = attempt.log, set(attempt.missing)
+    if attempt.ended_early:
+        return Verdict.CRASHED
+    if attempt.trial_code not in (0, None) or log.trial_failed or log.redirected:
+        # A cached failure is raised in the program itself, like a failed compile.
+        return Verdict.POISONED if log.cached_failures else Verdict.TRIAL_FAILED
+    if log.wanted and not missing and attempt.trial_code == 0:
+        return Verdict.DONE
+    if log.num_killed or attempt.exit_code in SIGKILLED:
+        return Verdict.MEMORY
+    if missing & {entry_key(path) for path in log.cached_failures}:
+        return Verdict.POISONED
+    if not missing:
+        return Verdict.NOTHING_SEEN if attempt.exit_code == 0 else Verdict.CRASHED
+    if log.has_crashed or (log.report is None and not log.nothing_to_do):
+        return Verdict.CRASHED
+    return Verdict.FAILED if missing & log.failed else Verdict.LOCKED
+
+
+# Of the classes with an exit code; the trial run is this program too. Preempted without a stop of ours is a lost peer.
+_BY_EXIT_CODE: dict[int, type[TrnpipeError]] = {
+    error.exit_code: error
+    for error in (ConfigError, DataError, CheckpointError, NumericError, GateRefused, TransientError)
+}
+
+
+def verdict_text(verdict: Verdict, attempt: Attempt) -> str:
+    """One line for the record: the verdict with its figures."""
+    missing = _names(attempt.missing)
+    match verdict:
+        case Verdict.TRIAL_FAILED:
+            return f"{verdict} with exit code {attempt.trial_code}"
+        case Verdict.MEMORY:
+            return f"{verdict}; {attempt.log.num_killed} compilers were killed, without a result: {missing}"
+        case Verdict.NOTHING_SEEN:
+            return str(verdict)
+        case _:
+            return f"{verdict} (exit code {attempt.exit_code}); not compiled: {missing}"
+
+
+def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
+    """The error for a verdict that nothing more can be done about."""
+    log = attempt.folder / LOG_NAME
+    seen = f"{verdict}: {_names(attempt.missing)}; log: {log}"
+    match verdict:
+        case Verdict.TRIAL_FAILED:
+            code = attempt.trial_code
+            killed = code in SIGKILLED or code in (143, -15)
+            kind = TransientError if killed else _BY_EXIT_CODE.get(code or 0, TrnpipeError)
+            kind = ConfigError if attempt.log.redirected else kind
+            return kind(
+                f"the trial run ended with exit code {'unknown' if code is None else code}\n{log_tail(log)}",
+                expected="a run of the program to its end, with exit code 0",
+                next_command=f"less {log}" + ("; dmesg | grep -i kill  # host memory?" if killed else ""),
+            )
+        case Verdict.NOTHING_SEEN:
+            return ConfigError(
+                f"{verdict}, neither a new one nor one from the cache\n{log_tail(log)}",
+                expected="'Extracting graphs (...)' on its standard output, which must not be redirected",
+                next_command=f"less {log}  # is the program on the Neuron device (PJRT_DEVICE=NEURON)?",
+            )
+        case Verdict.MEMORY:
+            lower = "" if config.flags.optlevel == 1 else "set compile.flags.optlevel to 1 (least memory), or "
+            return ConfigError(
+                f"{seen}\n  compilers were killed (-9) even with one at a time",
+                expected="memory for one neuronx-cc: tens of GB for a large graph",
+                next_command=f"{lower}use smaller or fewer graphs (smaller micro-batch), or compile on a machine with"
+                " more memory",
+            )
+        case Verdict.FAILED | Verdict.POISONED:
+            return ConfigError(
+                f"{seen}\n{_reasons(attempt)}",
+                expected=f"graphs that neuronx-cc accepts; each was tried {config.max_retries + 1} times",
+                next_command=f"less {attempt.folder}/MODULE_*.log, and: trnpipe doctor --hlo",
+            )
+        case Verdict.LOCKED if attempt.log.cache_path and _plain(attempt.log.cache_path) != _plain(cache_root):
+            return ConfigError(
+                f"the trial run used the cache {attempt.log.cache_path}",
+                expected=cache_root,
+                next_command="remove --cache_dir from NEURON_CC_FLAGS in the program; it goes before the setting",
+            )
+        case Verdict.LOCKED:
+            return TransientError(
+                seen,
+                expected="the other process to finish, or its lock to be stale",
+                next_command="trnpipe cache doctor  # names the locks and who holds them",
+            )
+        case _:
+            return TransientError(
+                f"{seen}\n{log_tail(log)}",
+                expected="neuron_parallel_compile to end with a report",
+                next_command="run the same command again; what is compiled stays in the cache",
+            )
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a log, indented."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 200 * TAIL_LINES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"  | {line[:400]}" for line in lines[-TAIL_LINES:])
+
+
+def _reasons(attempt: Attempt) -> str:
+    """What the compiler said last, without its long command line, which comes first."""
+    lines = (
+        line.partition("Failed compilation with [")[2].partition("]: ")[2] or line for line in attempt.log.failures
+    )
+    return "\n".join(f"  | {line[:400]}" for line in tuple(dict.fromkeys(lines))[-NUM_NAMED:])
+
+
+def _names(entries: Sequence[str]) -> str:
+    names = [graph_name(entry) for entry in entries]
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return (", ".join(names[:NUM_NAMED]) + more) or "no graph named"
+
+
+def _plain(root: str) -> str:
+    """The tools know s3:// and paths, and start in a folder of their own."""
+    path = root.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().absolute())
+
+
+# The runs.
 
 
 @dataclass(frozen=True)
 class NeuronCompileResult:
-    """What a compile did.
-
-    graphs: keys of all cache entries the trial run needs, `neuronxcc-<version>/MODULE_<graph>+<flags>`.
-    num_succeeded: those compiled here; num_reused: those found in the cache or compiled by another machine meanwhile;
-    num_failed: those that failed at least once before they succeeded. graph_seconds: compile seconds by graph key.
-    """
+    """What a compile did."""
 
     graphs: tuple[str, ...]
+    """Keys of all cache entries the trial run needs, `neuronxcc-<version>/MODULE_<graph>+<flags>`."""
     num_succeeded: int
-    num_reused: int
-    num_failed: int
-    seconds: float
+    """Those compiled here; the others were in the cache, or another machine compiled them meanwhile."""
     graph_seconds: Mapping[str, float]
+    """Compile seconds by graph key."""
+    seconds: float
     num_retries: int
-    killed_by_oom: int
     parallel: int
     actions: tuple[str, ...]
     log: Path
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self.graphs)
-
-
-def compile_graphs(
-    command: Sequence[str],
-    config: CompileConfig,
-    *,
-    cache_root: str,
-    scratch: Path,
-    repair: Repair,
-    stop: StopSignal,
-    cwd: Path | None = None,
-    env: Mapping[str, str] = os.environ,
-    memory_bytes: int | None = None,
-    say: Say = lambda line: None,
-    peers: Peers | None = None,
-) -> NeuronCompileResult:
-    """Trace `command` and compile every graph it shows into `cache_root` (a folder or s3://...).
-
-    The command starts in `cwd` (default: here) and gets all of its options. `scratch` is a local folder for logs and
-    work files. `repair` runs between tries and whenever this ends early, when no process of ours is left. With `peers`
-    what has to be run again here is run again on all.
-
-    Raises the error of the trial run's own exit code; ConfigError when the compiler refuses a graph, when even one
-    compiler at a time needs more memory than there is, or when the tools are missing; TransientError when the time
-    limit is over, a crash repeats or a peer failed; Preempted when stopped, at most about 10 s later.
-    """
-    job = _Job(
-        command=tuple(command),
-        config=config,
-        cache_root=_plain(cache_root),
-        scratch=scratch.absolute(),
-        repair=repair,
-        stop=stop,
-        cwd=cwd or Path.cwd(),
-        env=env,
-        memory_bytes=memory_bytes or host_memory_bytes(),
-        say=say,
-        peers=peers or Alone(),
-    )
-    return job.run()
-
 
 @dataclass
-class _Job:
-    """One call of compile_graphs: what it was given, and what it has done so far."""
+class NeuronCompile:
+    """Traces `command` and compiles every graph it shows into `cache_root` (a folder or s3://...).
 
-    command: tuple[str, ...]
+    The command starts in `cwd` and gets all of its options. `scratch` is a local folder for logs and work files.
+    `repair` runs between tries and whenever this ends early, when no process of ours is left. `peers`: other nodes,
+    whose trial runs are one program with ours; what has to be run again here is run again on all.
+    """
+
+    command: Sequence[str]
     config: CompileConfig
     cache_root: str
     scratch: Path
     repair: Repair
     stop: StopSignal
-    cwd: Path
-    env: Mapping[str, str]
-    memory_bytes: int
-    say: Say
-    peers: Peers
-    started: float = field(default_factory=time.monotonic)
-    actions: list[str] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    num_repairs: int = 0
+    cwd: Path = field(default_factory=Path.cwd)
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    memory_bytes: int = field(default_factory=host_memory_bytes)
+    say: Say = lambda line: None
+    peers: Nodes | None = None
+    actions: list[str] = field(default_factory=list, init=False)
+    attempts: list[Attempt] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.cache_root, self.scratch = _plain(self.cache_root), self.scratch.absolute()
+        self.started = time.monotonic()
         self.deadline = self.started + self.config.time_limit_s
         self.parallel = self.config.parallel or parallel_compilers(self.memory_bytes)
+        self.num_repairs = 0
 
     def run(self) -> NeuronCompileResult:
-        """Attempts until nothing is missing; an error when that cannot be had. The cache is left in order."""
+        """Attempts until nothing is missing. The cache is left in order.
+
+        Raises the error of the trial run's own exit code; ConfigError when the compiler refuses a graph, when even one
+        compiler at a time needs more memory than there is, or when the tools are missing; TransientError when the time
+        limit is over, a crash repeats or a peer failed; Preempted when stopped, at most about 10 s later.
+        """
         self.stop.raise_if_set("starting to compile")
-        self._announce()
+        if warning := flags_warning(
+            self.env.get("NEURON_CC_FLAGS", self.config.flags.text()), self.config.flags.text()
+        ):
+            self._act(warning)
+        memory = "" if self.config.parallel else f" ({format_bytes(self.memory_bytes)} of memory)"
+        self.say(f"compiling at most {self.parallel} graphs at once{memory}")
         try:
             while self._is_to_run_again(attempt := self._attempt()):
                 continue
@@ -178,25 +316,31 @@ class _Job:
             except TrnpipeError as second:
                 error.add_note(f"and the cache could not be repaired: {second}")
             raise
-        return self._result(attempt)
+        graphs = {path: one for past in self.attempts for path, one in (past.log.report or {}).items()}
+        compiled = {entry_key(path): one.compile_time for path, one in graphs.items() if one.status}
+        retries = sum(one.retry for past in self.attempts for one in (past.log.report or {}).values())
+        return NeuronCompileResult(
+            graphs=attempt.log.wanted,
+            num_succeeded=len(compiled.keys() & set(attempt.log.wanted)),
+            graph_seconds={entry: seconds for entry, seconds in compiled.items() if seconds is not None},
+            seconds=time.monotonic() - self.started,
+            num_retries=len(self.attempts) - 1 + retries,
+            parallel=self.parallel,
+            actions=tuple(self.actions),
+            log=attempt.folder / LOG_NAME,
+        )
 
     def _is_to_run_again(self, attempt: Attempt) -> bool:
         """False when no node misses a graph any more."""
         verdict = judge(attempt)
-        if verdict is not Verdict.DONE:
-            self._act(f"attempt {len(self.attempts)}: {told(verdict, attempt)}")
+        mine = verdict is not Verdict.DONE
+        if mine:
+            self._act(f"attempt {len(self.attempts)}: {verdict_text(verdict, attempt)}")
             self._cure(verdict, attempt)
-        again = self.peers.any(f"again-{len(self.attempts)}", verdict is not Verdict.DONE)
-        if again and verdict is Verdict.DONE:
+        again = mine if self.peers is None else self.peers.any(f"again-{len(self.attempts)}", mine)
+        if again and not mine:
             self.say("all is compiled here, but not on another node: running again with it")
         return again
-
-    def _announce(self) -> None:
-        before = self.env.get("NEURON_CC_FLAGS", self.config.flags.text())
-        if before.split() != list(self.config.flags.tokens()):
-            self._act(f"NEURON_CC_FLAGS was {before!r}; the settings make it {self.config.flags.text()!r}")
-        memory = "" if self.config.parallel else f" ({format_bytes(self.memory_bytes)} of memory)"
-        self.say(f"compiling at most {self.parallel} graphs at once{memory}")
 
     def _attempt(self) -> Attempt:
         """Run the tool once and gather everything it left. No process of it is alive afterwards."""
@@ -213,15 +357,17 @@ class _Job:
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
             watch = LogWatch(log_file, is_local=is_local, compilers=lambda: compilers_of(self.cache_root))
             exit_code = self._watch(tree, watch, exit_file)
-        log = read_log(folder)
-        done = self._done(wanted_entries(log))
+        log, storage = read_log(folder), self._cache()
+        done = frozenset(
+            key for key in log.wanted if storage.stat(f"{key}/{DONE_NAME}") and storage.stat(f"{key}/{NEFF_NAME}")
+        )
+        try:
+            trial_code = int(exit_file.read_text())
+        except (OSError, ValueError):  # missing or empty, as after a kill
+            trial_code = None
+        ended_early = exit_code is None
         attempt = Attempt(
-            exit_code if exit_code is not None else -signal.SIGTERM,
-            _int_in(exit_file),
-            log,
-            done,
-            folder,
-            ended_early=exit_code is None,
+            -signal.SIGTERM if exit_code is None else exit_code, trial_code, log, done, folder, ended_early
         )
         self.attempts.append(attempt)
         return attempt
@@ -231,42 +377,40 @@ class _Job:
 
         A peer that fails ends a trial run, which waits for it; compiling goes on for the cache's sake.
         """
+        checked, todo = time.monotonic(), -1
         with ExitStack() as shown:
-            return self._follow(tree, log, trial_exit, shown)
-
-    def _follow(self, tree: ProcessTree, log: LogWatch, trial_exit: Path, shown: ExitStack) -> int | None:
-        checked = time.monotonic()
-        advance, todo = None, 0
-        while (exit_code := tree.poll()) is None:
-            if time.monotonic() - checked > OTHERS_POLL_S and not trial_exit.exists():
-                self.peers.check()
-                checked = time.monotonic()
-            if self.stop.wait(POLL_S):
-                tree.end(TOOL_S)
-                self._act(f"stopped by {self.stop.reason}: ended the trial run and all compilers")
-                self.stop.raise_if_set("compiling graphs")
-            for line in log.news():
-                self.say(line)
-            if log.counts is not None:
-                if advance is None:  # how many there are is known once the trial run has shown them
-                    todo = log.counts.remaining
-                    advance = shown.enter_context(progress("compiling", todo, "graphs"))
-                advance(max(0, todo - log.counts.remaining))
-                todo = min(todo, log.counts.remaining)
-            if log.is_stuck():
-                self._act("a compile waits for a lock that no running compiler holds: ended it")
-                tree.end(TOOL_S)
-                return None
-            if time.monotonic() > self.deadline:
-                tree.end(TOOL_S)
-                raise time_error(self.config, log.path, log.last_news)
+            while (exit_code := tree.poll()) is None:
+                if self.peers is not None and time.monotonic() - checked > OTHERS_POLL_S and not trial_exit.exists():
+                    self.peers.check()
+                    checked = time.monotonic()
+                if self.stop.wait(POLL_S):
+                    tree.end(TOOL_S)
+                    self._act(f"stopped by {self.stop.reason}: ended the trial run and all compilers")
+                    self.stop.raise_if_set("compiling graphs")
+                for line in log.news():
+                    self.say(line)
+                if log.counts is not None:
+                    if todo < 0:  # how many there are is known once the trial run has shown them
+                        todo = log.counts.remaining
+                        advance = shown.enter_context(progress("compiling", todo, "graphs"))
+                    advance(max(0, todo - log.counts.remaining))
+                    todo = min(todo, log.counts.remaining)
+                if log.is_stuck():
+                    self._act("a compile waits for a lock that no running compiler holds: ended it")
+                    tree.end(TOOL_S)
+                    return None
+                if time.monotonic() > self.deadline:
+                    tree.end(TOOL_S)
+                    limit_s = self.config.time_limit_s
+                    news = f" ({log.last_news})" if log.last_news else ""
+                    raise TransientError(
+                        f"tracing and compiling took longer than {format_duration(limit_s)}{news}\n"
+                        + log_tail(log.path),
+                        expected=f"all graphs within compile.time_limit_s = {limit_s:g}",
+                        next_command=f"less {log.path}; run the same command again (what is compiled stays in the"
+                        " cache) or raise the limit",
+                    )
         return exit_code
-
-    def _done(self, entries: Sequence[str]) -> frozenset[str]:
-        storage = self._cache()
-        return frozenset(
-            entry for entry in entries if storage.stat(f"{entry}/{DONE_NAME}") and storage.stat(f"{entry}/{NEFF_NAME}")
-        )
 
     def _cure(self, verdict: Verdict, attempt: Attempt) -> None:
         """Change what made an attempt fail, or raise the error that says why nothing would."""
@@ -292,7 +436,7 @@ class _Job:
         """Until the other processes that compile what is missing are done, whatever came of it."""
         storage = self._cache()
         self.say(f"waiting for {len(attempt.missing)} graphs that another process compiles")
-        while any(_is_locked(storage, entry) for entry in attempt.missing):
+        while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in storage.list(entry)):
             if self.stop.wait(OTHERS_POLL_S):
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
@@ -312,68 +456,3 @@ class _Job:
     def _act(self, line: str) -> None:
         self.actions.append(line)
         self.say(line)
-
-    def _result(self, last: Attempt) -> NeuronCompileResult:
-        reports = [graph for attempt in self.attempts if attempt.log.report for graph in attempt.log.report.graphs]
-        compiled = {entry_key(graph.path): graph for graph in reports if graph.succeeded}
-        odd = unexpected_suffixes(last.wanted, tokens=self.config.flags.tokens(), target=self.config.target)
-        if odd:
-            self._act(
-                f"{len(odd)} graphs ({odd[0]}, ...) were made for other flags or another chip than "
-                f"{self.config.flags.text()} for {self.config.target}"
-            )
-        failed = {entry for attempt in self.attempts for entry in failed_entries(attempt.log)}
-        return NeuronCompileResult(
-            graphs=last.wanted,
-            num_succeeded=len(compiled.keys() & set(last.wanted)),
-            num_reused=len(set(last.wanted) - compiled.keys()),
-            num_failed=len(failed & set(last.wanted)),
-            seconds=time.monotonic() - self.started,
-            graph_seconds={entry: graph.compile_s for entry, graph in compiled.items() if graph.compile_s is not None},
-            num_retries=len(self.attempts) - 1 + sum(graph.retries for graph in reports),
-            killed_by_oom=sum(attempt.log.num_killed for attempt in self.attempts),
-            parallel=self.parallel,
-            actions=tuple(self.actions),
-            log=last.folder / LOG_NAME,
-        )
-
-
-def read_log(folder: Path) -> NeuronLog:
-    """The log of a finished run, with the report from its JSON file where the log holds none."""
-    log = parse_log((folder / LOG_NAME).read_text(encoding="utf-8", errors="replace"))
-    for path in sorted(folder.glob("neuron_parallel_compile_results_*.json")):
-        if log.report is None:
-            log = replace(log, report=parse_report(path.read_text(encoding="utf-8", errors="replace")))
-    return log
-
-
-def _plain(root: str) -> str:
-    """The tools know s3:// and paths, and start in a folder of their own."""
-    path = root.removeprefix("file://")
-    return path if "://" in path else str(Path(path).expanduser().absolute())
-
-
-def _is_locked(storage: Storage, entry: str) -> bool:
-    return any(stat.key.endswith(LOCK_SUFFIX) for stat in storage.list(entry))
-
-
-def _int_in(path: Path) -> int | None:
-    """The number in a file; None when it is missing or empty, as after a kill."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-# The repair of a cache between two runs of neuron_parallel_compile, as `compile_graphs` wants it.
-
-
-def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[str]:
-    """Put the cache in `root` in order when no compiler of ours runs any more; [] when there was nothing to do.
-
-    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
-    they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
-    """
-    alive = compilers or (lambda: compilers_of(root))
-    report = repair(open_storage(root, stop=StopSignal()), stale_lock_s=0.0, compilers=alive)
-    return report.lines() if report.actions else []

@@ -9,11 +9,12 @@ from pipeline.compile.cache import EntryState, list_storage, refuse_network_root
 from pipeline.compile.cache_sync import Direction, sync_cache
 from pipeline.compile.config import ALL_THERE_S
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
-from pipeline.compile.neuron_command import SCORING
-from pipeline.compile.neuron_compile import Alone, NeuronCompileResult, Peers, compile_graphs, repair_after_run
+from pipeline.compile.neuron_compile import NeuronCompile, NeuronCompileResult, repair_after_run
+from pipeline.compile.neuron_tool import SCORING
 from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.io.storage import open_storage
+from pipeline.parallel.nodes import Nodes
 from pipeline.parallel.world import NUM_NODES_VARIABLE, TRACE_FILE
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -81,17 +82,17 @@ class _Node:
         """The same on this machine alone, with so many ranks that evaluate and embed."""
         self.say(f"compile: evaluation and embedding on {ranks} ranks")
         env = {name: value for name, value in os.environ.items() if name != NUM_NODES_VARIABLE} | {SCORING: "1"}
-        return self._compile(plan, ["--launch.processes", str(ranks)], env, self.scratch / f"scoring-{ranks}", Alone())
+        return self._compile(plan, ["--launch.processes", str(ranks)], env, self.scratch / f"scoring-{ranks}", None)
 
     def _compile(
-        self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Peers
+        self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Nodes | None
     ) -> list[GraphManifest]:
         """The manifest; none on nodes but the main."""
         scratch.mkdir(parents=True, exist_ok=True)
         traced = scratch / "traced.json"
         traced.unlink(missing_ok=True)
         try:
-            done = compile_graphs(
+            done = NeuronCompile(
                 [sys.executable, "-m", "pipeline", *self.ctx.words, "--cycle", self.ctx.cycle, *flags],
                 self.settings.compile,
                 cache_root=self.root,
@@ -101,7 +102,7 @@ class _Node:
                 env={**env, TRACE_FILE: str(traced)},
                 say=self.say,
                 peers=peers,
-            )
+            ).run()
         except TrnpipeError as error:
             if not self.ctx.stop.is_set():  # no time for it then
                 self._give_what_is_done(error)
@@ -134,8 +135,9 @@ class _Node:
         seconds = {name: done.graph_seconds.get(name, earlier.get(name)) for name in done.graphs}
         saved_s = sum(seconds[name] or 0.0 for name in done.graphs if name not in done.graph_seconds)
         self.say(
-            f"compile: {done.num_graphs} cache entries, {done.num_succeeded} compiled by {done.parallel} compilers in "
-            f"{done.seconds:.0f} s, {done.num_reused} found in the cache (saving {saved_s:.0f} s of compiling)"
+            f"compile: {len(done.graphs)} cache entries, {done.num_succeeded} compiled by {done.parallel} compilers in "
+            f"{done.seconds:.0f} s, {len(done.graphs) - done.num_succeeded} found in the cache "
+            f"(saving {saved_s:.0f} s of compiling)"
         )
         return traced.model_copy(update={"cache_entries": seconds})
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.backends import NAMES, Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.compile.neuron_command import use_neuron_cache
+from pipeline.compile.neuron_tool import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import (

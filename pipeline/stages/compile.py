@@ -8,8 +8,8 @@ from pipeline.backends import Backend, lazy_device_name
 from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import lint_all, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.compile.neuron_command import SCORING, drives_tool
 from pipeline.compile.neuron_nodes import compile_on_neuron
+from pipeline.compile.neuron_tool import SCORING, drives_tool
 from pipeline.compile.watch import Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration

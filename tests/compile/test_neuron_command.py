@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.config import CompileConfig, CompilerFlags
-from pipeline.compile.neuron_command import drives_tool, neuron_environment, use_neuron_cache
+from pipeline.compile.neuron_tool import drives_tool, neuron_environment, use_neuron_cache
 from pipeline.parallel.world import TRACE_FILE
 
 NEURON, CPU = {"PJRT_DEVICE": "NEURON"}, {"PJRT_DEVICE": "CPU"}

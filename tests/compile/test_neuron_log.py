@@ -2,20 +2,18 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.compile.neuron_log import (
-    CacheCounts,
+from pipeline.compile.neuron_tool import (
     GraphReport,
-    Waiting,
+    LogWatch,
     entry_key,
     graph_name,
     parse_log,
-    parse_report,
-    parse_waiting,
 )
 
 ROOT = "/var/tmp/neuron-compile-cache/neuronxcc-2.16.372.0+4a9b2326"
@@ -72,17 +70,14 @@ def test_a_whole_run(line: Line) -> None:
     assert log.cache_path == "/var/tmp/neuron-compile-cache"
     assert log.extracted == (f"{ONE}/model.hlo_module.pb", f"{TWO}/model.hlo_module.pb")  # many ranks show the same one
     assert log.hits == (f"{ROOT}/MODULE_5+3cc9a3cb/model.neff",)
-    assert (log.num_compiler_calls, log.num_passed, log.num_killed, log.num_crashed) == (1, 1, 0, 0)
-    assert log.counts == CacheCounts(remaining=0, locked=2, failed=1, done=32, total=34)
-    assert (log.total_graphs, log.total_succeeded, log.total_failed) == (2, 1, 1)
+    assert (log.num_killed, log.has_crashed) == (0, False)
     assert len(log.failures) == 1 and "NCC_EVRF007" in log.failures[0]
-    assert not (log.trial_failed or log.redirected or log.nothing_to_do or log.waiting or log.cached_failures)
-    assert log.report is not None
-    assert log.report.graphs == (
-        GraphReport(f"{ONE}/model.hlo_module.pb", True, 0, 9.5),
-        GraphReport(f"{TWO}/model.hlo_module.pb", False, 2, 192.75),
-    )
-    assert (log.report.num_succeeded, log.report.num_failed, log.report.seconds) == (1, 1, 195.25)
+    assert not (log.trial_failed or log.redirected or log.nothing_to_do or log.cached_failures)
+    assert log.report == {
+        f"{ONE}/model.hlo_module.pb": GraphReport(status=True, retry=0, compile_time=9.5),
+        f"{TWO}/model.hlo_module.pb": GraphReport(status=False, retry=2, compile_time=192.75),
+    }
+    assert log.failed == {TWO.partition("cache/")[2]} and len(log.wanted) == 3
 
 
 def test_both_generations_read_the_same() -> None:
@@ -98,7 +93,6 @@ def test_messages_in_the_middle_of_progress_dots_and_of_each_other() -> None:
     )
     log = parse_log(text)
     assert log.extracted == (f"{ONE}/model.hlo.pb", f"{TWO}/model.hlo.pb")
-    assert log.num_passed == 2
 
 
 @pytest.mark.parametrize("suffix", ["", ". Exiting with a successfully compiled graph."])
@@ -143,51 +137,53 @@ def test_another_end_is_not_a_kill(line: str) -> None:
 
 def test_a_broken_worker_and_the_trial_run() -> None:
     text = "sub-process 0 got exception: A process in the process pool was terminated abruptly while the future was"
-    assert parse_log(text).num_crashed == 1
+    assert parse_log(text).has_crashed
     assert parse_log("There was an error in the training script.").trial_failed
     assert parse_log("neuron_parallel_compile is currently incompatible with torchrun redirect. ").redirected
     assert parse_log("No todo hlos found in cache or hlo_tasklist, parallel_compile return").nothing_to_do
 
 
-def test_waiting_for_a_lock() -> None:
-    text = "".join(
+def test_waiting_for_a_lock(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    watch = LogWatch(log, is_local=True, compilers=list)
+    old_text = "".join(
         f"Another process must be compiling {ONE}/model.hlo_module.pb, been waiting for: {m}.5 minutes\n"
         for m in range(3)
     )
-    assert parse_waiting(text) == (Waiting(f"{ONE}/model.hlo_module.pb", 2.5),)
     newer = f"2026-04-13 01:46:33.000003: 8 [INFO]: Another process must be compiling {TWO} ...\n"
-    assert parse_waiting(newer * 3) == (Waiting(TWO, 3.0),)  # one a minute
-    assert parse_log(newer).waiting == (Waiting(TWO, 1.0),)
+    for text, name in ((old_text, f"{ONE}/model.hlo_module.pb"), (newer, TWO)):
+        assert not watch.is_stuck()
+        log.write_text((log.read_text() if log.exists() else "") + text)
+        assert watch.news() == [f"a compile waits for the lock of {name}"]
+    assert watch.is_stuck(), "twice, and no compiler runs"
+
+
+def test_counts_are_told_when_they_change(tmp_path: Path) -> None:
+    log, watch = tmp_path / "log", LogWatch(tmp_path / "log", is_local=True, compilers=list)
+    log.write_text(whole_run(new))
+    assert watch.news() == ["graphs in the cache: 32 done, 0 to do, 2 locked, 1 failed"]
+    assert watch.news() == [] and watch.counts is not None and watch.counts.total == 34
 
 
 def test_a_report_of_the_first_releases_has_no_times() -> None:
     text = json.dumps(
         {"compilation_summary": {"true": 1}, "compilation_report": {ONE: {"status": True, "retry": 0}}}, indent=4
     )
-    report = parse_report(text)
-    assert report is not None
-    assert report.graphs == (GraphReport(ONE, True, 0, None),)
-    assert (report.num_succeeded, report.num_failed, report.seconds) == (1, 0, None)
-
-
-def test_counts_of_the_summary_stand_where_the_list_is_shorter() -> None:
-    report = parse_report('{"compilation_summary": {"false": 256}, "compilation_report": {}}')
-    assert report is not None
-    assert (report.num_succeeded, report.num_failed) == (0, 256)
+    assert parse_log(text).report == {ONE: GraphReport(status=True)}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"compilation_summary": "x"}', '{"other": 1}'])
 def test_a_report_that_is_none(text: str) -> None:
-    assert parse_report(text) is None
+    assert parse_log(text).report is None
 
 
 def test_the_last_whole_report_of_a_log_counts() -> None:
-    first = json.dumps({**REPORT, "compilation_time": 1.0}, indent=4)
-    second = json.dumps({**REPORT, "compilation_time": 2.0}, indent=4)
-    cut = json.dumps({**REPORT, "compilation_time": 3.0}, indent=4)[:-40]
-    for text, seconds in ((f"a: {first}\nb: {second}\n", 2.0), (f"a: {first}\nb: {cut}", 1.0)):
-        report = parse_log(text).report
-        assert report is not None and report.seconds == seconds
+    def report(seconds: float) -> str:
+        return json.dumps({**REPORT, "compilation_report": {ONE: {"status": True, "compile_time": seconds}}}, indent=4)
+
+    cut = report(3.0)[:-40]
+    for text, seconds in ((f"a: {report(1.0)}\nb: {report(2.0)}\n", 2.0), (f"a: {report(1.0)}\nb: {cut}", 1.0)):
+        assert parse_log(text).report == {ONE: GraphReport(status=True, compile_time=seconds)}
     assert parse_log(cut).report is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.neuron_log import SIGHTINGS, LogWatch
+from pipeline.compile.neuron_tool import SIGHTINGS, LogWatch
 from pipeline.core.errors import ConfigError
 from pipeline.proc.tool import host_memory_bytes, process_tree
 

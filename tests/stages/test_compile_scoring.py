@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.compile import neuron_nodes
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
-from pipeline.compile.neuron_command import SCORING
-from pipeline.compile.neuron_compile import Alone, NeuronCompileResult
+from pipeline.compile.neuron_compile import NeuronCompileResult
+from pipeline.compile.neuron_tool import SCORING
 from pipeline.context import StageContext, open_context
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World
@@ -33,14 +33,22 @@ class Tool:
 
     def __call__(
         self, command: Sequence[str], config: object, *, env: Mapping[str, str], peers: object, **more: Any
-    ) -> NeuronCompileResult:
+    ) -> "Done":
         is_scoring = SCORING in env
-        self.calls.append((list(command), dict(env), isinstance(peers, Alone)))
+        self.calls.append((list(command), dict(env), peers is None))
         traced = GraphManifest(plan=dict(self.plans[is_scoring]), graphs=())
         Path(env[TRACE_FILE]).write_text(traced.model_dump_json())
         entry = f"MODULE_{int(is_scoring)}"
         self.done.add(entry)
-        return NeuronCompileResult((entry,), 1, 0, 0, 1.0, {entry: 1.0}, 0, 0, 1, (), more["scratch"] / "log")
+        return Done(NeuronCompileResult((entry,), 1, {entry: 1.0}, 1.0, 0, 1, (), more["scratch"] / "log"))
+
+
+@dataclass
+class Done:
+    result: NeuronCompileResult
+
+    def run(self) -> NeuronCompileResult:
+        return self.result
 
 
 def make_settings(workspace: Path) -> Settings:
@@ -73,7 +81,7 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
             True: shapes.scoring_plan(settings, SCORING_RANKS, "xla:NEURON"),
         }
     )
-    monkeypatch.setattr(neuron_nodes, "compile_graphs", tool)
+    monkeypatch.setattr(neuron_nodes, "NeuronCompile", tool)
     monkeypatch.setattr(neuron_nodes._Node, "_done", lambda node: tool.done)
     return tool
 
