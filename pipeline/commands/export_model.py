@@ -17,8 +17,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import read_token_sets
 from pipeline.io import atomic
-from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import Ancestor, lineage, locate
+from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.history import read_pointer
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
@@ -70,14 +69,13 @@ def _asked(call: ToolCall) -> tuple[str, Format]:
 
 
 def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir: Path) -> tuple[Checkpoint, str]:
-    """The checkpoint, and its prefix in the workspace; '' for one of another place. Raises CheckpointError."""
-    if not call.arguments:
-        return _promoted(settings, ctx, cache_dir)
-    storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
-    return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
+    """The one named, else the promoted one; and its prefix in the workspace, '' for one of another place.
 
-
-def _promoted(settings: Settings, ctx: StageContext, cache_dir: Path) -> tuple[Checkpoint, str]:
+    Raises ConfigError where nothing is promoted, CheckpointError.
+    """
+    if call.arguments:
+        storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
+        return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
     found = read_pointer(ctx.workspace, settings.model_name)
     if found is None:
         raise ConfigError(
@@ -98,7 +96,13 @@ def _promoted(settings: Settings, ctx: StageContext, cache_dir: Path) -> tuple[C
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
-    buckets = _buckets(settings, replace(ctx, cycle=state.cycle))
+    # Those of the data that the checkpoint was trained on, while it is there; else of the settings.
+    prepared = find_prepared(replace(ctx, cycle=state.cycle))
+    if prepared is None:
+        buckets = settings.data.bucket_shapes
+    else:
+        token_sets = read_token_sets(ctx.workspace, prepared.token_sets)
+        buckets = tuple(Bucket.parse(text) for text in token_sets[0].info.buckets)
     longest = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     known = state.max_tokens or min(longest, state.model.max_positions)
     batch_size = _number(call, BATCH_SIZE, 1)
@@ -108,34 +112,7 @@ def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix:
         max_tokens=_number(call, MAX_TOKENS, known),
         shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
-        ancestors=_ancestors(ctx.workspace, checkpoint, prefix),
-    )
-
-
-def _buckets(settings: Settings, ctx: StageContext) -> tuple[Bucket, ...]:
-    """Those of the data that the checkpoint was trained on, while it is there; else of the settings."""
-    prepared = find_prepared(ctx)
-    if prepared is None:
-        return settings.data.bucket_shapes
-    return tuple(Bucket.parse(text) for text in read_token_sets(ctx.workspace, prepared.token_sets)[0].info.buckets)
-
-
-def _ancestors(workspace: Storage, checkpoint: Checkpoint, prefix: str) -> tuple[Ancestor, ...]:
-    if prefix:
-        return lineage(workspace, prefix)
-    state = checkpoint.state
-    return (
-        Ancestor(
-            checkpoint=checkpoint.uri,
-            digest=checkpoint.digest,
-            cycle=state.cycle,
-            step=state.step,
-            watermark=state.watermark,
-            partitions=state.partitions,
-            settings_hash=state.settings_hash,
-            code_version=state.code_version,
-            note="it is of another workspace, where its parents and metrics are",
-        ),
+        ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
     )
 
 

@@ -37,14 +37,13 @@ class Evidence(IntEnum):
 class NeuronError:
     """A row. `error`: the class to raise, None where the work goes on; `many_nodes`: that of a job of several nodes.
 
-    `code`: NRT status. `pattern`: a regular expression for one line.
+    `sign`: NRT status, or a regular expression for one line.
     """
 
     name: str
     error: type[TrnpipeError] | None
     action: str
-    code: int | None = None
-    pattern: str = ""
+    sign: int | str
     evidence: Evidence = Evidence.LIKELY
     many_nodes: type[TrnpipeError] | None = None
 
@@ -59,20 +58,20 @@ _MEMORY = "fewer parallel compiles (compile.parallel) or loader workers, or a ma
 ECHO, LIKELY, PROOF = Evidence
 
 STATUS_ROWS = (
-    NeuronError("NRT_SUCCESS", NONE, "nothing", 0, evidence=ECHO),
-    NeuronError("NRT_FAILURE", RETRY, "end other processes on the cores; is the driver loaded?", 1, evidence=ECHO),
+    NeuronError("NRT_SUCCESS", NONE, "nothing", 0, ECHO),
+    NeuronError("NRT_FAILURE", RETRY, "end other processes on the cores; is the driver loaded?", 1, ECHO),
     NeuronError("NRT_INVALID", FIX, f"a bad graph or inputs; {_SOFTWARE}", 2),
-    NeuronError("NRT_INVALID_HANDLE", FIX, _SOFTWARE, 3, evidence=ECHO),
+    NeuronError("NRT_INVALID_HANDLE", FIX, _SOFTWARE, 3, ECHO),
     NeuronError("NRT_RESOURCE", FIX, "out of memory or queues: a smaller micro-batch, fewer loaded graphs", 4),
     NeuronError("NRT_TIMEOUT", RETRY, f"a hang; dmesg here, then {_PEERS}; or raise NEURON_RT_EXEC_TIMEOUT", 5),
-    NeuronError("NRT_HW_ERROR", RETRY, _REPLACE, 6, evidence=PROOF),
+    NeuronError("NRT_HW_ERROR", RETRY, _REPLACE, 6, PROOF),
     NeuronError("NRT_QUEUE_FULL", RETRY, "run the job again", 7),
     NeuronError("NRT_LOAD_NOT_ENOUGH_NC", RETRY, "neuron-ls: busy cores? Else fewer ranks than cores", 9),
     NeuronError("NRT_UNSUPPORTED_NEFF_VERSION", FIX, _VERSIONS, 10),
     NeuronError("NRT_FAIL_HOST_MEM_ALLOC", FIX, _MEMORY, 11),
-    NeuronError("NRT_UNINITIALIZED", FIX, _SOFTWARE, 13, evidence=ECHO),
-    NeuronError("NRT_CLOSED", FIX, _SOFTWARE, 14, evidence=ECHO),
-    NeuronError("NRT_QUEUE_EMPTY", FIX, _SOFTWARE, 15, evidence=ECHO),
+    NeuronError("NRT_UNINITIALIZED", FIX, _SOFTWARE, 13, ECHO),
+    NeuronError("NRT_CLOSED", FIX, _SOFTWARE, 14, ECHO),
+    NeuronError("NRT_QUEUE_EMPTY", FIX, _SOFTWARE, 15, ECHO),
     NeuronError("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY, f"{_RELOAD}; if it repeats, {_REPLACE}", 101),
     NeuronError("NRT_EXEC_BAD_INPUT", FIX, _SOFTWARE, 1002),
     NeuronError(
@@ -85,11 +84,11 @@ STATUS_ROWS = (
     NeuronError("NRT_EXEC_OOB", FIX, "an index beyond a table: token ids against the vocabulary, positions", 1006),
     NeuronError("NRT_COLL_PENDING", RETRY, "run the job again", 1100),
     NeuronError("NRT_EXEC_HW_ERR_COLLECTIVES", RETRY, _PEERS, 1200),
-    NeuronError("NRT_EXEC_HW_ERR_HBM_UE", RETRY, _REPLACE, 1201, evidence=PROOF),
-    NeuronError("NRT_EXEC_HW_ERR_NC_UE", RETRY, _REPLACE, 1202, evidence=PROOF),
-    NeuronError("NRT_EXEC_HW_ERR_DMA_ABORT", RETRY, _REPLACE, 1203, evidence=PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_HBM_UE", RETRY, _REPLACE, 1201, PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_NC_UE", RETRY, _REPLACE, 1202, PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_DMA_ABORT", RETRY, _REPLACE, 1203, PROOF),
     NeuronError("NRT_EXEC_SW_NQ_OVERFLOW", FIX, "disable DGE notifications", 1204),
-    NeuronError("NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", RETRY, f"{_RELOAD}; or reboot", 1205, evidence=PROOF),
+    NeuronError("NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", RETRY, f"{_RELOAD}; or reboot", 1205, PROOF),
     NeuronError(
         "NRT_NETWORK_PROXY_FAILURE", RETRY, "run the job again; if it repeats, check EFA (fi_info -p efa)", 1206
     ),
@@ -98,97 +97,73 @@ _UNCORRECTABLE = r"Uncorrectable (?:HBM )?memory error"
 _RELOADABLE = r"reload the neuron driver|reboot your EC2 instance"
 LOG_ROWS = (
     # Any type that is not known: an error the kernel calls one of hardware is believed.
+    NeuronError("hardware error", RETRY, _REPLACE, r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w", PROOF),
+    NeuronError("hang on collectives", RETRY, _PEERS, r"NEURON_HW_ERR=HANG_ON_COLLECTIVES\b"),
     NeuronError(
-        "hardware error", RETRY, _REPLACE, pattern=r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w", evidence=PROOF
-    ),
-    NeuronError("hang on collectives", RETRY, _PEERS, pattern=r"NEURON_HW_ERR=HANG_ON_COLLECTIVES\b"),
-    NeuronError(
-        "uncorrectable memory error",
-        RETRY,
-        _REPLACE,
-        pattern=rf"{_UNCORRECTABLE}(?![^\n]{{0,300}}(?:{_RELOADABLE}))",
-        evidence=PROOF,
+        "uncorrectable memory error", RETRY, _REPLACE, rf"{_UNCORRECTABLE}(?![^\n]{{0,300}}(?:{_RELOADABLE}))", PROOF
     ),
     NeuronError(
         "repairable memory error",
         RETRY,
         f"{_RELOAD}; or reboot",
-        pattern=rf"{_UNCORRECTABLE}[^\n]{{0,300}}(?:{_RELOADABLE})",
-        evidence=PROOF,
+        rf"{_UNCORRECTABLE}[^\n]{{0,300}}(?:{_RELOADABLE})",
+        PROOF,
     ),
-    NeuronError("DMA abort", RETRY, _REPLACE, pattern=r"DMA [TR]X engine \d+ is in an abort state", evidence=PROOF),
+    NeuronError("DMA abort", RETRY, _REPLACE, r"DMA [TR]X engine \d+ is in an abort state", PROOF),
     NeuronError(
-        "suspected hang in collectives",
-        RETRY,
-        _PEERS,
-        pattern=r"missing collectives status|suspected hang in collectives",
+        "suspected hang in collectives", RETRY, _PEERS, r"missing collectives status|suspected hang in collectives"
     ),
     NeuronError(
         "hang on compute",
         RETRY,
         f"raise NEURON_RT_EXEC_TIMEOUT once; if it repeats, {_REPLACE}",
-        pattern=r"execution timeout \(\d+ ?ms\)|waiting for execution completion notification|\binference timeout",
+        r"execution timeout \(\d+ ?ms\)|waiting for execution completion notification|\binference timeout",
     ),
     NeuronError(
         "cores not available",
         RETRY,
         f"end the processes that hold them and wait 10 s; else {_RELOAD}",
-        pattern=r"NeuronCore\(s\) not available",
+        r"NeuronCore\(s\) not available",
     ),
     NeuronError(
         "engines still running",
         RETRY,
         _RELOAD,
-        pattern=r"engines are running\. Please restart device|Timestamp program stop timeout"
+        r"engines are running\. Please restart device|Timestamp program stop timeout"
         r"|Failed to initialize devices, error:\s*5\b",
     ),
     NeuronError(
         "device missing",
         RETRY,
         "neuron-ls: are all devices there? Are they mapped into the container? Else replace the machine",
-        pattern=r"Could not open the nd\d+",
+        r"Could not open the nd\d+",
     ),
     NeuronError(
         "waits for a peer",
         NONE,
         "look at the other nodes: one compiles, or is dead",
-        pattern=r"Timeout waiting for (?:RX|incoming connection)|Connect to \S+ failed - retrying",
-        evidence=ECHO,
+        r"Timeout waiting for (?:RX|incoming connection)|Connect to \S+ failed - retrying",
+        ECHO,
     ),
     NeuronError(
-        "peer died",
-        RETRY,
-        _PEERS,
-        pattern=r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe",
-        evidence=ECHO,
+        "peer died", RETRY, _PEERS, r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe", ECHO
     ),
-    NeuronError("no EFA", NONE, _EFA, pattern=r"OFI plugin initNet\(\) failed", many_nodes=FIX),
-    NeuronError("no EFA for many nodes", FIX, _EFA, pattern=r"Unable to run multi-instance workload"),
+    NeuronError("no EFA", NONE, _EFA, r"OFI plugin initNet\(\) failed", many_nodes=FIX),
+    NeuronError("no EFA for many nodes", FIX, _EFA, r"Unable to run multi-instance workload"),
+    NeuronError("no libnccom", FIX, "install aws-neuronx-collectives in the image", r"Error opening libnccom\.so"),
+    NeuronError("too many open files", FIX, "nofile ulimit of at least 65535", r"Too many open files"),
     NeuronError(
-        "no libnccom", FIX, "install aws-neuronx-collectives in the image", pattern=r"Error opening libnccom\.so"
+        "version skew", FIX, _VERSIONS, r"NEFF version mismatch|incompatible model|Unsupported hardware operator code"
     ),
-    NeuronError("too many open files", FIX, "nofile ulimit of at least 65535", pattern=r"Too many open files"),
-    NeuronError(
-        "version skew",
-        FIX,
-        _VERSIONS,
-        pattern=r"NEFF version mismatch|incompatible model|Unsupported hardware operator code",
-    ),
-    NeuronError("EFA deregistration", NONE, "nothing", pattern=r"\befa\b[^\n]{0,80}DEREG_MR[^\n]{0,60}err -22\b"),
+    NeuronError("EFA deregistration", NONE, "nothing", r"\befa\b[^\n]{0,80}DEREG_MR[^\n]{0,60}err -22\b"),
     NeuronError(
         "host out of memory",
         FIX,
         _MEMORY,
-        pattern=r"Out of memory: Killed process|neuronx-cc was forcibly killed|\[F137\]"
+        r"Out of memory: Killed process|neuronx-cc was forcibly killed|\[F137\]"
         r"|neuronx-cc\b[^\n]{0,200}(?:(?<![\w.])-9(?!\.?\w)|SIGKILL|(?:status|code)\D{0,12}70\b)",
     ),
-    NeuronError(
-        "killed with SIGTERM",
-        RETRY,
-        "dmesg: was it the host's memory?",
-        pattern=r"Received 15 death signal",
-        evidence=ECHO,
-    ),
+    NeuronError("killed with SIGTERM", RETRY, "dmesg: was it the host's memory?", r"Received 15 death signal", ECHO),
 )
 ROWS = (*STATUS_ROWS, *LOG_ROWS)
 
@@ -208,9 +183,10 @@ def classify(text: str, *, num_nodes: int = 1) -> tuple[Match, ...]:
     names = _first_places(_NAME, text)
     found = []
     for row in ROWS:
-        shown = re.search(row.pattern, text) if row.pattern else None
-        places = [shown.start()] if shown else []
-        places += [where[key] for where, key in ((names, row.name), (codes, str(row.code))) if key in where]
+        if isinstance(row.sign, str):
+            places = [shown.start()] if (shown := re.search(row.sign, text)) else []
+        else:
+            places = [where[key] for where, key in ((names, row.name), (codes, str(row.sign))) if key in where]
         if places:
             error = row.error if num_nodes == 1 or row.many_nodes is None else row.many_nodes
             found.append((min(places), Match(row, error, _line_at(text, min(places)))))

@@ -108,7 +108,7 @@ LINES: list[tuple[str, str, type[TrnpipeError] | None]] = [
 
 
 def test_the_table_has_each_code_once() -> None:
-    assert {row.code: (row.name, row.error) for row in STATUS_ROWS} == STATUS
+    assert {row.sign: (row.name, row.error) for row in STATUS_ROWS} == STATUS
     assert len(STATUS_ROWS) == len(STATUS)
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.action for row in ROWS)

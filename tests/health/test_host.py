@@ -24,6 +24,7 @@ from pipeline.health.host import (
     Memory,
     Place,
     Port,
+    read_identity,
     usual_places,
     usual_ports,
 )
@@ -340,3 +341,23 @@ def test_this_machine_answers(tmp_path: Path) -> None:
     assert 0 < memory.available_bytes <= memory.total_bytes and 0 < memory.usable_bytes <= memory.total_bytes
     assert disk == replace(host.disk(tmp_path), free_bytes=disk.free_bytes) and disk.total_bytes > 0
     assert min(host.num_cpus(), host.soft_limit(resource.RLIMIT_NOFILE), host.soft_limit(resource.RLIMIT_MEMLOCK)) > 0
+
+
+NITRO = {"sys_vendor": "Amazon EC2", "board_asset_tag": "i-0123456789abcdef0", "product_name": "trn1.32xlarge"}
+
+
+def found(dmi: dict[str, str]) -> Identity:
+    return read_identity(dmi=lambda name: dmi.get(name, ""), host_name=lambda: "box")
+
+
+def test_the_firmware_of_nitro_machines_knows() -> None:
+    assert found(NITRO) == Identity("i-0123456789abcdef0", "trn1.32xlarge")
+
+
+def test_elsewhere_it_is_the_host_name() -> None:
+    laptop = {"sys_vendor": "LENOVO", "board_asset_tag": "Not Available", "product_name": "20XW.x"}
+    assert found(laptop) == found({}) == found({"sys_vendor": "Amazon EC2"}) == Identity("box")
+
+
+def test_an_answer_that_is_no_instance_id_is_not_believed() -> None:
+    assert found({**NITRO, "board_asset_tag": "none", "product_name": "a b"}) == Identity("box")

@@ -1,4 +1,4 @@
-"""Which tools are run where."""
+"""Which tools are run where, and how long the health stage may take, which its job must allow."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pipeline.health.check import Check, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import neuron_instance
 from pipeline.health.report import CheckResult, Verdict
-from pipeline.health.tools import NccomTest, nccom_checks, tool_checks, tools_limit_s
+from pipeline.health.tools import NccomTest, nccom_checks, ranks_limit_s, stage_limit_s, tool_checks, tools_limit_s
 
 EVERYWHERE = ["kernel log", "neuron devices"]
 ON_NEURON = [*EVERYWHERE, "processes", "EFA"]
@@ -74,3 +74,32 @@ def test_a_number_of_processes_that_the_runtime_cannot_join(monkeypatch: pytest.
     assert (verdict(64), verdict(8)) == (Verdict.PASS, Verdict.FIX)
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     assert verdict(128) == Verdict.PASS, "of that nothing is known"
+
+
+QUICK = HealthConfig()
+HOST_ONLY = HealthConfig.model_validate({"only": ["host"]})
+
+
+@pytest.mark.parametrize(
+    ("config", "on_neuron", "seconds"),
+    [
+        (HealthConfig(), False, 450.0),
+        (HealthConfig(), True, 3960.0),
+        (HealthConfig(profile="full"), False, 3960.0),
+        (HOST_ONLY, True, 0.0),
+    ],
+)
+def test_the_limit_of_all_ranks(config: HealthConfig, on_neuron: bool, seconds: float) -> None:
+    assert ranks_limit_s(config, on_neuron=on_neuron) == seconds
+
+
+def test_the_stage_may_take_what_its_parts_may() -> None:
+    def limit_s(config: HealthConfig = QUICK, instance: str = "trn1.32xlarge", nodes: int = 1) -> float:
+        on_neuron = instance != ""
+        return stage_limit_s(config, instance=instance, on_neuron=on_neuron, num_nodes=nodes, processes=32)
+
+    assert limit_s(instance="") == 450
+    assert limit_s(HOST_ONLY) == 0
+    assert limit_s(nodes=4) == limit_s() + QUICK.nodes_wait_s
+    assert limit_s(HealthConfig(profile="full")) > limit_s() > 3960  # nccom-test has a limit of its own
+    assert limit_s(HealthConfig.model_validate({"only": ["cores"]})) == 3960
