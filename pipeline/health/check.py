@@ -33,7 +33,6 @@ class CheckContext:
 
     stop: StopSignal
     """Set when the run is stopped, and when the check's time is over."""
-    time_limit_s: float
     doing: str = "starting"
 
 
@@ -83,7 +82,7 @@ def run_checks(
 def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[], float]) -> list[CheckResult]:
     """The results of one check; its time is written into the first. Raises Preempted."""
     limit_s = config.check_limit_s if check.time_limit_s is None else check.time_limit_s
-    context = CheckContext(StopSignal(), limit_s)
+    context = CheckContext(StopSignal())
     results: list[CheckResult] = []
     errors: list[BaseException] = []
 

@@ -264,7 +264,6 @@ _TOOLS = ("neuron-ls", "neuron-top", "neuron-monitor")  # they open a device, an
 class DeviceProcess(BaseModel):
     pid: Count = 0
     command: str | None = None  # empty where the process is in another container
-    neuron_runtime_version: str | None = None
 
 
 class Device(BaseModel):
@@ -274,8 +273,6 @@ class Device(BaseModel):
     nc_count: Count
     memory_size: Count
     logical_neuroncore_config: Count | None = None
-    neuroncore_ids: list[int] | None = None
-    connected_to: list[int] | None = None
     neuron_processes: list[DeviceProcess] | None = None
     instance_type: str | None = None
 

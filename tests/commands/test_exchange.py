@@ -128,7 +128,7 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (("import",), "0 of 1 arguments"),
+        (("import",), "the following arguments are required: PATH"),
         (("import", "nowhere"), "nowhere does not exist"),
         (("import", "s3://bucket"), "names no folder or file"),
         (("export", "checkpoints/none/step-1"), "no folder to export to"),

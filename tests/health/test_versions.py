@@ -91,7 +91,7 @@ def test_it_comes_before_whatever_opens_a_device(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.unit
 def test_what_is_told_where_nothing_is_wrong() -> None:
-    results = versions_check({"code": "abc"}, find=lambda: {"torch": "2.9.1"}).run(CheckContext(StopSignal(), 1.0))
+    results = versions_check({"code": "abc"}, find=lambda: {"torch": "2.9.1"}).run(CheckContext(StopSignal()))
     assert not isinstance(results, CheckResult)
     (result,) = results
     assert result.figures == {"torch": "2.9.1", "code": "abc"}
