@@ -74,7 +74,6 @@ class Moment:
 
 
 def moment_of(line: Mapping[str, Any]) -> Moment | None:
-    """From a line of the event log; None for one that is no event."""
     stamp, name = line.get("time"), line.get("event")
     if not isinstance(stamp, str) or not isinstance(name, str):
         return None
@@ -194,7 +193,6 @@ def _compiled_ms(moments: Iterable[Moment]) -> dict[float, float]:
 
 
 def _shares_of(steps: Moment, one: Try, compiled_ms: Mapping[float, float]) -> tuple[tuple[Category, float], ...]:
-    """Of the time of some steps."""
     losses = steps.fields.get("losses")
     count = max(1, len(losses)) if isinstance(losses, list) else 1
     first = steps.number("step") - count

@@ -50,8 +50,6 @@ class Entry(Record):
 
 
 class Total(Record):
-    """Of a stage, a cycle, or several."""
-
     name: str
     tries: int
     machine_ms: Mapping[Category, int] = Field(description="Over all nodes")
@@ -70,8 +68,6 @@ class Total(Record):
 
 
 class CycleLedger(Record):
-    """Everything about the time and money of one cycle."""
-
     cycle: str
     outcome: Outcome | Literal["open"]
     entries: tuple[Entry, ...]
@@ -94,8 +90,6 @@ class CycleLedger(Record):
 
 
 class Success(Record):
-    """Over several cycles."""
-
     cycles: int = Field(description="Of those that have ended")
     cycles_done: int = Field(description="Succeeded, or refused by the gate, which is an answer too")
     jobs: int = Field(description="Final ones; not those that a refusal by the gate has left out")
@@ -150,7 +144,6 @@ def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *
 
 
 def total(name: str, entries: Iterable[Entry]) -> Total:
-    """Sums over tries."""
     entries = tuple(entries)
     machine = {kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT}
     known = [entry.usd for entry in entries if entry.usd is not None]
@@ -169,7 +162,6 @@ def total(name: str, entries: Iterable[Entry]) -> Total:
 
 
 def success_of(ledgers: Iterable[CycleLedger]) -> Success:
-    """Rates over cycles that have ended."""
     ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
     due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
     return Success(
@@ -257,13 +249,9 @@ REPORT = "report"
 """The stage that writes the report: it still runs while it does."""
 
 
-def events_key(cycle: str) -> str:
-    return f"cycles/{cycle}/events.jsonl"
-
-
 def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
     """All events of a cycle; none when there is no log. Lines that are no events are left out."""
-    found = map(moment_of, read_events(storage, events_key(cycle)))
+    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl"))
     return tuple(moment for moment in found if moment is not None)
 
 

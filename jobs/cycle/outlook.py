@@ -66,8 +66,6 @@ class EmbedRun:
 
 @dataclass(frozen=True)
 class EmbedRate:
-    """One row of the comparison."""
-
     machine: str
     titles_per_s: float | None
     source: str

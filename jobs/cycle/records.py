@@ -74,3 +74,12 @@ class Closed(Record):
     outcome: Outcome
     at: float
     reason: str = ""
+
+
+class Sighting(Record):
+    """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
+
+    job: str = Field(description="Name of the record; of a child: name:index")
+    id: str
+    reason: str
+    since: float

@@ -24,8 +24,6 @@ STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed")
 
 @dataclass(frozen=True)
 class CycleReport:
-    """All of one page."""
-
     ledger: CycleLedger
     records: tuple[JobRecord, ...]
     evaluation: EvaluationReport | None
@@ -111,7 +109,6 @@ CHART_W, CHART_H = 900, 220
 
 
 def page(report: CycleReport) -> str:
-    """The whole page."""
     ledger = report.ledger
     outcome = "under way" if ledger.outcome == "open" else ledger.outcome
     parts = [
@@ -217,7 +214,6 @@ def _tries(entries: Sequence[Entry]) -> str:
 
 
 def _chart(losses: Sequence[tuple[int, float]]) -> str:
-    """The loss over the steps."""
     if len(losses) < 2:
         return ""
     steps, values = [step for step, _ in losses], [loss for _, loss in losses]

@@ -139,7 +139,6 @@ def money(one: Total) -> str:
 
 
 def success_line(found: Success) -> str:
-    """Over several cycles."""
     words = [
         f"{found.cycles_done} of {found.cycles} cycles done ({_rate(found.cycles_done, found.cycles)})",
         f"{found.jobs_done} of {found.jobs} jobs succeeded ({_rate(found.jobs_done, found.jobs)})",
@@ -150,7 +149,6 @@ def success_line(found: Success) -> str:
 
 
 def total_lines(totals: Sequence[Total]) -> list[str]:
-    """Cycles side by side."""
     return aligned([("cycle", *HEAD[1:]), *(total_row(one) for one in totals)])
 
 

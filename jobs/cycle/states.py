@@ -70,7 +70,6 @@ def leaves_of(job: JobSpec) -> list[Leaf]:
 
 
 def new_record(leaf: Leaf, job_id: str, at: float) -> JobRecord:
-    """A leaf that was just submitted with its job."""
     own = job_id if leaf.index is None else f"{job_id}:{leaf.index}"
     return JobRecord(name=leaf.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=leaf.spec.num_nodes)
 
@@ -102,7 +101,6 @@ def _settled(record: JobRecord, needs: Sequence[JobState], at: float) -> JobReco
 
 
 def starting(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
-    """A new attempt."""
     attempt = AttemptRecord(log_streams=tuple(log_streams))
     return _move(record, JobState.STARTING, attempts=(*record.attempts, attempt))
 
@@ -157,7 +155,6 @@ def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf
 
 
 def all_states(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> dict[str, JobState]:
-    """Of every leaf, and of the parents of arrays."""
     states = dict[str, JobState]()
     children = dict[str, list[JobState]]()
     for leaf in leaves:
@@ -175,7 +172,6 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
-    """What is shown of an array."""
     state = parent_state([child.state for child in children])
     started = [child.started_at for child in children if child.started_at is not None]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
@@ -256,7 +252,6 @@ def exit_code(record: JobRecord) -> int | None:
 
 
 def reason_of(record: JobRecord) -> str:
-    """Why it failed, in one line."""
     leaf = next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED), record)
     last = leaf.attempts[-1] if leaf.attempts else None
     code = None if last is None else last.exit_code

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from jobs.cycle.blocked import Sighting
-from jobs.cycle.records import Closed, JobRecord, Submission
+from jobs.cycle.records import Closed, JobRecord, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import KeyNotFound, Storage
@@ -96,7 +95,6 @@ class CycleStore:
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
     def submitted(self, round_: int) -> dict[str, Submission]:
-        """What was submitted in a round, by name of the job."""
         found = {}
         for stat in self.storage.list(self.key(f"submitted/round-{round_}")):
             name = stat.key.removeprefix(self.key(""))
@@ -131,7 +129,6 @@ class CycleStore:
         self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
     def sightings(self) -> tuple[Sighting, ...]:
-        """Jobs that were blocked when last looked at."""
         return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
 
     def save_sightings(self, sightings: tuple[Sighting, ...]) -> None:
@@ -204,7 +201,6 @@ class CycleStore:
 
 
 def claimed_cycles(storage: Storage) -> list[str]:
-    """Cycles with jobs in this workspace, by name."""
     return [name for name in storage.list_dirs("cycles") if storage.stat(f"cycles/{name}/jobs/claim.json")]
 
 

@@ -42,8 +42,6 @@ class LogTail:
 
 @dataclass(frozen=True)
 class ProcessSeen:
-    """One process of the command, as it was."""
-
     pid: int
     words: tuple[str, ...]
     status: str
@@ -111,12 +109,10 @@ class Command:
                     process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> dict[int, str]:
-        """The stacks that were shown, by process id."""
         shown = {int(path.name): path.read_text(errors="replace") for path in sorted(self._stacks.glob("[0-9]*"))}
         return {pid: text for pid, text in shown.items() if text}
 
     def processes(self) -> tuple[ProcessSeen, ...]:
-        """All that is left of the command."""
         return tuple(seen for process in self._family() if (seen := _seen(process)) is not None)
 
     def end(self) -> None:

@@ -16,8 +16,6 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Place:
-    """One try of one node of a job."""
-
     workspace: str
     cycle: str
     job: str

@@ -30,8 +30,6 @@ CONNECT_S, PAUSE_S = 1.0, 0.25
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """One node as the main node last saw it."""
-
     node: int
     heard_s_ago: float | None
     """None: it never came, or it is the main node itself."""
@@ -340,7 +338,6 @@ class Roll:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that have not come yet."""
         return [node for node in range(1, self.num_nodes) if node not in self._heard]
 
     @property
@@ -354,7 +351,6 @@ class Roll:
         return 0 < node < self.num_nodes and node not in self._heard
 
     def hear(self, node: int, now: float) -> None:
-        """A node has come, or is still there."""
         self._heard[node] = now
 
     def report(self, node: int, code: int) -> None:

@@ -30,14 +30,10 @@ from pipeline.telemetry.events import read_events
 # The settings of the cycle: from the workspace to the command line of the pipeline.
 
 
-def settings_key(cycle: str) -> str:
-    return f"cycles/{cycle}/jobs/settings.json"
-
-
 def read_settings(storage: Storage, cycle: str) -> bytes | None:
     """What the jobs of the cycle were submitted with; None when nothing was. Raises every error of storage."""
     try:
-        return storage.read_bytes(settings_key(cycle))
+        return storage.read_bytes(f"cycles/{cycle}/jobs/settings.json")
     except KeyNotFound:
         return None
 
@@ -67,10 +63,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def host_name() -> str:
-    return socket.gethostname()
 
 
 Say = Callable[[str], None]
@@ -194,7 +186,7 @@ class _Attempt:
             attempt=self.place.attempt,
             node=self.place.node,
             num_nodes=self.place.num_nodes,
-            host=host_name(),
+            host=socket.gethostname(),
             command=tuple(self.words),
             exit_code=outcome.code,
             own_exit_code=outcome.own_code,

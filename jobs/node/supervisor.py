@@ -72,8 +72,6 @@ MAX_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Outcome:
-    """How this node's part ended."""
-
     code: int
     """Of the job, as far as this node decides it."""
     own_code: int
@@ -139,7 +137,6 @@ class Supervisor:
             self._end(error.exit_code)
 
     def _look(self) -> None:
-        """Has the command ended?"""
         if self.command is None or self._own is not None:
             return
         self._returncode = self.command.returncode()

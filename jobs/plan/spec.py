@@ -56,8 +56,6 @@ def _rule(action: str, *, on_status_reason: str = "", on_reason: str = "", on_ex
 
 
 class DependencyType(StrEnum):
-    """What a dependency waits for."""
-
     ALL = "ALL"
     """The whole of the other job. (AWS Batch: no type.)"""
     N_TO_N = "N_TO_N"
@@ -82,8 +80,6 @@ class Ulimit(Record):
 
 
 class Resources(Record):
-    """What one node of a job gets."""
-
     vcpus: int
     memory_mib: int
     shared_memory_mib: int = Field(64, description="Size of the tmpfs for shared memory")

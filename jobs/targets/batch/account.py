@@ -54,7 +54,7 @@ def look_up(client: BatchClient, plan: Plan) -> Account:
     names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
     described = client.queues(names)
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
-    arns = {one["computeEnvironment"] for queue in queues.values() for one in queue.get("computeEnvironmentOrder", ())}
+    arns = {arn for queue in queues.values() for arn in _environments_of(queue)}
     policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
     return Account(
         queues,
@@ -87,7 +87,7 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
         yield from _room(
             job,
             where.queue,
-            [account.environments[arn] for arn in _environments(queue) if arn in account.environments],
+            [account.environments[arn] for arn in _environments_of(queue) if arn in account.environments],
         )
 
 
@@ -128,7 +128,7 @@ def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[
         yield f"{job.name}: instance type {wanted}; the compute environments offer {', '.join(sorted(offered))}"
 
 
-def _environments(queue: Detail) -> list[str]:
+def _environments_of(queue: Detail) -> list[str]:
     return [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
 
 

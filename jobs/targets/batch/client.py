@@ -144,15 +144,12 @@ class _Client:
 
 
 class BatchClient(_Client):
-    """AWS Batch."""
-
     def register(self, request: Request) -> str:
         """A new revision of a job definition, as `name:revision`."""
         answer = self._call("registering a job definition", "register_job_definition", **request)
         return f"{answer['jobDefinitionName']}:{answer['revision']}"
 
     def active_definitions(self, name: str) -> list[Detail]:
-        """Revisions of one name that were not deregistered."""
         wanted = {"jobDefinitionName": name, "status": "ACTIVE"}
         return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", wanted))
 
@@ -190,7 +187,6 @@ class BatchClient(_Client):
         self._call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
 
     def queues(self, names: Sequence[str]) -> list[Detail]:
-        """Those of the queues, given by name or ARN, that exist."""
         return self._described("describing queues", "describe_job_queues", "jobQueues", names)
 
     def compute_environments(self, names: Sequence[str]) -> list[Detail]:
@@ -199,7 +195,6 @@ class BatchClient(_Client):
         return self._described(doing, operation, "computeEnvironments", names)
 
     def scheduling_policies(self, arns: Sequence[str]) -> list[Detail]:
-        """Those of the policies that exist."""
         found: list[Detail] = []
         for chunk in _chunks(arns):
             answer = self._call("describing scheduling policies", "describe_scheduling_policies", arns=chunk)

@@ -42,14 +42,12 @@ def check_plan(plan: Plan) -> None:
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:
-    """Everything that is wrong, one line each."""
     yield from dag_problems(plan.jobs)
     for job in plan.jobs:
         yield from (f"{job.name}: {problem}" for problem in job_problems(plan, job))
 
 
 def job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    """What is wrong with one job by itself."""
     yield from _names(plan, job)
     yield from _shape(job)
     yield from _retries(job)

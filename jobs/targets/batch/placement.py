@@ -27,7 +27,6 @@ def placed(plan: Plan, jobs: JobsConfig) -> Plan:
 
 
 def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:
-    """Of one job of the plan."""
     return BatchPlacement.model_validate(plan.placements.get(job.name, {}))
 
 

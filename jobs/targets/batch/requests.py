@@ -7,23 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import DependencyType, JobSpec, Resources, Retry
+from jobs.plan.spec import DependencyType, JobSpec, Retry
 from jobs.targets.batch.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 
 Request = dict[str, Any]
 
 
-def definition_name(plan: Plan, job: JobSpec) -> str:
-    """One definition a pipeline and kind of job; its revisions are its contents."""
-    return f"{plan.pipeline}-{job.stage}"
-
-
 def definition_request(plan: Plan, job: JobSpec) -> Request:
     """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
     container = _container(plan, job)
     request: Request = {
-        "jobDefinitionName": definition_name(plan, job),
+        "jobDefinitionName": f"{plan.pipeline}-{job.stage}",  # its revisions are its contents
         "type": "multinode" if job.num_nodes else "container",
         "schedulingPriority": placement_of(plan, job).priority,
         "retryStrategy": _retry(job.retry),
@@ -54,9 +49,10 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
     }
-    words = [*job.command]
-    environment = [{"name": name, "value": value} for name, value in sorted(_of_cycle(plan, job).items())]
-    override: Request = {"command": words, "environment": environment}
+    # What differs between cycles is not part of the definition.
+    of_cycle = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
+    environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
+    override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:
         request["nodeOverrides"] = {
             "numNodes": job.num_nodes,
@@ -74,11 +70,6 @@ def job_name(plan: Plan, job: JobSpec) -> str:
     return f"{plan.pipeline}-{plan.cycle}-{job.name}"
 
 
-def _of_cycle(plan: Plan, job: JobSpec) -> dict[str, str]:
-    """What differs between cycles is not part of the definition."""
-    return {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
-
-
 def _container(plan: Plan, job: JobSpec) -> Request:
     needs, where = job.resources, placement_of(plan, job)
     container: Request = {
@@ -89,7 +80,14 @@ def _container(plan: Plan, job: JobSpec) -> Request:
             {"type": "MEMORY", "value": str(needs.memory_mib)},
         ],
         "environment": [{"name": name, "value": value} for name, value in sorted(job.environment.items())],
-        "linuxParameters": _linux(needs),
+        "linuxParameters": {
+            "devices": [
+                {"hostPath": path, "containerPath": path, "permissions": ["READ", "WRITE", "MKNOD"]}
+                for path in needs.devices
+            ],
+            "sharedMemorySize": needs.shared_memory_mib,
+            "initProcessEnabled": True,
+        },
         "ulimits": [{"name": u.name, "softLimit": u.soft, "hardLimit": u.hard} for u in needs.ulimits],
         "privileged": False,
         "logConfiguration": {
@@ -100,15 +98,6 @@ def _container(plan: Plan, job: JobSpec) -> Request:
     if where.job_role:
         container["jobRoleArn"] = where.job_role
     return container
-
-
-def _linux(needs: Resources) -> Request:
-    permissions = ["READ", "WRITE", "MKNOD"]
-    return {
-        "devices": [{"hostPath": path, "containerPath": path, "permissions": permissions} for path in needs.devices],
-        "sharedMemorySize": needs.shared_memory_mib,
-        "initProcessEnabled": True,
-    }
 
 
 def _retry(retry: Retry) -> Request:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.account import preflight
+from jobs.targets.batch.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.placement import placement_of
@@ -61,7 +61,6 @@ class Finder:
         return self.client.repeat(find_or_submit, doing=f"submitting {request['jobName']}", retryable=_is_unknown)
 
     def live_ids(self, queue: str, name: str) -> list[str]:
-        """Ids of the jobs of this name that have not ended."""
         found = self.client.repeat(lambda: self.live(queue, name), doing=f"looking for {name}", retryable=_is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
@@ -172,7 +171,9 @@ class BatchTarget:
     def _hand_over(self, finder: Finder, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
-        request = _round_request(plan, round_, job, submit_request(plan, job, definition=definition, ids=ids))
+        request = submit_request(plan, job, definition=definition, ids=ids)
+        request["jobName"] = name_in_round(plan, job, round_)
+        request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(round_)}
         self.renew()  # nobody else may have taken over when the job is made
         job_id = finder.adopt_or_submit(request)
         submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
@@ -237,11 +238,6 @@ def _check_names(plan: Plan, round_: int, jobs: Sequence[JobSpec]) -> None:
             expected=f"at most {MAX_NAME_CHARACTERS}",
             next_command="a shorter jobs.name or --cycle",
         )
-
-
-def _round_request(plan: Plan, round_: int, job: JobSpec, request: Request) -> Request:
-    tags = request["tags"] | {PLAN_TAG: plan.plan_id, "round": str(round_)}
-    return request | {"jobName": name_in_round(plan, job, round_), "tags": tags}
 
 
 # From DescribeJobs to records. Times of AWS are milliseconds.

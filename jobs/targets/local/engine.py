@@ -275,7 +275,6 @@ class Engine:
                 self._update({leaf.name: states.failed(record, reason, self.clock())})
 
     def _drive(self, leaf: Leaf, cancelled: str) -> None:
-        """One attempt a step further."""
         folders = self._folders(leaf)
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]

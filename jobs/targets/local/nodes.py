@@ -40,8 +40,6 @@ Signal = Literal["SIGTERM", "SIGINT"]
 
 
 class Phase(StrEnum):
-    """Where one node is."""
-
     ABSENT = "absent"
     STARTING = "starting"
     """Under way, its command has not begun."""
@@ -69,8 +67,6 @@ class NodeEnd:
 
 @dataclass(frozen=True)
 class NodeView:
-    """What is seen of one node now."""
-
     phase: Phase
     started_at: float | None = None
     end: NodeEnd | None = None
@@ -192,7 +188,6 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
 
 
 def _last_words(folder: Path) -> str:
-    """Of a keeper that ended before it began."""
     lines = (folder / "log.txt").read_text(errors="replace").splitlines()
     return lines[-1] if lines else "its keeper ended before it began"
 
@@ -303,7 +298,6 @@ class LocalFiles:
         return str(path.relative_to(self.workspace) if self.workspace is not None and is_inside else path)
 
     def log_path(self, stream: str) -> Path:
-        """Where a log of a record is."""
         return (self.workspace or self.folder) / stream
 
     def _state_path(self, round_: int) -> Path:
@@ -323,7 +317,6 @@ class LocalFiles:
 
 
 def leaf_folder(leaf_id: str) -> str:
-    """The name of a leaf's folder."""
     return leaf_id.replace(":", "_")
 
 

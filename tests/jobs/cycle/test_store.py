@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cycle.blocked import Sighting
-from jobs.cycle.records import Closed, JobRecord, JobState, Submission
+from jobs.cycle.records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.cycle.store import LEASE_S, CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError

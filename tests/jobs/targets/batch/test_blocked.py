@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.cycle.blocked import BlockKind, Sighting, block_lines, explain, overdue, watch
-from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.records import JobRecord, JobState, Sighting
+from jobs.targets.batch.blocked import BlockKind, block_lines, explain, overdue, watch
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
 CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"

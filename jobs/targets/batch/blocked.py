@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.records import JobRecord, JobState, Sighting
 from pipeline.core.format import format_duration
 
 DWELL_S = 15 * 60.0
@@ -32,80 +30,61 @@ NEVER_STARTS = frozenset({BlockKind.MISCONFIGURATION})
 
 @dataclass(frozen=True)
 class Block:
-    """One reason in words."""
+    """A reason of AWS Batch, known by a part of its text, in our words."""
 
+    word: str
     kind: BlockKind
     words: str
     next_command: str
 
 
-_MISCONFIGURED, _QUEUE = BlockKind.MISCONFIGURATION, "aws batch describe-job-queues --job-queues QUEUE"
-_REASONS: tuple[tuple[str, Block], ...] = (
-    (
+_CAPACITY, _MISCONFIGURED = BlockKind.CAPACITY, BlockKind.MISCONFIGURATION
+_QUEUE = "aws batch describe-job-queues --job-queues QUEUE"
+_REASONS = (
+    Block(
         "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
-        Block(
-            BlockKind.CAPACITY,
-            "EC2 has no such instances free in the zone of the compute environment",
-            "wait; or add a zone, a reservation or a capacity block to the compute environment",
-        ),
+        _CAPACITY,
+        "EC2 has no such instances free in the zone of the compute environment",
+        "wait; or add a zone, a reservation or a capacity block to the compute environment",
     ),
-    (
+    Block(
         "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
-        Block(
-            _MISCONFIGURED,
-            "it needs more vCPU than maxvCpus of any compute environment of the queue",
-            "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
-        ),
+        _MISCONFIGURED,
+        "it needs more vCPU than maxvCpus of any compute environment of the queue",
+        "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
-    (
+    Block(
         "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
-        Block(
-            _MISCONFIGURED,
-            "no instance type of the compute environments has the vCPU and memory it asks for",
-            "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
-        ),
+        _MISCONFIGURED,
+        "no instance type of the compute environments has the vCPU and memory it asks for",
+        "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
     ),
-    (
+    Block(
         "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
-        Block(
-            _MISCONFIGURED,
-            "the service role of the compute environment lacks rights to start instances",
-            "use the service-linked role AWSServiceRoleForBatch",
-        ),
+        _MISCONFIGURED,
+        "the service role of the compute environment lacks rights to start instances",
+        "use the service-linked role AWSServiceRoleForBatch",
     ),
-    ("MISCONFIGURATION:", Block(_MISCONFIGURED, "the queue or its compute environments are set up wrongly", _QUEUE)),
-    ("CAPACITY:", Block(BlockKind.CAPACITY, "there is no capacity for it", "wait, or use another queue")),
-    (
-        "UNDETERMINED",
-        Block(BlockKind.UNDETERMINED, "AWS Batch does not know why it cannot start", _QUEUE),
-    ),
+    Block("MISCONFIGURATION:", _MISCONFIGURED, "the queue or its compute environments are set up wrongly", _QUEUE),
+    Block("CAPACITY:", _CAPACITY, "there is no capacity for it", "wait, or use another queue"),
+    Block("UNDETERMINED", BlockKind.UNDETERMINED, "AWS Batch does not know why it cannot start", _QUEUE),
 )
-
-
-class Sighting(BaseModel):
-    """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    job: str = Field(description="Name of the record; of a child: name:index")
-    id: str
-    reason: str
-    since: float
 
 
 def explain(status_reason: str) -> Block | None:
     """What a status reason says of a blocked queue; None when it says nothing of it."""
-    return next((block for word, block in _REASONS if word in status_reason), None)
+    return next((block for block in _REASONS if block.word in status_reason), None)
 
 
 def watch(records: Sequence[JobRecord], before: Collection[Sighting], now: float) -> tuple[Sighting, ...]:
     """Who is blocked now. The time of first sight is kept while the same job has the same reason."""
     since = {(one.id, one.reason): one.since for one in before}
     return tuple(
-        Sighting(job=leaf.name, id=leaf.id, reason=reason, since=since.get((leaf.id, reason), now))
+        # The word of the table, without the rest of the text, which may change from look to look.
+        Sighting(job=leaf.name, id=leaf.id, reason=block.word, since=since.get((leaf.id, block.word), now))
         for record in records
         for leaf in record.leaves()
-        if leaf.state is JobState.RUNNABLE and (reason := _reason(leaf.status_reason))
+        if leaf.state is JobState.RUNNABLE and (block := explain(leaf.status_reason))
     )
 
 
@@ -121,15 +100,9 @@ def overdue(
 
 
 def block_lines(sightings: Sequence[Sighting], now: float) -> Iterator[str]:
-    """What to tell the user, a line each."""
     for one in sightings:
         if block := explain(one.reason):
             yield (
                 f"{one.job} cannot start: {block.words} ({one.reason}, for {format_duration(now - one.since)}); "
                 f"next: {block.next_command}"
             )
-
-
-def _reason(status_reason: str) -> str:
-    """The word of the table, without the rest of the text, which may change from look to look."""
-    return next((word for word, _ in _REASONS if word in status_reason), "")
