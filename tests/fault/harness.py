@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from pipeline.io.storage import Storage, open_storage
+from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
 CYCLE = "c1"
@@ -94,7 +95,7 @@ Trace = dict[int, tuple[float, float, str]]
 class Run:
     """One `trnpipe` process and what it printed."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
 
     @property
@@ -169,6 +170,8 @@ class Place:
     flags: tuple[str, ...] = TINY
     env: Mapping[str, str] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    forked: bool = True
+    """From the zygote, see there; else by `python -m pipeline`."""
 
     @cached_property
     def storage(self) -> Storage:
@@ -197,13 +200,18 @@ class Place:
 
     def start(self, stage: str, *flags: str, cycle: str = CYCLE) -> Run:
         """Start `trnpipe <stage>`; later flags win over earlier ones."""
-        command = [sys.executable, "-m", "pipeline", stage, f"--workspace={self.workspace}", f"--cycle={cycle}"]
-        command += _last_wins([f"--scratch={self.scratch}", *self.flags, *flags])
+        words = [stage, f"--workspace={self.workspace}", f"--cycle={cycle}"]
+        words += _last_wins([f"--scratch={self.scratch}", *self.flags, *flags])
         env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         env = {**{k: v for k, v in env.items() if not k.startswith("TRNPIPE_")}, **ENV, **self.env}
         log = self.folder / f"run-{len(self.runs)}-{stage}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=ROOT, start_new_session=True)
+            process: subprocess.Popen[bytes] | Forked
+            if self.forked:
+                process = Forked("pipeline", words, env=env, cwd=ROOT, stdout=out, stderr=err)
+            else:
+                command = [sys.executable, "-m", "pipeline", *words]
+                process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=ROOT, start_new_session=True)
         run = Run(process, log)
         self.runs.append(run)
         return run
@@ -322,6 +330,7 @@ def reference(backend: str, flags: tuple[str, ...] = TINY) -> Ended:
     folder = Path(mkdtemp(prefix="trnpipe-reference-"))
     _FOLDERS.append(folder)
     place = copy_of_prepared(folder, backend, flags)
+    place.forked = False  # another hash seed than those that are compared with it
     place.run("train")
     ended = place.ended()
     assert sorted(ended.trace) == list(range(1, len(ended.trace) + 1))

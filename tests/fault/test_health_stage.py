@@ -36,6 +36,7 @@ SHM = Path("/dev/shm")
 def here(bare_place: Callable[..., Place], tmp_path: Path) -> Iterator[Place]:
     """A place in which nothing but reports and events may stay, whatever happens."""
     place = bare_place("cpu", FLAGS)
+    place.forked = False  # found by its command line and environment
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     place.env = {"TMPDIR": str(temporary), "AWS_EC2_METADATA_DISABLED": "true"}

@@ -1,0 +1,155 @@
+"""`python -m <module>` without the imports: forked from a process of this worker that has them behind it.
+
+Torch, pyarrow and boto3 take 3 s of processor time to import. A forked child is a real process: session leader, with
+its own environment, output and exit code, killed for real. It differs from `python -m` in what is decided before the
+first line of Python: /proc shows the command line and environment of the zygote, hash seeds are the zygote's, and
+PYTHON... variables do nothing. So a test that proves something about these, or compares with a run that shall differ
+in them, takes a process of its own.
+"""
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = (
+    "boto3",
+    "pyarrow.parquet",
+    "torch",
+    *(f"pipeline.stages.{name}" for name in ("train", "embed", "evaluate")),
+)
+STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = range(3)
+REQUEST_BYTES = 2**20
+
+
+class Forked:
+    """What `subprocess.Popen` is to a child of this process, for one of the zygote."""
+
+    def __init__(
+        self, module: str, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: IO[Any], stderr: IO[Any]
+    ) -> None:
+        self.args = ["python", "-m", module, *words]
+        self.returncode: int | None = None
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(_zygote())
+        request = json.dumps({"module": module, "words": list(words), "env": dict(env), "cwd": str(cwd)}).encode()
+        socket.send_fds(self._line, [request], [stdout.fileno(), stderr.fileno()])
+        self.pid = int(self._read())
+
+    def poll(self) -> int | None:
+        return self._end(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._end(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._line], [], [], timeout_s)[0]:
+            self.returncode = int(self._read())
+            self._line.close()
+        return self.returncode
+
+    def _read(self) -> bytes:
+        """One number, ended by a newline; two of them never come without something between."""
+        data = b""
+        while not data.endswith(b"\n"):
+            block = self._line.recv(1)
+            assert block, "the zygote has ended"
+            data += block
+        return data
+
+
+@cache
+def _zygote() -> str:
+    """The socket of this process's zygote, which ends with it."""
+    path = str(Path(tempfile.mkdtemp(prefix="trnpipe-zygote-")) / "socket")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.zygote", path]
+    zygote = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert zygote.stdin and zygote.stdout
+    assert zygote.stdout.readline() == b"ready\n"
+    _KEPT.append(zygote)
+    return path
+
+
+_KEPT: list[subprocess.Popen[bytes]] = []
+
+
+def serve(path: str) -> str:
+    """Fork for every request. Returns in the children alone: the module that each is to run."""
+    for name in IMPORTED:
+        import_module(name)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    os.write(STANDARD_OUTPUT, b"ready\n")
+    while True:
+        ready, _, _ = select.select([listener, STANDARD_INPUT], [], [], 1.0)
+        if STANDARD_INPUT in ready:  # closed: the worker has ended
+            os._exit(0)
+        if listener in ready:
+            line, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return _attend(line)
+            line.close()
+        while _reaped():
+            pass
+
+
+def _reaped() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _attend(line: socket.socket) -> str:
+    """Start the child, tell its number, and how it ends."""
+    data, descriptors, _, _ = socket.recv_fds(line, REQUEST_BYTES, 2)
+    request = json.loads(data)
+    child = os.fork()
+    if child:
+        line.sendall(b"%d\n" % child)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        line.sendall(b"%d\n" % code)
+        os._exit(0)
+    os.setsid()
+    line.close()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, standard in zip((nothing, *descriptors), range(3), strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = [request["module"], *request["words"]]
+    module: str = request["module"]
+    return module
+
+
+if __name__ == "__main__":
+    runpy.run_module(serve(sys.argv[1]), run_name="__main__", alter_sys=True)
