@@ -20,6 +20,10 @@ ARGS      ?=
 FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
+# Tests start hundreds of processes, each of which would compile all of our modules where no bytecode may be written.
+PYTEST     = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+MYPY_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trnpipe/mypy
+
 # What Terraform outputs for trnjobs: files of settings and, over them, build/infra.json.
 TF         = terraform -chdir=infra
 AWS_FLAGS  = $$(cat build/infra.flags) $(if $(filter command line environment,$(origin CYCLE)),--cycle $(CYCLE)) $(ARGS)
@@ -96,19 +100,20 @@ mine: $(STAMP)  ## prepare data, then mine hard negatives; make train ARGS="--tr
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe mine $(FLAGS)
 
-test: $(STAMP) lint scan  ## lint, types, security rules and all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+test: $(STAMP)  ## lint, types, security rules and all tests
+	$(MAKE) --jobs=2 --output-sync=target lint scan
+	$(PYTEST) --dist worksteal $(TESTS)
 
 test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and its properties with many examples
-	$(BIN)/python -m pytest -n 2 -m "thorough or property" --hypothesis-profile=thorough $(TESTS)
+	$(PYTEST) -m "thorough or property" --hypothesis-profile=thorough $(TESTS)
 
 test-fast: $(STAMP)  ## unit tests only, seconds
-	$(BIN)/python -m pytest -n 2 -m "not stage and not fault" $(TESTS)
+	$(PYTEST) -m "not stage and not fault" $(TESTS)
 
 lint: $(STAMP)  ## formatting, lint, strict types, Dockerfiles
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir=$(MYPY_CACHE)
 	$(BIN)/hadolint --failure-threshold style docker/*.Dockerfile
 
 scan: $(SCAN)/.installed  ## security rules over infra/, docker/ and the workflow; every exception has its reason beside it

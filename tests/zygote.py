@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,12 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = (
-    "boto3",
-    "pyarrow.parquet",
-    "torch",
-    *(f"pipeline.stages.{name}" for name in ("train", "embed", "evaluate")),
-)
+IMPORTED = ("boto3", "pyarrow.parquet", "pipeline.stages.train", "pipeline.stages.embed", "pipeline.stages.evaluate")
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = range(3)
 REQUEST_BYTES = 2**20
 
@@ -107,10 +103,11 @@ def serve(path: str) -> str:
     listener.listen()
     os.write(STANDARD_OUTPUT, b"ready\n")
     while True:
-        ready, _, _ = select.select([listener, STANDARD_INPUT], [], [], 1.0)
+        ready, _, _ = select.select([listener.fileno(), STANDARD_INPUT], [], [], 1.0)
         if STANDARD_INPUT in ready:  # closed: the worker has ended
+            shutil.rmtree(Path(path).parent)
             os._exit(0)
-        if listener in ready:
+        if listener.fileno() in ready:
             line, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()

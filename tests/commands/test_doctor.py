@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import cli
 from tests.compile.traces import needs_xla
 from tests.fault.harness import ENV
 
@@ -20,18 +21,20 @@ def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENV}, check=False)
 
 
-def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path) -> None:
-    fits = doctor(tmp_path, "--model.preset=base", "--train.precision=bf16")
-    assert fits.returncode == 0, fits.stderr
-    assert "nothing is prepared yet: assuming a vocabulary of 8,192 and 4 classes" in fits.stdout
-    assert fits.stdout.count("fits)") == 4  # lengths of rows
-    assert "torch_xla" not in fits.stderr
-    large = doctor(tmp_path, "--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
-    assert large.returncode == CONFIG_CODE
-    assert "DOES NOT FIT" in large.stdout
-    unknown = doctor(tmp_path, "--estimate.instance=p4d.24xlarge")
-    assert unknown.returncode == CONFIG_CODE
-    assert "instance type p4d.24xlarge" in unknown.stderr and "trn1.32xlarge" in unknown.stderr
+def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def estimate(*words: str) -> tuple[int, str]:
+        code = cli.main(["doctor", f"--workspace={tmp_path}", *words])
+        return code, "".join(capsys.readouterr())
+
+    code, fits = estimate("--model.preset=base", "--train.precision=bf16")
+    assert code == 0, fits
+    assert "nothing is prepared yet: assuming a vocabulary of 8,192 and 4 classes" in fits
+    assert fits.count("fits)") == 4  # lengths of rows
+    code, large = estimate("--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
+    assert (code, "DOES NOT FIT" in large) == (CONFIG_CODE, True)
+    code, unknown = estimate("--estimate.instance=p4d.24xlarge")
+    assert code == CONFIG_CODE
+    assert "instance type p4d.24xlarge" in unknown and "trn1.32xlarge" in unknown
 
 
 @needs_xla
@@ -63,6 +66,7 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
 
 @needs_xla
 @pytest.mark.stage
+@pytest.mark.thorough
 def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) -> None:
     small = ("--model.num-layers=1", "--data.buckets=8x16", "--model.max-positions=16")
     done = doctor(

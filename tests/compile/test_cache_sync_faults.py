@@ -112,8 +112,12 @@ def is_usable(root: Path, *originals: Path) -> bool:
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "before",
-    [{}, FILES[EntryState.FAILED], FILES[EntryState.INCOMPLETE], {GRAPH: b"graph", DONE: b""}],
-    ids=["missing", "failed", "no marker", "no neff"],
+    [
+        pytest.param({}, id="missing"),
+        pytest.param(FILES[EntryState.FAILED], id="failed", marks=pytest.mark.thorough),
+        pytest.param(FILES[EntryState.INCOMPLETE], id="no marker", marks=pytest.mark.thorough),
+        pytest.param({GRAPH: b"graph", DONE: b""}, id="no neff", marks=pytest.mark.thorough),
+    ],
 )
 def test_kill_9_at_every_change_of_a_pull(
     tmp_path: Path, before: dict[str, bytes], monkeypatch: pytest.MonkeyPatch

@@ -165,6 +165,7 @@ def test_the_split_that_is_judged_chooses_no_weight(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_share_the_search_and_one_scores_the_baselines(case: Case) -> None:
     case.run(WARN, "--no-evaluate.promote")
     alone = case.report()
