@@ -37,7 +37,7 @@ def loader_rate(rows: TokenRows, config: TrainConfig, start: int, batches: int) 
     started = time.monotonic()
     for position in range(start, start + batches):
         next(source)
-        tokens += stream.took(position)[0]
+        tokens += stream.received(position)[0]
     return tokens / (time.monotonic() - started)
 
 

@@ -59,7 +59,7 @@ class Stepper:
         micros = []
         for _ in range(self.accumulation):
             micros.append(next(self.batches))
-            self.tokens += self.stream.took(self.position)[0]
+            self.tokens += self.stream.received(self.position)[0]
         self.program.step(micros)
         self.position += 1
         if self.position % self.log_every == 0:

@@ -60,7 +60,7 @@ def is_lazy_host(device_name: str) -> bool:
 
 
 def process_group(name: str) -> str | None:
-    """The torch.distributed backend that ranks on such devices need beside gloo; told without opening a device."""
+    """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device."""
     return "cuda:nccl" if _resolved(name) == "cuda" else None
 
 

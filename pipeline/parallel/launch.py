@@ -28,12 +28,12 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal) -> int:
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
         torchrun = subprocess.Popen(command, env=env, start_new_session=True)  # noqa: S603 - a list, no shell
-        told = False
+        terminating = False
         while torchrun.poll() is None:
-            if stop.wait(0.2) and not told:
+            if stop.wait(0.2) and not terminating:
                 torchrun.terminate()  # torchrun passes it on to every rank and waits for them
-                told = True
-            elif told:
+                terminating = True
+            elif terminating:
                 try:
                     torchrun.wait(timeout=0.2)
                 except subprocess.TimeoutExpired:
@@ -53,7 +53,7 @@ def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     """One code for a gang (None: the rank died without one).
 
     A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
-    bug, then (unless all were told to stop) a transient failure.
+    bug, then (unless all were stopped) a transient failure.
     """
     if all(code == EXIT_OK for code in codes):
         return EXIT_OK

@@ -1,4 +1,4 @@
-"""The interface through which the other nodes of a job reach this machine, and what libraries are told of it."""
+"""The interface through which the other nodes of a job reach this machine, and the variables that name it."""
 
 import ipaddress
 import re

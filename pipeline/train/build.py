@@ -56,7 +56,7 @@ class Saver:
     warn: Callable[[str], None]
     start_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Of what is learnt in this run, and which a parent may lack."""
-    _told: str = field(init=False, default="")
+    _warned: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
         """The newest valid checkpoint of this cycle, the same on every rank."""
@@ -85,9 +85,9 @@ class Saver:
 
     def save(self, step: int, best: Best | None) -> None:
         """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
-        if self.writer.failure and self.writer.failure != self._told:
-            self._told = self.writer.failure
-            self.warn(f"a checkpoint could not be saved, training goes on: {self._told}")
+        if self.writer.failure and self.writer.failure != self._warned:
+            self._warned = self.writer.failure
+            self.warn(f"a checkpoint could not be saved, training goes on: {self._warned}")
         weights, optimizer = self.program.snapshot()
         if not self.gang.world.is_main:
             return

@@ -62,7 +62,7 @@ class BatchStream:
             self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
             yield {**micro.tensors, "control": control}
 
-    def took(self, position: int) -> tuple[int, int, float]:
+    def received(self, position: int) -> tuple[int, int, float]:
         """Call once for every batch received: (real tokens, digest of its samples, when it was ready on the host).
 
         Raises RuntimeError when more batches arrive than were made, or another step is due. This counts batches and
@@ -250,7 +250,7 @@ class TrainLoop:
             batch = next(batches, None)
             if batch is None:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
-            micro_tokens, micro_digest, ready_at = self.stream.took(self.step)
+            micro_tokens, micro_digest, ready_at = self.stream.received(self.step)
             # Not the clock around next(): on XLA that waits for the device.
             self._pace.waited(max(0.0, ready_at - asked_at))
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
@@ -272,7 +272,7 @@ class TrainLoop:
         return self._due(every) and self.step < self.max_steps
 
     def _evaluate(self) -> tuple[Standing, bool]:
-        """(what it says, told to stop meanwhile). A stop must not cost the steps since the last checkpoint."""
+        """(what it says, stopped meanwhile). A stop must not cost the steps since the last checkpoint."""
         try:
             return self.hooks.evaluate(self.step), False
         except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left

@@ -1,8 +1,8 @@
 """One training run from its start to its end: train, name the best step, score it as the candidate."""
 
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -43,8 +43,8 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
     """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
     settings, ctx = run.settings, run.ctx
     _announce(run)
-    selection = Selection(run, rungs)
-    with closing(_sink(run)) as sink:
+    best = BestStep(run, rungs)
+    with _scalars(run) as scalars:
         loop = TrainLoop(
             program=run.program,
             stream=BatchStream(run.pools, run.plan, run.share, settings.train, run.start.step, run.max_steps),
@@ -52,7 +52,7 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
             stop=ctx.stop,
             console=ctx.console,
             cadence=Cadence(settings.log.every_steps, settings.train.evaluate_every, settings.checkpoint.every_steps),
-            hooks=Hooks(selection.evaluate, selection.save, sink.scalars, ctx.events.emit),
+            hooks=Hooks(best.evaluate, best.save, scalars, ctx.events.emit),
             deadline_s=_seconds_to(settings.train.deadline),
             skipped=run.start.skipped,
         )
@@ -62,8 +62,8 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
             ctx.stop.set("another rank")  # keeps the reason of our own signal, if there was one
             ctx.stop.raise_if_set(f"training; step {loop.step} of {run.max_steps} is saved")
         if rungs is not None:
-            return _finish_trial(run, selection, loop.step, is_over=ended == "converged")
-        return _finish(run, selection, loop.step, late=ended == "late")
+            return _finish_trial(run, best, loop.step, is_over=ended == "converged")
+        return _finish(run, best, loop.step, late=ended == "late")
 
 
 def _announce(run: Run) -> None:
@@ -98,7 +98,7 @@ def _announce(run: Run) -> None:
     )
 
 
-class Selection:
+class BestStep:
     """Which step is the best so far, by the valid split; every checkpoint is saved with its name."""
 
     def __init__(self, run: Run, rungs: Rungs | None) -> None:
@@ -147,15 +147,15 @@ class Selection:
         self.run.saver.save(step, self.best)
 
 
-def _finish(run: Run, selection: Selection, step: int, *, late: bool) -> Outcome:
+def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     """Evaluate and save the last step, take the best, score it on everything."""
     try:
-        selection.evaluate(step)
+        best.evaluate(step)
     finally:  # a stop or a fault within the evaluation must not cost the last steps
-        selection.save(step)
+        best.save(step)
         run.saver.wait_saved(step)
     run.gang.barrier()
-    chosen = _load_best(run, selection.best, step)
+    chosen = _load_best(run, best.best, step)
     holdouts = {}
     for split in ("valid", "test"):
         rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
@@ -174,13 +174,13 @@ def _finish(run: Run, selection: Selection, step: int, *, late: bool) -> Outcome
     return Outcome(prefix_of(run.ctx.cycle, chosen), chosen, step, late, holdouts)
 
 
-def _finish_trial(run: Run, selection: Selection, step: int, *, is_over: bool) -> Outcome:
+def _finish_trial(run: Run, best: BestStep, step: int, *, is_over: bool) -> Outcome:
     """Of a trial nothing is kept but its figures, and the test split is not looked at."""
     try:
         if not is_over:
-            selection.evaluate(step)
+            best.evaluate(step)
     except (Preempted, TransientError):  # must not cost the steps since the last checkpoint
-        selection.save(step)
+        best.save(step)
         raise
     finally:
         run.saver.writer.wait()
@@ -219,19 +219,15 @@ def _load_best(run: Run, best: Best | None, last: int) -> int:
     return best.step
 
 
-class _NoSink:
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-def _sink(run: Run) -> _NoSink | TensorBoardSink:
+@contextmanager
+def _scalars(run: Run) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    """Where figures go beside events and console: to TensorBoard, if anywhere."""
     if not (run.settings.log.tensorboard and run.ctx.world.is_main):
-        return _NoSink()
+        yield lambda step, values: None
+        return
     local = run.ctx.workspace.local_path(f"cycles/{run.ctx.cycle}/tensorboard")
-    return TensorBoardSink(local or run.ctx.scratch / "tensorboard")
+    with closing(TensorBoardSink(local or run.ctx.scratch / "tensorboard")) as sink:
+        yield sink.scalars
 
 
 def _seconds_to(deadline: datetime | None) -> float | None:

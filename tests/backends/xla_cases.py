@@ -96,7 +96,7 @@ def trained(backend: Backend, rows: TokenRows, config: TrainConfig, model: Model
     stream = BatchStream(groups, plan_of(groups, config), RankShare(), config, 0, 6)
     with backend.loader(stream) as batches:
         for step, item in enumerate(batches):
-            stream.took(step)
+            stream.received(step)
             program.step([item], seeds=[step] if program.has_dropout else ())
     return program
 

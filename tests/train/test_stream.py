@@ -32,10 +32,10 @@ def test_notes_count_tokens_and_name_samples(rows: TokenRows) -> None:
     batches = list(stream)
     list(again)
     for position, batch in enumerate(batches):
-        tokens, digest, ready_at = stream.took(position)
+        tokens, digest, ready_at = stream.received(position)
         texts = len(batch["tokens"]) + int((batch["gain"] >= 0).sum())
         assert tokens == int((batch["tokens"] != 0).sum()) and 4 * texts <= tokens <= 5 * texts
-        assert again.took(position)[1] == digest
+        assert again.received(position)[1] == digest
         assert ready_at > 0
 
 
@@ -43,12 +43,12 @@ def test_a_batch_of_another_step_is_noticed(rows: TokenRows) -> None:
     stream = stream_of(rows)
     list(stream)
     with pytest.raises(RuntimeError, match="of position 0 at position 1"):
-        stream.took(1)
+        stream.received(1)
 
 
 def test_a_batch_more_than_were_made_is_noticed(rows: TokenRows) -> None:
     stream = stream_of(rows, stop=1)
     list(stream)
-    stream.took(0)
+    stream.received(0)
     with pytest.raises(RuntimeError, match="never made"):
-        stream.took(1)
+        stream.received(1)
