@@ -52,19 +52,7 @@ class Shapes:
         self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console
     ) -> Trial:
         """The trial run of these settings, ready to run."""
-        return Trial(
-            train=settings.train,
-            model=settings.model,
-            embed=settings.embed,
-            spec=self.spec,
-            buckets=self.buckets,
-            backend=backend,
-            gang=gang,
-            stop=stop,
-            console=console,
-            watch=watch,
-            figure_rows=settings.log.every_steps,
-        )
+        return Trial(settings, self.spec, self.buckets, backend, gang, stop, console, watch)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:

@@ -16,12 +16,12 @@ from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays
-from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import InputSpec
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
@@ -84,13 +84,11 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """A trial leaves no figures and no events."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
     """What a trial needs of the run it stands for."""
 
-    train: TrainConfig
-    model: ModelConfig
-    embed: EmbedConfig
+    settings: Settings
     spec: InputSpec
     buckets: tuple[Bucket, ...]
     backend: Backend
@@ -98,7 +96,10 @@ class Trial:
     stop: StopSignal
     console: Console
     watch: GraphWatch
-    figure_rows: int
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.settings.train
 
     def run(self) -> None:
         """Train over every bucket, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""
@@ -110,12 +111,12 @@ class Trial:
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
         program = open_program(
-            build_model(self.model, self.spec, self.train.seed),
+            build_model(self.settings.model, self.spec, self.train.seed),
             self.backend,
             self.train,
             share,
             self.gang,
-            figure_rows=self.figure_rows,
+            figure_rows=self.settings.log.every_steps,
             buckets=self.buckets,
             watch=self.watch,
         )
@@ -134,7 +135,7 @@ class Trial:
             gang=self.gang,
             stop=self.stop,
             console=self.console,
-            cadence=Cadence(min(self.figure_rows, 2), max(1, steps // 2), max(1, steps // 2)),
+            cadence=Cadence(min(self.settings.log.every_steps, 2), max(1, steps // 2), max(1, steps // 2)),
             hooks=Hooks(evaluate, save, _nothing, _nothing),
             values_are_real=False,
         )
@@ -169,7 +170,7 @@ class Trial:
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
-        model = build_model(self.model, self.spec, self.train.seed)
+        model = build_model(self.settings.model, self.spec, self.train.seed)
         weights = model.state_dict()
         program = ScoreProgram(
             model,
@@ -202,8 +203,8 @@ class Trial:
 
     def embed_blank(self) -> None:
         """Embed two batches of every shape, without a text in them."""
-        encoder = build_model(self.model, self.spec, self.train.seed).encoder
-        program = EmbedProgram(encoder, self.backend, self.embed, self.watch)
+        encoder = build_model(self.settings.model, self.spec, self.train.seed).encoder
+        program = EmbedProgram(encoder, self.backend, self.settings.embed, self.watch)
         with self.backend.loader(shape.blank() for shape in program.shapes for _ in range(2)) as ready:
             for batch in ready:
                 self.stop.raise_if_set("the trial run; nothing of it is kept")

@@ -30,6 +30,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.world import World
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
@@ -164,9 +165,7 @@ def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(
     _, training = texts(config, rows)
     recorder = Recorder(Replica(0, 2, 2), {})
     Trial(
-        train=config,
-        model=MODEL,
-        embed=EmbedConfig(buckets=(8,)),
+        settings=Settings(train=config, model=MODEL, embed=EmbedConfig(buckets=(8,))),
         spec=SPEC,
         buckets=BUCKETS,
         backend=Replica(0, 2, 2),
@@ -174,7 +173,6 @@ def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(
         stop=StopSignal(),
         console=Console(quiet=True),
         watch=recorder,
-        figure_rows=4,
     ).score()
     met = [(graph.phase, graph.bucket) for graph in recorder.graphs.values()]
     assert sorted(met) == [("embed", "8"), *(("evaluate", bucket.name) for bucket in BUCKETS)]

@@ -46,9 +46,7 @@ def manifest(xla: Backend) -> GraphManifest:
     settings = Settings(train=train, model=MODEL, embed=CONFIG)
     recorder = Recorder(xla, graph_plan(settings, SPEC, (Bucket(8, 8),), RankShare(0, 2), xla.device_name()))
     Trial(
-        train=train,
-        model=MODEL,
-        embed=CONFIG,
+        settings=settings,
         spec=SPEC,
         buckets=(Bucket(8, 8),),
         backend=xla,
@@ -56,7 +54,6 @@ def manifest(xla: Backend) -> GraphManifest:
         stop=StopSignal(),
         console=Console(quiet=True),
         watch=recorder,
-        figure_rows=1,
     ).embed_blank()
     assert not recorder.outside
     return GraphManifest(plan=dict(recorder.plan), graphs=tuple(recorder.graphs.values()))
