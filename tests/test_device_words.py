@@ -25,7 +25,6 @@ ALLOWED = {
     ("jobs/targets/batch/limits.py", "neuron"): "device files of a container, /dev/neuron0",
     ("pipeline/compile/config.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/compile/neuron_tool.py", "neuron"): "a choice of the setting compile.tool",
-    ("pipeline/compile/lint_rules.py", "xla"): "the compiler stack that a graph is written for",
     ("pipeline/health/neuron.py", "neuron"): "device files and folders of the driver, neuron0",
 }
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from pipeline.backends import open_tracer
 from pipeline.command_table import ToolCall
-from pipeline.compile.lint import lint_all, lint_counters
+from pipeline.compile.lint import lint, lint_counters
 from pipeline.compile.watch import Recorder
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError
@@ -47,7 +47,7 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
         f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "
         f"with {largest.num_instructions:,} operations in {largest.hlo_bytes / 1e6:.1f} MB of text"
     )
-    findings = (*lint_all(recorder.modules.values()), *lint_counters(backend.host_operators()))
+    findings = (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         say(str(finding))
     count = Counter(finding.severity for finding in findings)

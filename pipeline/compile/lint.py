@@ -1,14 +1,370 @@
-"""The readiness lint: what neuronx-cc is documented to refuse or to compute wrongly, found in a traced graph."""
+"""The readiness lint: what neuronx-cc is documented to refuse or to compute wrongly, found in a traced graph.
 
-from collections.abc import Iterable, Mapping
+Facts: AWS Neuron documentation (error code pages and release notes of neuronx-cc), and traces by torch-xla 2.9 on
+XLA:CPU. A code such as EVRF001 is the one that neuronx-cc prints (as NCC_EVRF001). HLO0xx are ours, for what has no
+code: results that are documented to be wrong, and operators that the published list does not name. What is documented
+as refused is an error; what is dated, heuristic or wrong only for some values is a warning.
+"""
+
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from pipeline.compile.hlo import Module
-from pipeline.compile.lint_rules import RULES, Rule, Scope, Severity, Target
+from pipeline.compile.hlo import Computation, Instruction, Module
 
-__all__ = ["RULES", "Finding", "Rule", "Target", "errors", "lint", "lint_counters"]
+Severity = Literal["error", "warning"]
 
-_SCALAR_READ = "aten::_local_scalar_dense"
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
+
+
+# Names on the page of EVRF015.
+CUSTOM_CALLS = _words(
+    "AwsNeuronErf AwsNeuronGelu AwsNeuronGeluApprxTanh AwsNeuronGeluBackward AwsNeuronSilu AwsNeuronSiluBackward",
+    "AwsNeuronRmsNorm AwsNeuronSoftmax AwsNeuronSoftmaxBackward AwsNeuronCollectiveMatmul AwsNeuronIntMatmult",
+    "AwsNeuronArgMax AwsNeuronArgMin AwsNeuronTopK AwsNeuronDropoutMaskV1 AwsNeuronCustomNativeKernel",
+    "AwsNeuronCustomOp AwsNeuronDevicePrint AwsNeuronLNCShardingConstraint AwsNeuronTransferWithStaticRing",
+    "ResizeNearest ResizeBilinear ResizeNearestGrad NeuronBoundaryMarker-Start NeuronBoundaryMarker-End",
+    "AwsNeuronModuleMarkerStart-Forward AwsNeuronModuleMarkerEnd-Forward",
+    "AwsNeuronModuleMarkerStart-Backward AwsNeuronModuleMarkerEnd-Backward",
+)
+
+# The last published operator list (release notes, "Supported Operators") in the words of HLO.
+LISTED = _words(
+    "abs add all-gather all-reduce and atan2 batch-norm-grad batch-norm-inference batch-norm-training bitcast-convert",
+    "broadcast ceil clamp compare concatenate constant convert cosine custom-call divide dot dynamic-update-slice",
+    "exponential floor gather get-tuple-element iota log maximum minimum multiply negate not pad parameter power",
+    "reduce reshape reverse rng rng-bit-generator rsqrt scatter select select-and-scatter shift-right-logical sign",
+    "sine slice sqrt subtract tanh transpose tuple",
+)
+REDUCERS = _words("maximum minimum add multiply")
+
+# Absent from it, but used by AWS's own frameworks today, or refused only in special forms (error code pages).
+USED_TODAY = _words(
+    "all-to-all collective-permute convolution erf logistic reduce-scatter reduce-window shift-right-arithmetic sort",
+    "topk while",
+)
+
+# Refused by name on an error code page; and of the same family, or a transfer to the host, but not named there.
+REFUSED = _words("triangular-solve")
+DOUBTFUL = _words("cholesky fft infeed outfeed send send-done recv recv-done map")
+DYNAMIC = _words("set-dimension-size get-dimension-size dynamic-reshape")
+
+INTEGERS = _words("s2 s4 s8 s16 s32 s64 u2 u4 u8 u16 u32 u64")
+FLOATS = _words("f16 bf16 f32 f64")
+PASS_ON = _words("reshape broadcast convert transpose copy bitcast")
+ROUNDING = _words("floor ceil round-nearest-even round-nearest-afz select sign abs multiply")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where an instruction stands: what a rule may look at around it."""
+
+    module: Module
+    computation: Computation
+
+    def operand(self, instruction: Instruction, index: int) -> Instruction | None:
+        return self.operands(instruction)[index] if index < len(instruction.operands) else None
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.computation.by_name[name] for name in instruction.operands]
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        return [self.module.by_name[name] for name in instruction.called]
+
+
+Check = Callable[[Instruction, Scope], str]
+"""What is wrong with an instruction; an empty text when nothing is."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`opcodes`: the operators it looks at; all when empty."""
+
+    code: str
+    severity: Severity
+    opcodes: frozenset[str]
+    check: Check
+    remedy: str
+
+
+def _numbers(text: str) -> list[int]:
+    """The integers in an attribute or a literal."""
+    return [int(number) for number in re.findall(r"-?\d+", text)]
+
+
+def _operator(one: Instruction, scope: Scope) -> str:
+    return f"operator {one.opcode}"
+
+
+def _of_dtype(bad: Callable[[str], bool], what: str) -> Check:
+    def check(one: Instruction, scope: Scope) -> str:
+        dtypes = sorted({shape.dtype for shape in one.shape.arrays() if bad(shape.dtype)})
+        return f"{what.format(one.opcode)} ({', '.join(dtypes)})" if dtypes and one.opcode != "tuple" else ""
+
+    return check
+
+
+def _windowed(what: str, *keys: str) -> Check:
+    """All of these sizes of its window are above one somewhere."""
+
+    def check(one: Instruction, scope: Scope) -> str:
+        return what if all(any(size > 1 for size in one.window.get(key, ())) for key in keys) else ""
+
+    return check
+
+
+def _random_distribution(one: Instruction, scope: Scope) -> str:
+    distribution = one.attribute("distribution")
+    return f"operator rng with {distribution}" if distribution != "rng_uniform" else ""
+
+
+def _random_algorithm(one: Instruction, scope: Scope) -> str:
+    algorithm = one.attribute("algorithm")
+    return f"random numbers by {algorithm}" if algorithm not in ("", "rng_default") else ""
+
+
+def _target(one: Instruction) -> str:
+    return one.attribute("custom_call_target").strip('"')
+
+
+def _unknown_custom_call(one: Instruction, scope: Scope) -> str:
+    return f"custom call {_target(one)}" if _target(one) not in CUSTOM_CALLS else ""
+
+
+def _integer_keys(one: Instruction, scope: Scope) -> str:
+    """Keys of a sort are the operands its comparator looks at: parameters 2k and 2k + 1 belong to operand k."""
+    keys: list[Instruction | None] = []
+    if one.opcode == "topk" or _target(one) in ("TopK", "AwsNeuronTopK"):
+        keys = [scope.operand(one, 0)]
+    elif one.opcode == "sort":
+        for comparator in scope.called(one):
+            used, pending = set[str](), [comparator.root]
+            while pending:
+                used.add(name := pending.pop())
+                pending += [operand for operand in comparator.by_name[name].operands if operand not in used]
+            numbers = {int(p.literal) // 2 for p in comparator.parameters if p.name in used}
+            keys += [scope.operand(one, number) for number in sorted(numbers)]
+    dtypes = {key.dtype for key in keys if key is not None} & INTEGERS
+    return f"{one.opcode} by keys of {', '.join(sorted(dtypes))}" if dtypes else ""
+
+
+def _integer_scatter(one: Instruction, scope: Scope) -> str:
+    """A scatter whose combiner is not plain overwriting (its second half of parameters returned as they are)."""
+
+    def overwrites(combiner: Computation) -> bool:
+        root = combiner.by_name[combiner.root]
+        returned = [root] if root.opcode != "tuple" else [combiner.by_name[name] for name in root.operands]
+        half = len(combiner.parameters) // 2
+        return all(value.opcode == "parameter" and int(value.literal) >= half for value in returned)
+
+    dtypes = {shape.dtype for shape in one.shape.arrays()} & (INTEGERS | {"pred"})
+    if not dtypes or all(map(overwrites, scope.called(one))):
+        return ""
+    return f"scatter that combines {', '.join(sorted(dtypes))}"
+
+
+def _window_inputs(one: Instruction, scope: Scope) -> str:
+    return f"reduce-window over {len(one.operands) // 2} inputs" if len(one.operands) > 2 else ""
+
+
+def _arithmetic_shift(one: Instruction, scope: Scope) -> str:
+    return f"shift-right-arithmetic of {one.dtype}" if one.dtype not in ("s32", "u32") else ""
+
+
+def _index_out_of_range(one: Instruction, scope: Scope) -> str:
+    """Indices that are counted up (iota) or constant, and pass the end of the table."""
+    mapped = _numbers(one.attribute("start_index_map" if one.opcode == "gather" else "scatter_dims_to_operand_dims"))
+    table, indices = scope.operand(one, 0), scope.operand(one, 1)
+    if len(mapped) != 1 or table is None or indices is None or mapped[0] >= len(table.dims):
+        return ""
+    rows = table.dims[mapped[0]]
+    sizes = _numbers(one.attribute("slice_sizes"))
+    index = _largest(indices, scope)
+    last = rows - (sizes[mapped[0]] if sizes else 1)
+    return f"{one.opcode} at index {index} of {rows} rows" if index is not None and index > last else ""
+
+
+def _largest(one: Instruction, scope: Scope) -> int | None:
+    """The largest value of an integer array built from iota and constants; None when it depends on data."""
+    operands = scope.operands(one)
+    match one.opcode:
+        case "iota":
+            return one.dims[int(one.attribute("iota_dimension") or 0)] - 1
+        case "constant":
+            found = _numbers(one.literal)
+            return max(found) if found and one.dtype in INTEGERS else None
+        case "add" | "multiply" if one.dtype in INTEGERS:
+            first, second = (_largest(operand, scope) for operand in operands)
+            if first is None or second is None or min(first, second) < 0:
+                return None
+            return first + second if one.opcode == "add" else first * second
+        case "select" if operands[2].name in operands[1].operands:  # i < 0 ? i + rows : i
+            return _largest(operands[2], scope)
+        case opcode if opcode in PASS_ON:
+            return _largest(operands[0], scope)
+    return None
+
+
+def _wide_unsigned_constant(one: Instruction, scope: Scope) -> str:
+    wide = [number for number in _numbers(one.literal) if one.dtype == "u64" and number >= 2**32]
+    return f"u64 constant {wide[0]}" if wide else ""
+
+
+def _wide_signed_constant(one: Instruction, scope: Scope) -> str:
+    """The two ends of the range are what reductions start from, and are left out."""
+    ends = (-(2**63), 2**63 - 1)
+    wide = [n for n in _numbers(one.literal) if one.dtype == "s64" and not -(2**31) <= n < 2**31 and n not in ends]
+    return f"s64 constant {wide[0]}" if wide else ""
+
+
+def _dynamic_dimension(one: Instruction, scope: Scope) -> str:
+    if one.opcode in DYNAMIC:
+        return _operator(one, scope)
+    return "a dimension known only at run time" if any(shape.dynamic for shape in one.shape.arrays()) else ""
+
+
+def _division_through_float(one: Instruction, scope: Scope) -> str:
+    """convert(integer) -> divide -> floor or the like -> convert back. Reported at the way back."""
+    pending, seen = scope.operands(one) if one.dtype in INTEGERS else [], set[str]()
+    while pending:
+        found = pending.pop()
+        if found.name in seen or found.dtype not in FLOATS:
+            continue
+        seen.add(found.name)
+        if found.opcode in ("divide", "remainder"):
+            dtypes = {dtype for operand in scope.operands(found) if (dtype := _integer_before(operand, scope))}
+            if dtypes:
+                return f"integer {found.opcode} of {', '.join(sorted(dtypes))} computed in {found.dtype}"
+        elif found.opcode in ROUNDING | PASS_ON:
+            pending += scope.operands(found)
+    return ""
+
+
+def _integer_before(one: Instruction, scope: Scope) -> str:
+    """The integer dtype a float was converted from; empty when it was not."""
+    found: Instruction | None = one
+    while found is not None and found.opcode in PASS_ON | {"abs"}:
+        before = scope.operand(found, 0)
+        if found.opcode == "convert" and before is not None and before.dtype in INTEGERS:
+            return before.dtype
+        found = before
+    return ""
+
+
+def _integers(one: Instruction, scope: Scope) -> str:
+    dtypes = {shape.dtype for shape in one.shape.arrays()} & INTEGERS
+    return f"{one.opcode} of {', '.join(sorted(dtypes))}" if dtypes else ""
+
+
+def _unlisted_operator(one: Instruction, scope: Scope) -> str:
+    if one.opcode in ("dynamic-slice", "dynamic-update-slice"):
+        starts = scope.operands(one)[1 if one.opcode == "dynamic-slice" else 2 :]
+        return "" if all(start.opcode == "constant" for start in starts) else f"{one.opcode} at a computed index"
+    if one.opcode == "reduce" and len(one.operands) == 2:
+        odd = {reducer.by_name[reducer.root].opcode for reducer in scope.called(one)} - REDUCERS
+        return f"reduce by {', '.join(sorted(odd))}" if odd else ""
+    return "" if one.opcode in LISTED | USED_TODAY | REFUSED | DOUBTFUL | DYNAMIC else _operator(one, scope)
+
+
+ANY = frozenset[str]()
+COMPLEX = _of_dtype(lambda dtype: dtype in ("c64", "c128"), "complex numbers")
+# fnuz and b11 flavours anywhere; f8e4m3fn on trn1 and trn2, which are all we aim at.
+BAD_F8 = _of_dtype(
+    lambda dtype: dtype.startswith("f8") and ("fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"),
+    "an 8-bit float that trn1 and trn2 do not have",
+)
+F4 = _of_dtype(lambda dtype: dtype.startswith("f4"), "a 4-bit float")
+F64 = _of_dtype(lambda dtype: dtype == "f64", "double precision in {}")
+BOTH_DILATED = _windowed("convolution that dilates both sides", "lhs_dilate", "rhs_dilate")
+STRIDED_DILATED = _windowed("convolution with a stride and a dilated input", "lhs_dilate", "stride")
+CONV, WINDOW = _words("convolution"), _words("reduce-window")
+KEYED, INDEXED, SUMS = (
+    _words("topk custom-call sort"),
+    _words("gather scatter"),
+    _words("dot all-reduce reduce-scatter"),
+)
+DOUBTFUL_REMEDY = "compile this graph alone on a Trainium host before relying on it"
+NARROW = "exact below 2^24 only: use float32, or keep the values small"
+
+RULES: tuple[Rule, ...] = (
+    Rule("EVRF001", "error", REFUSED, _operator, "solve or factor on the host, before or after training"),
+    Rule("EVRF001", "warning", DOUBTFUL, _operator, DOUBTFUL_REMEDY),
+    Rule("EVRF001", "warning", _words("rng"), _random_distribution, DOUBTFUL_REMEDY),
+    Rule("EVRF004", "error", ANY, COMPLEX, "keep real and imaginary part in two tensors"),
+    Rule("EVRF005", "error", ANY, BAD_F8, "bf16, or f8e5m2 / f8e4m3 where the compiler names them"),
+    Rule(
+        "EVRF006",
+        "error",
+        _words("rng-bit-generator"),
+        _random_algorithm,
+        "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented",
+    ),
+    Rule("EVRF010", "error", CONV, BOTH_DILATED, "no dilation in a transposed convolution"),
+    Rule("EVRF011", "error", CONV, STRIDED_DILATED, "stride 1, then a slice"),
+    Rule(
+        "EVRF013", "error", KEYED, _integer_keys, "convert the keys to float32 (exact below 2^24) before sort or topk"
+    ),
+    Rule(
+        "EVRF015", "error", _words("custom-call"), _unknown_custom_call, "write it with plain operators, or on the host"
+    ),
+    Rule(
+        "EVRF016", "error", _words("scatter"), _integer_scatter, "scatter float32 and convert back (exact below 2^24)"
+    ),
+    Rule(
+        "EVRF017",
+        "error",
+        WINDOW,
+        _windowed("reduce-window over a dilated input", "lhs_dilate"),
+        "pad with explicit values first",
+    ),
+    Rule(
+        "EVRF018",
+        "error",
+        WINDOW,
+        _windowed("reduce-window with a dilated window", "rhs_dilate"),
+        "pooling with dilation 1, or slices with a stride",
+    ),
+    Rule("EVRF019", "error", WINDOW, _window_inputs, "max pooling without indices"),
+    Rule("EVRF022", "error", _words("shift-right-arithmetic"), _arithmetic_shift, "convert to int32 before the shift"),
+    Rule(
+        "EVRF031",
+        "error",
+        INDEXED,
+        _index_out_of_range,
+        "a larger table, such as model.max_positions, or shorter buckets",
+    ),
+    Rule(
+        "ESFH002",
+        "error",
+        _words("constant"),
+        _wide_unsigned_constant,
+        "keep constants below 2^32, or build them from two halves",
+    ),
+    Rule("ESPP004", "error", ANY, F4, "bf16"),
+    Rule("ESPP004", "warning", ANY, F64, "float32: compare with tensors, not with Python floats"),
+    Rule("EMOD025", "error", ANY, _dynamic_dimension, "fixed shapes: a mask instead of indexing by condition"),
+    Rule(
+        "HLO001", "warning", ANY, _unlisted_operator, "not in the published list: compile it on a Trainium host first"
+    ),
+    Rule(
+        "HLO002",
+        "warning",
+        _words("convert"),
+        _division_through_float,
+        "exact below 2^24 only: shift, multiply, or divide on the host",
+    ),
+    Rule(
+        "HLO003",
+        "warning",
+        _words("constant"),
+        _wide_signed_constant,
+        "int64 is cut to 32 bits: keep constants below 2^31",
+    ),
+    Rule("HLO004", "warning", SUMS, _integers, NARROW),
+)
 
 
 @dataclass(frozen=True)
@@ -32,53 +388,26 @@ class Finding:
         return f"{self.severity} {self.code}: {self.message}{times}{what}{where}\n  remedy: {self.remedy}"
 
 
-def lint(module: Module, target: Target | None = None, rules: Iterable[Rule] = RULES) -> tuple[Finding, ...]:
+def lint(*modules: Module) -> tuple[Finding, ...]:
     """Every rule over every instruction. Errors first, each problem once for a place in our code."""
-    target = target or Target()
-    rules = tuple(rules)
-    found: dict[tuple[str, str, str], Finding] = {}
-    for computation in module.computations:
-        scope = Scope(module, computation, target)
-        for instruction in computation.instructions:
-            for rule in rules:
-                if message := rule.check(instruction, scope):
-                    key = (rule.code, message, instruction.source)
-                    before = found.get(key)
-                    found[key] = (
-                        replace(before, count=before.count + 1)
-                        if before
-                        else Finding(
-                            rule.code,
-                            rule.severity,
-                            message,
-                            rule.remedy,
-                            f"{instruction.name} = {instruction.signature}",
-                            instruction.source,
-                        )
-                    )
-    if target.max_instructions is not None and module.size > target.max_instructions:
-        found[("EVRF007", "", "")] = Finding(
-            "EVRF007",
-            "warning",
-            f"{module.size} instructions, above the ceiling of {target.max_instructions} that was set",
-            "train.step_boundary split, fewer batches in one execution, or a smaller bucket",
-        )
-    return _errors_first(found.values())
-
-
-def lint_all(modules: Iterable[Module], target: Target | None = None) -> tuple[Finding, ...]:
-    """The findings of many graphs, what several share told once with its count over all."""
     found: dict[tuple[str, str, str], Finding] = {}
     for module in modules:
-        for finding in lint(module, target):
-            key = (finding.code, finding.message, finding.source)
-            before = found.get(key)
-            found[key] = replace(before, count=before.count + finding.count) if before else finding
-    return _errors_first(found.values())
+        for computation in module.computations:
+            scope = Scope(module, computation)
+            for one in computation.instructions:
+                for rule in RULES:
+                    if (not rule.opcodes or one.opcode in rule.opcodes) and (message := rule.check(one, scope)):
+                        key = (rule.code, message, one.source)
+                        where = f"{one.name} = {one.signature}"
+                        new = Finding(rule.code, rule.severity, message, rule.remedy, where, one.source, count=0)
+                        before = found.get(key, new)
+                        found[key] = replace(before, count=before.count + 1)
+    return tuple(sorted(found.values(), key=lambda finding: finding.severity != "error"))
 
 
 def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     """Operators that ran on the host, from the `aten::` counters of the traced program (torch_xla.debug.metrics)."""
+    read = "aten::_local_scalar_dense"
     findings = [
         Finding(
             "HLO005",
@@ -88,25 +417,10 @@ def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
             count=count,
         )
         for name, count in sorted(counters.items())
-        if name.startswith("aten::") and name != _SCALAR_READ and count > 0
+        if name.startswith("aten::") and name != read and count > 0
     ]
-    if reads := counters.get(_SCALAR_READ, 0):
-        findings.append(
-            Finding(
-                "HLO006",
-                "warning",
-                "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there",
-                "keep it on the device and read it every N steps",
-                count=reads,
-            )
-        )
-    return _errors_first(findings)
-
-
-def errors(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those that stop a graph from being compiled or from being right."""
-    return tuple(finding for finding in findings if finding.severity == "error")
-
-
-def _errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
+    if reads := counters.get(read, 0):
+        message = "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there"
+        remedy = "keep it on the device and read it every N steps"
+        findings.append(Finding("HLO006", "warning", message, remedy, count=reads))
+    return tuple(findings)

@@ -149,7 +149,7 @@ class Guard:
         if nearest is None:
             return "a manifest with at least one graph"
         changes = difference(nearest.op_counts, counts)
-        new = next((change.op for change in changes if change.change > 0), "")
+        new = next((op for op, change in changes.items() if change > 0), "")
         source = first_source(module, new) if new else ""
         known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
         origin = f", from {source}" if source else f" ({DEBUG} tells the line of code)"

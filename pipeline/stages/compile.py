@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.backends import Backend, lazy_device_name
 from pipeline.compile.hlo import store_texts
-from pipeline.compile.lint import lint_all, lint_counters
+from pipeline.compile.lint import lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
@@ -87,7 +87,7 @@ def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder
         )
     for place in recorder.outside:
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    for finding in (*lint_all(recorder.modules.values()), *lint_counters(backend.host_operators())):
+    for finding in (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators())):
         ctx.console.warn(str(finding))
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.compile.hlo import (
-    OpChange,
     Shape,
     describe,
     difference,
@@ -76,7 +75,7 @@ def test_everything_of_the_long_form_is_read() -> None:
     assert [computation.name for computation in module.computations] == ["AddComputation.7", "IrToHlo.12"]
     assert [parameter.name for parameter in module.entry.parameters] == ["p0.1", "p1.2"]
     assert (entry["p1.2"].dtype, entry["p1.2"].dims, entry["p1.2"].source) == ("s64", (4, 5), "/x y/z.py:33")
-    assert entry["p1.2"].op_name == "a}, b" and entry["p1.2"].attributes == ()
+    assert entry["p1.2"].attributes == ()
     assert entry["constant.4"].literal == "{ { 1, 2 }, { 3, 4 } }"
     assert entry["convert.5"].operands == ("p1.2",) and entry["convert.5"].source == ""
     assert entry["custom-call.6"].shape == Shape("tuple", parts=(Shape("f32", (4, 5)), Shape("u8", (7,), dynamic=True)))
@@ -84,7 +83,7 @@ def test_everything_of_the_long_form_is_read() -> None:
     assert entry["custom-call.6"].attribute("custom_call_target") == '"Qr"'
     assert entry["reduce.8"].called == ("AddComputation.7",)
     assert entry["reduce.8"].signature == "reduce f32[4]"
-    assert module.size == 11
+    assert sum(1 for _ in module.instructions) == 11
 
 
 def test_the_short_form_and_stack_frames_are_read() -> None:
@@ -123,7 +122,7 @@ def test_what_is_no_hlo_is_refused(text: str, seen: str) -> None:
 def test_counts_leave_out_the_parameters_of_reducers() -> None:
     counts = op_counts(parse(LONG))
     assert counts["parameter f32[]"] == 1 and counts["add f32[]"] == 1
-    assert sum(counts.values()) == parse(LONG).size - 2
+    assert sum(counts.values()) == 11 - 2
     assert list(counts) == sorted(counts)
 
 
@@ -131,15 +130,10 @@ def test_difference_names_inputs_first() -> None:
     known = {"dot f32[64,256]": 3, "parameter f32[64,2]": 1, "reduce f32[64]": 2, "tanh f32[64]": 1}
     seen = {"dot f32[64,256]": 6, "parameter f32[32,2]": 1, "reduce f32[64]": 1, "tanh f32[64]": 1}
     changes = difference(known, seen)
-    assert [str(change) for change in changes] == [
-        "+1 parameter f32[32,2]",
-        "-1 parameter f32[64,2]",
-        "+3 dot f32[64,256]",
-        "-1 reduce f32[64]",
-    ]
+    assert describe(changes) == "+1 parameter f32[32,2], -1 parameter f32[64,2], +3 dot f32[64,256], -1 reduce f32[64]"
     assert describe(changes, limit=2) == "+1 parameter f32[32,2], -1 parameter f32[64,2] and 2 more"
     assert distance(known, seen) == 6 and distance(seen, seen) == 0
-    assert describe(()).startswith("the same operations")
+    assert describe({}).startswith("the same operations")
 
 
 @given(
@@ -148,12 +142,10 @@ def test_difference_names_inputs_first() -> None:
 )
 def test_difference_leads_from_one_table_to_the_other(known: dict[str, int], seen: dict[str, int]) -> None:
     reached = dict(known)
-    for change in difference(known, seen):
-        reached[change.op] = reached.get(change.op, 0) + change.change
+    for op, change in difference(known, seen).items():
+        reached[op] = reached.get(op, 0) + change
     assert {op: count for op, count in reached.items() if count} == seen
-    assert difference(seen, known) == tuple(
-        sorted((OpChange(c.op, -c.change) for c in difference(known, seen)), key=lambda c: (-abs(c.change), c.op))
-    )
+    assert difference(seen, known) == {op: -change for op, change in difference(known, seen).items()}
 
 
 @dataclass(frozen=True)
@@ -284,12 +276,13 @@ class TestRealTraces:
         texts = {**traces.own_texts(), **traces.program_texts()}
         for name, text in texts.items():
             if text.startswith("HloModule"):
-                assert parse(text).size == len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)), name
+                lines = re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)
+                assert sum(1 for _ in parse(text).instructions) == len(lines), name
 
     def test_two_processes_two_folders_and_debug_output_give_one_key(self) -> None:
         seen, other = traces.program("own-tiny"), traces.own("tiny")
         assert stable_key(seen) == stable_key(other)
-        assert op_counts(seen) == op_counts(other) and difference(op_counts(seen), op_counts(other)) == ()
+        assert op_counts(seen) == op_counts(other) and difference(op_counts(seen), op_counts(other)) == {}
 
     def test_different_programs_have_different_keys(self) -> None:
         names = [name.removeprefix("own-") for name in traces.own_texts() if name.startswith("own-")]
@@ -298,7 +291,7 @@ class TestRealTraces:
 
     def test_a_longer_bucket_is_named_by_its_inputs(self) -> None:
         changes = difference(op_counts(traces.own("tiny")), op_counts(traces.own("tiny-longer")))
-        assert {str(change) for change in changes[:2]} == {"+3 parameter s32[4,136]", "-3 parameter s32[4,72]"}
+        assert list(changes.items())[:2] == [("parameter s32[4,136]", 3), ("parameter s32[4,72]", -3)]
 
     def test_source_lines_are_those_of_our_code(self) -> None:
         module = traces.program("own-tiny")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeline.compile.hlo import Module, parse
-from pipeline.compile.lint import RULES, Finding, Target, errors, lint, lint_counters
+from pipeline.compile.lint import RULES, Finding, lint, lint_counters
 from tests.compile import traces
 
 REDUCER = """
@@ -26,6 +26,10 @@ def graph(*rows: str, reducer: str = "add(a, b)", dtype: str = "f32") -> Module:
 
 def codes(findings: tuple[Finding, ...]) -> list[str]:
     return [f"{finding.severity} {finding.code}" for finding in findings]
+
+
+def errors(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    return tuple(finding for finding in findings if finding.severity == "error")
 
 
 # Refused, each with its permitted neighbour (None: there is none).
@@ -172,18 +176,6 @@ def test_an_odd_reduction_is_a_warning() -> None:
     reduce = "ROOT r = f32[] reduce(x, x), dimensions={0,1,2,3}, to_apply=sum"
     assert lint(graph(reduce)) == lint(graph(reduce, reducer="maximum(a, b)")) == ()
     assert codes(lint(graph(reduce, reducer="xor(a, b)"))) == ["warning HLO001", "warning HLO001"]
-
-
-def test_f64_is_an_error_on_the_native_stack() -> None:
-    double = graph("ROOT r = f64[4] convert(x)")
-    assert codes(lint(double, Target(stack="native"))) == ["error ESPP004"]
-    assert codes(lint(double, Target(stack="xla"))) == ["warning ESPP004"]
-
-
-def test_a_ceiling_of_instructions_is_a_warning_when_set() -> None:
-    module = graph("ROOT r = f32[4] negate(x)")
-    assert codes(lint(module, Target(max_instructions=module.size - 1))) == ["warning EVRF007"]
-    assert lint(module, Target(max_instructions=module.size)) == () == lint(module)
 
 
 def test_repeats_at_one_place_are_one_finding_and_errors_come_first() -> None:

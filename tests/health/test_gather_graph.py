@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.lint_rules import LISTED
+from pipeline.compile.lint import LISTED
 
 ROOT = Path(__file__).parents[2]
 
