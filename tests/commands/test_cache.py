@@ -24,7 +24,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
 from tests.compile.cache_cases import (
-    FAST,
     FILES,
     GRAPH,
     LOG,
@@ -42,6 +41,7 @@ from tests.compile.cache_cases import (
     write_entry,
 )
 from tests.s3 import MotoServer, lead_to
+from tests.storages import FAST
 
 OLD_S = 3600.0
 FLAGS = flags_hash(CompilerFlags().tokens(), compiler="2.24.8799.0", target="trn1")

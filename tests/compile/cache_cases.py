@@ -10,8 +10,8 @@ from pipeline.compile.cache import CompilerProcess, EntryName, EntryState, Mount
 from pipeline.compile.cache_repair import LOCK_DIR
 from pipeline.compile.cache_sync import Direction, SyncReport, sync_cache
 from pipeline.core.stop import StopSignal
-from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
+from tests.storages import FAST
 
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
 OLDER = "neuronxcc-2.21.33363.0+82129205"
@@ -19,7 +19,6 @@ FLAGS = "3cc9a3cb"  # --target=trn1 --model-type=transformer
 NOW_S = 1_700_000_000.0
 GRAPH, NEFF, DONE, LOG = "model.hlo_module.pb", "model.neff", "model.done", "model.log"
 LOCK = f"{GRAPH}.lock"
-FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=5.0)
 
 
 def opened(uri: str, stop: StopSignal | None = None) -> Storage:

@@ -1,7 +1,6 @@
-"""An S3 server, a proxy before it that breaks chosen requests, and one storage of each kind."""
+"""A proxy before the S3 server that breaks chosen requests; the server and the storages are those of tests/storages."""
 
 import http.client
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.stop import StopSignal
-from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
-from tests.s3 import MotoServer, lead_to
+from tests.storages import BUCKET, FAST, aws, moto_address, s3_uri, stop, storage, storage_uri
 
-BUCKET = "tests"
-FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=5.0)
+__all__ = ["BUCKET", "FAST", "aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
+
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce</Message></Error>"
 CONFLICT = b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code><Message>busy</Message></Error>"
 
@@ -103,20 +101,6 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
 
-@pytest.fixture(scope="session")
-def moto_address() -> Iterator[tuple[str, int]]:
-    with MotoServer(BUCKET) as server:
-        yield server.address
-
-
-@pytest.fixture
-def aws(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The environment of an S3 endpoint with the bucket `tests`; the endpoint's URL."""
-    url = "http://{}:{}".format(*moto_address)
-    lead_to(url, monkeypatch)
-    return url
-
-
 @pytest.fixture
 def proxy(aws: str, moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """S3 through the proxy."""
@@ -130,30 +114,6 @@ def proxy(aws: str, moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPat
     yield proxy
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def s3_uri(aws: str) -> str:
-    return f"s3://{BUCKET}/run-{secrets.token_hex(4)}"
-
-
-@pytest.fixture(params=["file", "s3"])
-def storage_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URI of an empty root of either kind."""
-    if request.param == "file":
-        return f"file://{tmp_path}/root folder"
-    uri: str = request.getfixturevalue("s3_uri")
-    return uri
-
-
-@pytest.fixture
-def stop() -> StopSignal:
-    return StopSignal()
-
-
-@pytest.fixture
-def storage(storage_uri: str, stop: StopSignal) -> Storage:
-    return open_storage(storage_uri, retry=FAST, stop=stop)
 
 
 @pytest.fixture
