@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bench.results import ROOT, Figure, Target, figure, finish
 from pipeline.core.errors import EXIT_OK, GateRefused
-from pipeline.parity.compare import CurveFigures, ParityReport
+from pipeline.parity.compare import ParityReport
+from pipeline.parity.figures import CurveFigures
 
 NAME = "parity"
 TITLE = "Largest difference of the holdout accuracy between XLA and CPU at any evaluation of 300 steps"

@@ -13,7 +13,8 @@ from scipy import stats
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import ParityBars, ParityConfig, ReducedBars
 from pipeline.evaluate.metrics.scored import ScoredRows
-from pipeline.parity.compare import (
+from pipeline.parity.compare import judge
+from pipeline.parity.figures import (
     TIE,
     TOP_K,
     Comparison,
@@ -26,7 +27,6 @@ from pipeline.parity.compare import (
     compare_evaluations,
     compare_scores,
     compare_vectors,
-    judge,
     overlap_at,
     pearson,
     relative_difference,
