@@ -23,9 +23,9 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     from pipeline.tune.study import BEST, TABLE, lines_of, run_study, study_folder
 
     with open_context(settings, stop) as ctx:
-        told = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
-        if told:
-            ctx.console.warn(told)
+        warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+        if warning:
+            ctx.console.warn(warning)
         table = run_study(settings, ctx)
         folder = study_folder(settings, ctx)
     for line in lines_of(table):

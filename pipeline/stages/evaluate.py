@@ -15,7 +15,7 @@ from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName
 
 NAME = "evaluate"
-_REASONS_TOLD = 3
+_REASONS_SHOWN = 3
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
@@ -92,14 +92,14 @@ def _conclude(
     forced, candidate, reasons = settings.evaluate.force_reason.strip(), stored.candidate.checkpoint, stored.reasons
     decision = stored.decision().model_copy(update={"forced": forced})
     author = Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version)
-    told = {"promote": stored.promote, "forced": bool(forced), "candidate": candidate, "reasons": list(reasons)}
-    ctx.events.emit(EventName.GATE_JUDGED, **told)
+    fields = {"promote": stored.promote, "forced": bool(forced), "candidate": candidate, "reasons": list(reasons)}
+    ctx.events.emit(EventName.GATE_JUDGED, **fields)
     if not stored.promote and not forced:
         if models.in_workspace and models.against_production:
             record_refusal(ctx.workspace, settings.model_name, candidate, decision, author)
-        more = f"; and {len(reasons) - _REASONS_TOLD} more" if len(reasons) > _REASONS_TOLD else ""
+        more = f"; and {len(reasons) - _REASONS_SHOWN} more" if len(reasons) > _REASONS_SHOWN else ""
         raise GateRefused(
-            f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_TOLD])}{more}",
+            f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
             expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
             " (gate.*)",
             next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
