@@ -1,5 +1,5 @@
-# When cycles are due. jobs/cron.py reads the same expression and knows more than HCL can tell (working days, fifth
-# Sundays, dates of this year that have passed); make deploy asks it, too.
+# When cycles are due. What cannot fire is refused here; jobs/schedule.py works out the times of what repeats by minutes,
+# hours and days of the week, and trnjobs fit names the first cycle.
 
 locals {
   cron_fields = ["minutes", "hours", "day-of-month", "month", "day-of-week", "year"]

@@ -37,7 +37,7 @@ def _nothing() -> None:
 def cycle_of(settings: CycleSettings) -> str:
     """The cycle of the settings, else today's date: by the clocks of the schedule where there is one, else UTC."""
     schedule = settings.jobs.schedule
-    zone = ZoneInfo(schedule.timezone) if schedule.expression else UTC
+    zone = ZoneInfo(schedule.timezone) if schedule.is_set else UTC
     return settings.cycle or datetime.now(zone).date().isoformat()
 
 

@@ -15,7 +15,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
 from pipeline.proc.children import LAUNCHER_S
 from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
-from pipeline.telemetry.events import EventName
 
 if TYPE_CHECKING:  # an overview needs no settings
     from pipeline.settings import Settings
@@ -119,6 +118,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
     `words` is the whole command line, for a stage that runs itself again.
     """
     from pipeline.context import StageContext, open_context
+    from pipeline.telemetry.events import EventName
 
     stop, opened = StopSignal(), list[StageContext]()
 

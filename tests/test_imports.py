@@ -33,10 +33,10 @@ LAYERS = (
     ("cli", "__main__"),
 )
 JOBS_LAYERS = (
-    ("cron",),
+    ("schedule",),
     ("config",),
-    ("plan", "schedule", "settings"),
-    ("cycle", "node", "driver"),
+    ("plan", "settings"),
+    ("cycle", "node"),
     ("targets",),
     ("setup",),
     ("commands",),

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.config import ScheduleConfig
-from jobs.schedule import cycle_name
+from jobs.schedule import ScheduleConfig, cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
@@ -46,17 +45,13 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         )
     for warning in dict.fromkeys(account_warnings(plan, planned.account)):
         say(f"warning: {warning}")
-    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
+    by_schedule = first or f"when EventBridge reads {settings.jobs.schedule.schedule().expression}"
+    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {by_schedule}")
     return EXIT_OK
 
 
 def _next_cycle(config: ScheduleConfig) -> str:
+    """Of the first time to come; empty where only EventBridge knows it."""
     schedule = config.schedule()
     when = schedule.next(datetime.now(UTC))
-    if when is None:
-        raise ConfigError(
-            f"schedule {config.expression} ({config.timezone}) has no time left",
-            expected="one that will fire",
-            next_command="correct schedule_expression in infra/, then make deploy",
-        )
-    return cycle_name(schedule, when)
+    return "" if when is None else cycle_name(schedule, when)

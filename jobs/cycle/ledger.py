@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from jobs.config import ScheduleConfig
 from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, moment_of, spent_in, with_kept_until
 from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.states import outcome_of
@@ -19,7 +18,7 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices, node_usd_per_hour
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.schedule import cycle_name
+from jobs.schedule import ScheduleConfig, cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage
@@ -293,10 +292,10 @@ def read_ledger(
 
 def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -> float:
     """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
-    if config is None or not config.expression:
+    if config is None or not config.is_set:
         return claimed_at
     schedule = config.schedule()
-    for one in schedule.times.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
+    for one in schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
         name = cycle_name(schedule, one)
         if name <= cycle:  # names sort as their times do
             return one.timestamp() if name == cycle else claimed_at

@@ -9,12 +9,11 @@ from typing import Any
 import botocore.session
 import pytest
 
-from jobs.commands.driver import TIME_VARIABLE
-from jobs.config import ScheduleConfig
+from jobs.commands.driver import TIME_VARIABLE, scheduled_time
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.show import summary
-from jobs.driver import scheduled_time
 from jobs.plan.cost import Prices
+from jobs.schedule import ScheduleConfig
 from jobs.targets.batch.requests import definition_request
 from tests.infra.events import job_event, matches
 from tests.infra.policies import MODULES, render

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 
-from jobs.config import MissedPolicy, ScheduleConfig
-from jobs.driver import drive, scheduled_time
+from jobs.commands.driver import WorkspaceCycles, drive, scheduled_time
+from jobs.schedule import MissedPolicy, ScheduleConfig
 from pipeline.core.errors import ConfigError, TransientError
 
 DAY = timedelta(days=1)
@@ -42,7 +43,7 @@ def deliver(
     cycles: Cycles, when: datetime = AT_TWO, config: ScheduleConfig = DAILY, now: datetime | None = None
 ) -> tuple[int, list[str]]:
     said: list[str] = []
-    return drive(config, when, now or when, cycles, said.append), said
+    return drive(config, when, now or when, cast(WorkspaceCycles, cycles), said.append), said
 
 
 def test_it_starts_the_cycle_of_its_time() -> None:

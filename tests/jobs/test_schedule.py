@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.config import MissedPolicy, ScheduleConfig
-from jobs.cron import parse_schedule
-from jobs.schedule import Due, cycle_name, due_cycles
+from jobs.schedule import Due, MissedPolicy, ScheduleConfig, cycle_name, due_cycles, parse_schedule
 from pipeline.core.errors import ConfigError
 
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -121,9 +119,13 @@ def test_a_time_that_is_not_on_the_schedule() -> None:
     assert within.start == (AT_TWO,)
 
 
-def test_settings_refuse_what_never_fires() -> None:
+def test_settings_refuse_what_is_no_schedule() -> None:
     for wrong in (
-        {"expression": "cron(0 2 30 2 ? *)"},
+        {"expression": "cron(60 2 * * ? *)"},
+        {"every": "day", "expression": "cron(0 2 * * ? *)"},
+        {"every": "7 hours"},
+        {"every": "someday"},
+        {"every": "day", "at": "24:00"},
         {"expression": "daily"},
         {"expression": "rate(1 day)"},
         {"expression": "cron(0 2 * * ? *)", "timezone": "Mars/Base"},
@@ -135,3 +137,31 @@ def test_settings_refuse_what_never_fires() -> None:
             ScheduleConfig.model_validate(wrong)
     with pytest.raises(ConfigError, match="is empty"):
         ScheduleConfig().schedule()
+
+
+@pytest.mark.parametrize(
+    ("every", "at", "expression", "times"),
+    [
+        ("day", "02:30", "cron(30 2 * * ? *)", ["2026-11-20T02:30", "2026-11-21T02:30"]),
+        ("mon-fri", "18:00", "cron(0 18 ? * MON-FRI *)", ["2026-11-20T18:00", "2026-11-23T18:00"]),
+        ("mon,thu", "02:00", "cron(0 2 ? * MON,THU *)", ["2026-11-23T02:00", "2026-11-26T02:00"]),
+        ("6 hours", "08:15", "cron(15 2/6 * * ? *)", ["2026-11-20T02:15", "2026-11-20T08:15"]),
+        ("20 minutes", "00:05", "cron(5/20 * * * ? *)", ["2026-11-20T00:05", "2026-11-20T00:25"]),
+    ],
+)
+def test_every_and_at_make_the_expression(every: str, at: str, expression: str, times: list[str]) -> None:
+    schedule = ScheduleConfig(every=every, at=at).schedule()
+    assert schedule.expression == expression
+    start = AT_TWO.replace(hour=0)
+    assert [f"{one:%Y-%m-%dT%H:%M}" for one in schedule.between(start, start + 8 * DAY)][:2] == times
+
+
+@pytest.mark.parametrize("expression", ["cron(0 2 L * ? *)", "cron(0 2 ? * 3#2 *)", "cron(0 2 1 * ? *)"])
+def test_of_times_that_only_the_scheduler_knows_the_delivered_one_is_started(expression: str) -> None:
+    given = config("catch_up", expression=expression)
+    delivered = AT_TWO + timedelta(seconds=20)
+    assert due_cycles(given, scheduled=delivered, now=delivered, claimed=["2026-10-20"]) == Due((AT_TWO,))
+    passed = due_cycles(given, scheduled=delivered, now=AT_TWO + 2 * DAY, claimed=["2026-11-21"])
+    assert days(passed) == ([], [20])
+    late = due_cycles(given, scheduled=delivered, now=AT_TWO + 7 * HOUR, claimed=[])
+    assert days(late) == ([], [20])

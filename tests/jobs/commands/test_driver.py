@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from jobs.commands import driver
-from jobs.config import JobsConfig, MissedPolicy, ScheduleConfig
+from jobs.config import JobsConfig
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
+from jobs.schedule import MissedPolicy, ScheduleConfig
 from jobs.settings import CycleSettings
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage

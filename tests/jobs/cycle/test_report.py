@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config import ScheduleConfig
 from jobs.cycle.attempt_time import Category
 from jobs.cycle.ledger import read_ledger, read_moments, records_of, scheduled_at
 from jobs.cycle.records import Closed, JobState
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
+from jobs.schedule import ScheduleConfig
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.test_ledger import attempt, record
