@@ -46,6 +46,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return seen_by(tmp_path_factory.mktemp("rights"))
 
 
+@pytest.mark.thorough
 def test_jobs_are_refused_nothing_but_a_look_at_the_bucket(seen: Seen) -> None:
     """open_s3 asks for the bucket, and takes a 403 for an answer: policies here allow prefixes only."""
     refused = {(call.role, call.method, call.path) for call in seen.refused()}
