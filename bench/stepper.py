@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch
 from pipeline.core.batching import BatchPlan, Bucket
-from pipeline.data.sampler import GroupedRows, PaddedRows
+from pipeline.data.loader import RowSource
+from pipeline.data.sampler import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
@@ -25,7 +26,7 @@ ENDLESS = 1_000_000
 AnyProgram = TypeVar("AnyProgram", bound=TrainProgram)
 
 
-class BucketedRows(PaddedRows, Protocol):
+class BucketedRows(RowSource, Protocol):
     """Rows that know their shapes."""
 
     @property

@@ -18,7 +18,6 @@ from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.data.judgements import count_judgements
-from pipeline.data.labels import LabelSet
 from pipeline.data.lexical import lexical_features, numeric_names
 from pipeline.data.rows import (
     BadRow,
@@ -30,11 +29,11 @@ from pipeline.data.rows import (
     quarantined,
     text_characters,
 )
-from pipeline.data.slices import Names, merge_names
 from pipeline.data.sources import Partition
+from pipeline.data.survey import LabelSet
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
 from pipeline.data.tokens import SPLITS, FileRows, ShardInfo, SliceInfo, Split, TokenSetInfo
-from pipeline.data.validate import CleanRows, RowRules, clean
+from pipeline.data.validate import CleanRows, Names, RowRules, clean, merge_names
 from pipeline.io.atomic import write_atomic
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, os_errors

@@ -13,14 +13,14 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batching import BatchPlan, RankShare, rank_slice
 from pipeline.core.order import mix64
 from pipeline.data.shards import Arrays
-
-_PAIRS = ("query", "product", "numeric", "categorical")  # see model/relevance.RelevanceInputs
-_GROUPS = ("tokens", "positions", "segments", "numeric", "categorical")  # see GroupInputs there
+from pipeline.model.relevance import GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
-    """Rows by (pool, number)."""
+    """Rows by (pool, number), whose texts end where padding begins."""
 
+    @property
+    def pad_id(self) -> int: ...
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
@@ -69,7 +69,7 @@ def training_batches(
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """What a model needs to score rows; 32-bit integers only (64-bit ones are truncated on Neuron)."""
-    return {name: torch.from_numpy(arrays[name]) for name in _PAIRS}
+    return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
 
 
 def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Ten
     product_key int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1,
     one with a mined product label -1 and gain 0: it is a negative, and no grade of it is known.
     """
-    texts = {name: torch.from_numpy(arrays[name]) for name in _GROUPS}
+    texts = {name: torch.from_numpy(arrays[name]) for name in GroupInputs._fields}
     return {**texts, **target_tensors(arrays), "place": torch.from_numpy(place)}
 
 

@@ -26,11 +26,10 @@ from pipeline.data.chunks import (
     refuse_bad_share,
 )
 from pipeline.data.config import DataConfig
-from pipeline.data.labels import LabelSet, decide_labels
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import Partition, Source, open_source, reading
-from pipeline.data.survey import survey
+from pipeline.data.survey import LabelSet, decide_labels, survey
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
 from pipeline.data.tokens import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
 from pipeline.data.validate import RowRules

@@ -143,47 +143,43 @@ class _Builder:
     """Collects parsed rows of a text format into batches."""
 
     def __init__(self, source: _Source, plan: ColumnPlan, position: Callable[[], int]) -> None:
-        self.source, self.plan, self._position = source, plan, position
-        self._blank = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.values: list[list[bytes | None]] = [[] for _ in self.plan.inputs]
-        self.rows: list[int] = []
-        self.bad: list[BadRow] = []
-        self.size = 0
+        self._source, self._plan, self._position = source, plan, position
+        self._values: list[list[bytes | None]] = [[] for _ in plan.inputs]
+        self._rows, self._bad = list[int](), list[BadRow]()
+        self._size = self._blank = 0
 
     def add(self, row: int, values: list[bytes | None]) -> None:
-        self.rows.append(row)
-        for column, value in zip(self.values, values, strict=True):
+        self._rows.append(row)
+        for column, value in zip(self._values, values, strict=True):
             column.append(value)
-            self.size += len(value) if value else 0
+            self._size += len(value) if value else 0
 
     def add_bad(self, row: int, content: str | bytes, count: int = 1) -> None:
-        self.bad.append(BadRow(self.source.key, row, MALFORMED, shorten(content), count))
+        self._bad.append(BadRow(self._source.key, row, MALFORMED, shorten(content), count))
 
     @property
     def is_full(self) -> bool:
-        return len(self.rows) + len(self.bad) >= self.source.num_rows or self.size >= _BATCH_BYTES
+        return len(self._rows) + len(self._bad) >= self._source.num_rows or self._size >= _BATCH_BYTES
 
     @property
     def has_anything(self) -> bool:
-        return bool(self.rows or self.bad or self._blank != self.source.blank)
+        return bool(self._rows or self._bad or self._blank != self._source.blank)
 
     def take(self) -> RawBatch:
-        columns = {
-            name: pa.array(values, pa.large_binary())
-            for name, values in zip(self.plan.inputs, self.values, strict=True)
-        }
-        blank, self._blank = self.source.blank - self._blank, self.source.blank
+        """What was collected; the builder is empty then."""
+        arrays = (pa.array(values, pa.large_binary()) for values in self._values)
         batch = RawBatch(
-            to_fields(columns, self.plan),
-            np.array(self.rows, dtype=np.int64),
-            tuple(self.bad),
-            blank=blank,
-            input_bytes=self.source.moved_to(self._position()),
+            to_fields(dict(zip(self._plan.inputs, arrays, strict=True)), self._plan),
+            np.array(self._rows, dtype=np.int64),
+            tuple(self._bad),
+            blank=self._source.blank - self._blank,
+            input_bytes=self._source.moved_to(self._position()),
         )
-        self._reset()
+        for column in self._values:
+            column.clear()
+        self._rows.clear()
+        self._bad.clear()
+        self._size, self._blank = 0, self._source.blank
         return batch
 
 

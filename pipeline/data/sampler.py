@@ -1,12 +1,12 @@
 """What a run trains on: groups of rows of one query, all of the new partitions' and a share of the old ones'.
 
-Behind its judged rows a group has slots for mined negatives of its query, where they are asked for (data/sampler). All
-texts of a group lie in one row of tokens, one after the other, so that next to nothing of a batch is padding.
+Behind its judged rows a group has slots for mined negatives of its query, where they are asked for. All texts of a
+group lie in one row of tokens, one after the other, so that next to nothing of a batch is padding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,13 @@ from pipeline.core.order import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
-# Mined negatives as training reads them: of each query some products, by the row of the token shards that has them.
-
 NONE = -1
-_BLOCK = 65_536
-_FIRST = 5  # purpose of a stream of random numbers, apart from those of core/batching, data/sampler and train/loop
+_BLOCK_ROWS = 65_536
+"""Rows whose texts are measured at a time."""
+_REPLAY, _FIRST = 3, 5  # purposes of streams of random numbers, apart from those of core/batching and train/loop
+_PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
+
+# Mined negatives as training reads them: of each query some products, by the row of the token shards that has them.
 
 
 @dataclass(frozen=True)
@@ -77,29 +79,13 @@ class MinedProducts:
         """The most tokens that the mined products of a group of each query take, whichever are chosen, [N]."""
         kinds, place = np.unique(self.product[self.product != NONE], return_inverse=True)
         sizes = np.zeros(self.product.shape, dtype=np.int64)
-        sizes[self.product != NONE] = self._lengths(kinds)[place]
+        sizes[self.product != NONE] = text_lengths(self.rows, self.pad_id, "product", kinds)[place]
         most = -np.sort(-sizes, axis=1)[:, : self.slots].sum(axis=1)
         places = self.places(query_id)
         return np.where(places == NONE, 0, most[places]) if len(most) else np.zeros_like(query_id)
 
-    def _lengths(self, products: Int64s) -> Int64s:
-        found = [np.zeros(0, dtype=np.int64)]
-        for start in range(0, len(products), _BLOCK):
-            found.append((self.tokens(products[start : start + _BLOCK]) != self.pad_id).sum(axis=1))
-        return np.concatenate(found)
 
-
-_REPLAY = 3
-_JUDGED = ("query_id", "label", "gain")
-_PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
-_BLOCK_ROWS = 65_536
-
-
-class PaddedRows(RowSource, Protocol):
-    """Rows whose texts end where padding begins."""
-
-    @property
-    def pad_id(self) -> int: ...
+# Groups, with slots for such products.
 
 
 @dataclass(frozen=True)
@@ -144,56 +130,21 @@ class MinedGroups:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Counts of the judgements in some rows. By bucket of the row: rows and positives; by class: mean gain or None."""
-
-    rows: tuple[int, ...]
-    positives: tuple[int, ...]
-    queries: int
-    queries_without_negative: int
-    mean_gains: tuple[float | None, ...]
-
-    @staticmethod
-    def of(columns: Sequence[Arrays], positive: Sequence[npt.NDArray[np.bool_]]) -> "Judged":
-        """`columns`: query_id, label and gain of all rows of each bucket."""
-        query, label, gain = (np.concatenate([column[name] for column in columns]) for name in _JUDGED)
-        is_positive = np.concatenate(list(positive))
-        queries, place = np.unique(query, return_inverse=True)
-        positives = np.bincount(place, weights=is_positive, minlength=len(queries))
-        known = label >= 0
-        count = np.bincount(label[known])
-        total = np.bincount(label[known], weights=gain[known])
-        means = (float(t / c) if c else None for t, c in zip(total, count, strict=True))
-        return Judged(
-            rows=tuple(len(column["gain"]) for column in columns),
-            positives=tuple(int(part.sum()) for part in positive),
-            queries=len(queries),
-            queries_without_negative=int((positives == np.bincount(place, minlength=len(queries))).sum()),
-            mean_gains=tuple(means),
-        )
-
-    def lacks(self, bucket: int) -> bool:
-        """It has rows, and none is a positive."""
-        return self.rows[bucket] > 0 and not self.positives[bucket]
-
-
-@dataclass(frozen=True)
 class GroupedRows:
     """Rows of a source by (pool, number of a group in it). A group is one query with `slots` judged products of it.
 
     A pool is a length of rows of tokens, `lengths` are all of them.
     """
 
-    source: PaddedRows
+    source: RowSource
     groups: Groups
     slots: int
     lengths: tuple[int, ...]
-    judged: Judged
     mined: MinedGroups | None = None
 
     @staticmethod
     def of(
-        source: PaddedRows,
+        source: RowSource,
         *,
         slots: int,
         lengths: Sequence[int],
@@ -205,12 +156,11 @@ class GroupedRows:
 
         `lengths`: ascending, the last holds the longest texts there can be.
         """
-        every = [np.arange(size, dtype=np.int64) for size in source.sizes]
-        columns = [_fields(source, bucket, rows, _JUDGED) for bucket, rows in enumerate(every)]
-        positive = [column["gain"] >= np.float32(positive_gain) for column in columns]
-        query_id = np.concatenate([column["query_id"] for column in columns])
-        members = deal_groups(query_id, np.concatenate(positive), slots=slots, seed=seed)
-        query, product = (text_lengths(source, source.pad_id, field) for field in ("query", "product"))
+        total = sum(source.sizes)
+        query_id, gain = (_column(source, name, kind) for name, kind in (("query_id", np.int64), ("gain", np.float32)))
+        members = deal_groups(query_id, gain >= np.float32(positive_gain), slots=slots, seed=seed)
+        every = np.arange(total, dtype=np.int64)
+        query, product = (text_lengths(source, source.pad_id, field, every) for field in ("query", "product"))
         first = members[:, 0]
         tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
         if mined is not None:
@@ -219,7 +169,7 @@ class GroupedRows:
         asking = None
         if mined is not None:
             asking = MinedGroups.of(mined, [query_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, tuple(lengths), Judged.of(columns, positive), asking)
+        return GroupedRows(source, groups, slots, tuple(lengths), asking)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -230,13 +180,8 @@ class GroupedRows:
         """Numeric features [N, F] of at most `most` rows, spread evenly over the source."""
         total = sum(self.source.sizes)
         chosen = np.arange(0, total, max(1, -(-total // most)), dtype=np.int64)
-        pools, numbers = locate(self.source.sizes, chosen)
-        found = [
-            _fields(self.source, int(pool), numbers[here], ("numeric",))
-            for pool in np.unique(pools)
-            for here in (pools == pool,)
-        ]
-        return np.concatenate([arrays["numeric"] for arrays in found])
+        largest = len(self.source.sizes) - 1
+        return self.source.read(*locate(self.source.sizes, chosen), largest, ("numeric",))["numeric"]
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
         """Groups `numbers[i]` of pool `pools[i]` in rows of length number `length`, in the order asked for.
@@ -337,22 +282,23 @@ class TrainingPools:
         return _interleave(parts, len(numbers))
 
 
-def _fields(source: RowSource, bucket: int, rows: Int64s, fields: Sequence[str]) -> Arrays:
-    """Some fields of some rows of one bucket."""
-    if not len(rows):
-        kinds = {"query_id": np.int64, "label": np.int64, "gain": np.float32}
-        return {name: np.zeros(0, dtype=kind) for name, kind in kinds.items()}
-    pools = np.full(len(rows), bucket, dtype=np.int64)
-    return source.read(pools, rows, bucket, fields)
-
-
-def text_lengths(source: RowSource, pad_id: int, field: str) -> Int64s:
-    """Tokens of the text in `field` of every row of a source [N], rows numbered over all buckets."""
-    found = [np.zeros(0, dtype=np.int64)]
+def _column(source: RowSource, field: str, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """One number of every row of a source, smallest bucket first."""
+    found = [np.zeros(0, dtype=kind)]
     for bucket, size in enumerate(source.sizes):
-        for start in range(0, size, _BLOCK_ROWS):
-            rows = np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
-            found.append((_fields(source, bucket, rows, (field,))[field] != pad_id).sum(axis=1))
+        if size:
+            rows = np.arange(size, dtype=np.int64)
+            found.append(source.read(np.full(size, bucket, dtype=np.int64), rows, bucket, (field,))[field])
+    return np.concatenate(found)
+
+
+def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
+    """Tokens of the text in `field` of rows [N], which are numbered over all buckets."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        pools, numbers = locate(source.sizes, rows[start : start + _BLOCK_ROWS])
+        texts = source.read(pools, numbers, int(pools.max()), (field,))[field]
+        found.append((texts != pad_id).sum(axis=1))
     return np.concatenate(found)
 
 

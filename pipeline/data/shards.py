@@ -18,7 +18,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
 EXTRA = ("slice", "partition")
-"""Arrays that evaluation asks for beside: int64 [N, S] of data/slices.py, and int64 [N], the shard's partition."""
+"""Arrays that evaluation asks for beside: int64 [N, S] of data/validate.py, and int64 [N], the shard's partition."""
 _BLOCK_ROWS = 65_536
 
 

@@ -37,7 +37,7 @@ class CategoricalInfo(Record):
 
 
 class SliceInfo(Record):
-    """A column for evaluation and its values; rows hold the hashes of them (data/slices.py)."""
+    """A column for evaluation and its values; rows hold the hashes of them (data/validate.py)."""
 
     column: str
     names: tuple[str, ...]

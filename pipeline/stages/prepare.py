@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.data.judgements import judgements_of
+from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.quality import prepared_warnings
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint.state import Parent
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.batching import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.quality import about_order, about_positives
-from pipeline.data.sampler import GroupedRows, Judged
+from pipeline.data.judgements import training_warnings
+from pipeline.data.sampler import GroupedRows
 from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
 from pipeline.io.storage import Storage
 from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
@@ -198,14 +197,14 @@ def check_identity(found: Mapping[str, str], ours: Mapping[str, str], *, where: 
 
 # What in the data of a run costs quality without failing: said with counts, before training starts.
 #
-# `prepare` says the same of the prepared data, in the same words (data/quality).
+# `prepare` says the same of the prepared data, in the same words (data/judgements).
 
 _POOR_FILL = 0.6
 """Of slots: below this share a warning says so."""
 
 
-def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], buckets: Sequence[Bucket]) -> list[str]:
-    """What in the chosen rows costs quality without failing, with counts. `labels`: from worst to best."""
+def warnings_of(groups: GroupedRows, train: TrainConfig, infos: Sequence[TokenSetInfo]) -> list[str]:
+    """What in the chosen rows costs quality without failing, with counts. `infos`: of the partitions they are from."""
     found, fill = [], groups.groups.fill
     if fill < _POOR_FILL:
         found.append(
@@ -222,18 +221,5 @@ def warnings_of(groups: GroupedRows, train: TrainConfig, labels: Sequence[str], 
             "train.loss.graded_weight is 0: the relevance head is not trained, evaluate has no figures of pairs, and"
             " gate.floors, gate.drops and gate.baseline_drops must name metrics of retrieval (retrieval_ndcg@10=0.01)"
         )
-    return found + _of_judgements(groups.judged, train, labels, buckets)
-
-
-def _of_judgements(judged: Judged, train: TrainConfig, labels: Sequence[str], buckets: Sequence[Bucket]) -> list[str]:
-    found = {}
-    if train.loss.contrastive_weight:
-        found = about_positives(
-            judged.rows,
-            judged.positives,
-            queries=judged.queries,
-            without_negative=judged.queries_without_negative,
-            buckets=buckets,
-            positive_gain=train.loss.positive_gain,
-        )
-    return list((found | about_order(labels, judged.mean_gains)).values())
+    contrastive = train.loss.contrastive_weight > 0
+    return found + list(training_warnings(infos, train.loss.positive_gain, contrastive=contrastive).values())

@@ -78,7 +78,7 @@ def _announce(run: Run) -> None:
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
         f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
     )
-    for message in warnings_of(run.pools.new, train, run.inputs.spec.labels, run.valid.buckets):
+    for message in warnings_of(run.pools.new, train, [one.info for one in run.inputs.new_sets]):
         ctx.console.warn(message)
     if selection.late:
         names = ", ".join(p.name for p in selection.late)

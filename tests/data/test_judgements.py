@@ -12,9 +12,8 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data import judgements
 from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of
-from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.tokens import JudgedSplit, ShardInfo, Split
-from tests.train.rows import BUCKETS, PAD, grouped, token_set_info, write_shard
+from tests.train.rows import token_set_info, write_shard
 
 GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)
 SIZES = ((70, 0), (50, 40), (0, 90))
@@ -95,18 +94,6 @@ def test_however_many_passes_the_counts_are_the_same(tmp_path: Path, monkeypatch
     assert counted(tmp_path, shards) == whole
     assert max(held) < len(rows) / 2, "a pass holds its range of queries alone"
     assert JudgedSplit.model_validate_json(whole["train"].model_dump_json()) == whole["train"]
-
-
-def test_training_counts_the_same(tmp_path: Path) -> None:
-    files = [write_shard(tmp_path / f"{n}.safetensors", rows, 1 + 100 * n) for n, rows in enumerate([(30, 9), (0, 21)])]
-    shards = tuple(ShardInfo(file=file.path.name, rows=file.rows) for file in files)
-    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
-    found = judgements_of([info], "train", 0.99)
-    theirs = grouped(TokenRows([ShardFile(file.path, file.rows) for file in files], BUCKETS, PAD)).judged
-    assert found is not None
-    assert (found.rows, found.positives, found.queries) == (theirs.rows, theirs.positives, theirs.queries)
-    assert found.queries_without_negative == theirs.queries_without_negative
-    assert found.mean_gains == theirs.mean_gains
 
 
 def test_hundredths_are_those_of_float32() -> None:

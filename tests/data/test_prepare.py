@@ -16,10 +16,10 @@ from pipeline.core.progress import shown_on
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
-from pipeline.data.slices import codes_of
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets
+from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.telemetry.events import EventName
 from tests.shown import Shown

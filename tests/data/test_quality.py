@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.quality import prepared_warnings
+from pipeline.data.judgements import prepared_warnings
 from pipeline.data.tokenizer import train_tokenizer
 
 Row = dict[str, object]

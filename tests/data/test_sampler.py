@@ -61,19 +61,6 @@ def test_every_row_is_in_one_group_of_its_query(tmp_path: Path) -> None:
         sizes = [sum(5 if i in longer else 4 for i in (group[0], *group)) for group in found]
         assert all(size <= LENGTHS[number] and (not number or size > LENGTHS[number - 1]) for size in sizes)
     assert grouped.groups.fill == pytest.approx(61 / (3 * len(groups)))
-    every = [rows.read(np.full(size, b), np.arange(size), 1) for b, size in enumerate(rows.sizes)]
-    judged = grouped.judged
-    assert judged.rows == rows.sizes
-    assert judged.positives == tuple(int((part["gain"] >= 0.99).sum()) for part in every)
-    by_query: dict[int, list[bool]] = {}
-    for part in every:
-        for query, gain in zip(part["query_id"].tolist(), part["gain"].tolist(), strict=True):
-            by_query.setdefault(query, []).append(gain >= 0.99)
-    assert judged.queries == len(by_query)
-    assert judged.queries_without_negative == sum(all(positive) for positive in by_query.values())
-    gains, labels = (np.concatenate([part[name] for part in every]) for name in ("gain", "label"))
-    for label, mean in enumerate(judged.mean_gains):
-        assert mean == pytest.approx(gains[labels == label].mean())
 
 
 def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> None:

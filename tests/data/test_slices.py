@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.slices import MAX_NAMES, NO_VALUE, codes_of, merge_names, slice_rows
+from pipeline.data.validate import MAX_NAMES, NO_VALUE, codes_of, merge_names, slice_rows
 
 CELLS = st.lists(st.one_of(st.none(), st.binary(max_size=3), st.sampled_from([b" a ", b"b", b"\xff"])), max_size=20)
 

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.slices import NO_VALUE
 from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
+from pipeline.data.validate import NO_VALUE
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
 from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage

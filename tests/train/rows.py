@@ -9,7 +9,8 @@ from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
 from pipeline.core.batching import BatchPlan, Bucket
-from pipeline.data.sampler import NONE, GroupedRows, MinedProducts, PaddedRows
+from pipeline.data.loader import RowSource
+from pipeline.data.sampler import NONE, GroupedRows, MinedProducts
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
@@ -132,7 +133,7 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
     return TokenRows(files, BUCKETS, PAD)
 
 
-def grouped(source: PaddedRows, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
+def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.of(
         source,
