@@ -1,16 +1,15 @@
 """Settings of the data side: where rows come from, what they are called, how they become shards."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from pipeline.core.batching import Bucket, check_buckets
+from pipeline.core.record import Record
 
 
-class ColumnMapping(BaseModel):
+class ColumnMapping(Record):
     """Input column names for the fields we use. Optional ones are ignored when the input lacks them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     query: str = Field("query", description="Column of the query text")
     title: str = Field("title", description="Column of the product title")
@@ -24,19 +23,15 @@ class ColumnMapping(BaseModel):
     )
 
 
-class CategoricalFeature(BaseModel):
+class CategoricalFeature(Record):
     """A categorical column, hashed to a fixed number of ids (no vocabulary to keep in step)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     column: str = Field(description="Input column")
     num_ids: int = Field(1024, ge=2, le=2**24, description="Number of hash ids; id 0 means missing")
 
 
-class SyntheticConfig(BaseModel):
+class SyntheticConfig(Record):
     """The built-in deterministic catalogue, used when no input is given."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_queries: int = Field(1500, ge=10, description="Queries of a day")
     candidates_per_query: int = Field(12, ge=4, description="Products judged for each query")
@@ -47,10 +42,8 @@ class SyntheticConfig(BaseModel):
     seed: int = Field(17, ge=0, description="Seed of the generator")
 
 
-class TokenizerConfig(BaseModel):
+class TokenizerConfig(Record):
     """A given tokenizer.json, or a WordPiece trained on the corpus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str | None = Field(None, description="URI of a tokenizer.json (default: the parent's, else train one)")
     vocab_size: int = Field(8192, ge=256, le=250_000, description="Entries of a trained vocabulary")
@@ -58,10 +51,8 @@ class TokenizerConfig(BaseModel):
     lowercase: bool = Field(True, description="Lower-case and strip accents before training")
 
 
-class DataConfig(BaseModel):
+class DataConfig(Record):
     """Input and its preparation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
     path: str | None = Field(None, description="File or folder (file:// or s3://); none: the synthetic catalogue")
@@ -80,10 +71,9 @@ class DataConfig(BaseModel):
         (), description="Columns by which evaluation tells rows apart (category, language); not seen by the model"
     )
     lexical: bool = Field(True, description="Add features of the word overlap between query and title")
-    filter: Annotated[
-        dict[str, str],
-        Field(description="Keep rows whose column equals the value, as column=value or column=value|value"),
-    ] = {}
+    filter: dict[str, str] = Field(
+        {}, description="Keep rows whose column equals the value, as column=value or column=value|value"
+    )
     valid_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Queries held out for validation when there is no split column"
     )

@@ -3,15 +3,13 @@
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-# Settings of what surrounds the device in offline embedding: the catalogue, the output, its verification.
+from pipeline.core.record import Record
 
 
-class CatalogueConfig(BaseModel):
+class CatalogueConfig(Record):
     """What is to be embedded: a table with one row for each text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str | None = Field(
         None, description="File or folder (file:// or s3://); none: the distinct products of the data input"
@@ -20,10 +18,9 @@ class CatalogueConfig(BaseModel):
     id: str = Field("product_id", min_length=1, description="Column of the id: text or whole numbers, each value once")
     title: str = Field("title", min_length=1, description="Column of the title")
     text: str = Field("text", min_length=1, description="Column of longer text, appended to the title (optional)")
-    filter: Annotated[
-        dict[str, str],
-        Field(description="Keep rows whose column equals the value, as column=value or column=value|value"),
-    ] = {}
+    filter: dict[str, str] = Field(
+        {}, description="Keep rows whose column equals the value, as column=value or column=value|value"
+    )
     max_bad_fraction: float = Field(
         0.05, ge=0, le=1, description="Share of rows without a usable id or text above which the catalogue is refused"
     )
@@ -33,10 +30,8 @@ class CatalogueConfig(BaseModel):
     )
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Record):
     """How vectors are stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["parquet", "npy"] = Field(
         "parquet", description="parquet: id and vector in one file; npy: the bare matrix, ids in a Parquet file beside"
@@ -53,10 +48,8 @@ class OutputConfig(BaseModel):
     )
 
 
-class VerifyConfig(BaseModel):
+class VerifyConfig(Record):
     """What `trnpipe embed verify` looks at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     catalogue: bool = Field(True, description="Read the catalogue again and hold its ids and texts against the parts")
     sample: int = Field(256, ge=0, description="Texts embedded again in fp32 on the CPU; 0: none")
@@ -76,10 +69,8 @@ GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
 """Fields of EmbedConfig that decide graphs."""
 
 
-class EmbedConfig(BaseModel):
+class EmbedConfig(Record):
     """How catalogue texts become vectors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     buckets: tuple[Annotated[int, Field(ge=8)], ...] = Field(
         (128, 512),

@@ -61,12 +61,13 @@ def run_tasks(
 
     def call(task: Task) -> Result:
         """In one of the threads, each of which has a process of its own."""
+        frames = pickle.dumps(task, protocol=5)
         if not hasattr(mine, "process"):
-            mine.process = _start(first_frame)
+            mine.process, frames = _start(), first_frame + frames
             processes.append(mine.process)
             if ended.is_set():
                 mine.process.kill()
-        return cast(Result, _call(mine.process, task))
+        return cast(Result, _call(mine.process, frames))
 
     threads, pending = ThreadPoolExecutor(num_workers, "worker"), list[Future[Result]]()
     try:
@@ -90,28 +91,26 @@ def run_tasks(
         threads.shutdown()
 
 
-def _start(first_frame: bytes) -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
     }
-    process = subprocess.Popen(  # noqa: S603  (our own module)
+    return subprocess.Popen(  # noqa: S603  (our own module)
         [sys.executable, "-m", "pipeline.proc.pool", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
     )
-    cast(IO[bytes], process.stdin).write(first_frame)
-    return process
 
 
-def _call(process: subprocess.Popen[bytes], task: object) -> object:
+def _call(process: subprocess.Popen[bytes], frames: bytes) -> object:
     """The answer of a worker to one task."""
     tasks, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
     try:
-        pickle.dump(task, tasks, protocol=5)
+        tasks.write(frames)
         tasks.flush()
         kind, answer = pickle.load(answers)  # noqa: S301  (our own child wrote it)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
