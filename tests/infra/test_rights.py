@@ -12,7 +12,8 @@ from tests.infra.cycle import FIRST, FLEET, SECOND, Seen, seen_by
 from tests.infra.iam import applies, like, texts
 from tests.infra.policies import JOB_ROLES, READERS
 
-pytestmark = [pytest.mark.stage, pytest.mark.slow, pytest.mark.timeout(600)]
+# Two whole cycles under the roles: minutes.
+pytestmark = [pytest.mark.stage, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 W = f"{FLEET.bucket_arn}/relevance"
 OF_COMPILER = "the Neuron compiler's own cache (docs/neuron.md), written on Neuron devices alone"
@@ -46,7 +47,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return seen_by(tmp_path_factory.mktemp("rights"))
 
 
-@pytest.mark.thorough
 def test_jobs_are_refused_nothing_but_a_look_at_the_bucket(seen: Seen) -> None:
     """open_s3 asks for the bucket, and takes a 403 for an answer: policies here allow prefixes only."""
     refused = {(call.role, call.method, call.path) for call in seen.refused()}
@@ -82,7 +82,6 @@ def test_every_explanation_is_of_a_right_that_was_not_used(seen: Seen) -> None:
     assert [one for one in UNUSED if not any(like(one, right) for right in unused)] == []
 
 
-@pytest.mark.thorough
 def test_graphs_that_are_compiled_ahead_of_time(tmp_path: Path) -> None:
     seen = seen_by(tmp_path, "graphs")
     assert seen.below("compile-cache/hlo/") and seen.below("compile-cache/graphs/")
