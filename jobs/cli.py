@@ -1,13 +1,15 @@
 """The `trnjobs` command: its table of commands."""
 
+import argparse
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from pipeline.command_line import CommandParser, Program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `jobs/commands/<name>.py` with `add_arguments(parser)` and `run(arguments, say) -> exit code`.
-# It finds the settings of the cycle in `arguments.settings`.
+# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
+# settings of the cycle in `arguments.settings`.
 COMMANDS: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
     "fit": "would a cycle run on what Terraform is about to make: schedule, limits, room for every job",
@@ -23,6 +25,12 @@ COMMANDS: dict[str, str] = {
     "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
     "config": "every setting with its value and source, those under [jobs] included",
 }
+MODULES = {
+    **dict.fromkeys(("plan", "fit"), "plan"),
+    **dict.fromkeys(("submit", "retry", "cancel", "reconcile"), "submit"),
+    **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
+    "driver": "driver",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +41,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: list[str]) -> int:
     from jobs.settings import CycleSettings
 
-    command = import_module(f"jobs.commands.{name}")
+    module = import_module(f"jobs.commands.{MODULES[name]}")
     parser = CommandParser(f"trnjobs {name}", COMMANDS[name])
-    command.add_arguments(parser)
+    add_flags(name, parser)
     read = parser.read(words, CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
     arguments.resolved, arguments.settings = resolved, resolved.settings
-    return int(command.run(arguments, show))
+    return int(getattr(module, f"run_{name}")(arguments, show))
+
+
+def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
+    """Those of a command; every other flag is a setting."""
+    add = parser.add_argument
+    match name:
+        case "plan":
+            add("--json", action="store_true", help="the requests as AWS Batch would get them")
+            add("--diff", action="store_true", help="against the job definitions that are registered")
+            add("--target", choices=["local", "batch"], help="over jobs.target; batch: hold against its limits")
+        case "fit":
+            add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
+        case "submit":
+            add("--target", choices=["local", "batch"], help="over jobs.target")
+        case "logs":
+            add("job", help="as in trnjobs status; a child of an array: embed:3")
+            add("--attempt", type=int, default=0, help="which try, from 1 (default: the last)")
+            add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
+        case "cancel":
+            add("--reason", default="by hand", help="goes on record")
+        case "history":
+            add("--last", type=int, default=20, help="cycles to show")
+        case "cost":
+            several = "the newest N cycles side by side, and their success rate"
+            add("--last", type=_count, metavar="N", help=several)
+            add("--json", action="store_true", help="for machines")
+        case "status" | "config":
+            add("--json", action="store_true", help="for machines")
+        case "driver":
+            else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
+            add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
+            add("--target", choices=["local", "batch"], help="over jobs.target")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} cycles")
+    return number

@@ -23,18 +23,7 @@ from pipeline.proc.signals import stop_on_signals
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
-    parser.add_argument(
-        "--scheduled-time",
-        default="",
-        metavar="TIME",
-        help=f"such as 2026-11-20T02:00:00Z; else the variable {TIME_VARIABLE}; else the newest time that has passed",
-    )
-    parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target")
-
-
-def run(arguments: argparse.Namespace, say: Say) -> int:
+def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     """Start what is due. Raises ConfigError for a time that is not on the schedule, TransientError for an overlap."""
     settings, stop, now = arguments.settings, StopSignal(), datetime.now(UTC)
     config = settings.jobs.schedule

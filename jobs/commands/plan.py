@@ -1,42 +1,49 @@
-"""`trnjobs plan`: the jobs of a cycle, what they take and cost, before anything is sent."""
+"""What a cycle would be, before anything is sent: `trnjobs plan` and `trnjobs fit`."""
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from jobs.config import JobsConfig
 from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
-from jobs.plan.dag import Plan
+from jobs.schedule import cycle_name
+from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle, prices_of
+from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.requests import Request, definition_request, submit_request
+from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.context import load_result
-from pipeline.core.errors import EXIT_OK, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.settings import resolve
 
 HISTORY = 10  # cycles that the expected durations are the median of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
-    parser.add_argument("--json", action="store_true", help="the requests as AWS Batch would get them")
-    parser.add_argument("--diff", action="store_true", help="against the job definitions that are registered")
-    parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target; batch: hold against its limits")
-
-
-def run(arguments: argparse.Namespace, say: Say) -> int:
-    """Plan; nothing is changed anywhere. Raises ConfigError for what AWS Batch would refuse."""
-    settings = arguments.settings
+def run_plan(arguments: argparse.Namespace, say: Say) -> int:
+    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch would refuse."""
+    settings: CycleSettings = arguments.settings
+    target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
-    if arguments.json or arguments.diff or (arguments.target or settings.jobs.target) == "batch":
+    if arguments.json or arguments.diff or target == "batch":
         check_plan(plan)
     if arguments.json:
-        say(json.dumps(requests_of(plan), indent=1))
+        # Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs.
+        ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
+        shown = []
+        for job in plan.jobs:
+            definition = definition_request(plan, job)
+            name = f"{definition['jobDefinitionName']}:<revision>"
+            submit = submit_request(plan, job, definition=name, ids=ids)
+            shown.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
+        say(json.dumps(shown, indent=1))
     elif arguments.diff:
         from jobs.targets.batch.client import (
             BatchClient,  # boto3 takes a while to import
@@ -47,57 +54,68 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)
     else:
-        target = arguments.target or settings.jobs.target
+        records: Sequence[tuple[JobRecord, ...]] = ()
+        embeddings: Sequence[EmbedRun] = ()
         try:
-            earlier = _earlier(open_cycle(settings, StopSignal()), target)
+            records, embeddings = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
-            earlier = _Earlier((), ())
             say(f"earlier cycles cannot be read: {error.seen}")
-        prices = prices_of(settings)
-        for line in plan_lines(plan, expected_seconds(earlier.records), prices, settings.jobs.sla_s):
+        prices, jobs = prices_of(settings), settings.jobs
+        stated = jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
+        for line in plan_lines(plan, expected_seconds(records), prices, jobs.sla_s):
             say(line)
-        for line in embed_rate_lines(embed_rates(plan, earlier.embeddings, _stated(settings.jobs), prices)):
+        for line in embed_rate_lines(embed_rates(plan, embeddings, stated, prices)):
             say(line)
     return EXIT_OK
 
 
-def requests_of(plan: Plan) -> list[dict[str, Request]]:
-    """Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs."""
-    ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
-    shown = []
-    for job in plan.jobs:
-        definition = definition_request(plan, job)
-        name = f"{definition['jobDefinitionName']}:<revision>"
-        submit = submit_request(plan, job, definition=name, ids=ids)
-        shown.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
-    return shown
+def _earlier(store: CycleStore, target: str) -> tuple[list[tuple[JobRecord, ...]], list[EmbedRun]]:
+    """What the cycles before tell, oldest first: the records of all, and how fast embedding went.
 
-
-@dataclass(frozen=True)
-class _Earlier:
-    """What earlier cycles tell; oldest first."""
-
-    records: Sequence[tuple[JobRecord, ...]]
-    embeddings: Sequence[EmbedRun]
-
-
-def _earlier(store: CycleStore, target: str) -> _Earlier:
-    """`target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch."""
+    `target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch.
+    """
     names = [name for name in claimed_cycles(store.storage) if name != store.cycle][-HISTORY:]
     cycles = [CycleStore(store.storage, name, store.clock) for name in names]
-    here = (one for one in cycles if (claim := one.claim()) is not None and claim.target == target)
-    embeddings = (_embedding(one) for one in here)
-    return _Earlier([one.records() for one in cycles], [run for run in embeddings if run is not None])
+    records, embeddings = [one.records() for one in cycles], list[EmbedRun]()
+    for one, its_records in zip(cycles, records, strict=True):
+        claim = one.claim()
+        if claim is None or claim.target != target:
+            continue
+        plan, result = one.plan(), load_result(one.storage, one.cycle, EMBED)
+        record = next((record for record in its_records if record.name == EMBED), None)
+        titles = result.figures.get("rows_embedded") if result is not None else None
+        if plan is not None and record is not None and isinstance(titles, int):
+            run = embed_run(one.cycle, plan.job(EMBED), record, titles)
+            embeddings += [run] if run is not None else []
+    return records, embeddings
 
 
-def _embedding(store: CycleStore) -> EmbedRun | None:
-    plan, result = store.plan(), load_result(store.storage, store.cycle, EMBED)
-    record = next((one for one in store.records() if one.name == EMBED), None)
-    titles = result.figures.get("rows_embedded") if result is not None else None
-    if plan is None or record is None or not isinstance(titles, int):
-        return None
-    return embed_run(store.cycle, plan.job(EMBED), record, titles)
+def run_fit(arguments: argparse.Namespace, say: Say) -> int:
+    """Would the cycle run on what Terraform is about to make? Asked by `make deploy` before it applies.
 
-
-def _stated(jobs: JobsConfig) -> Mapping[str, float]:
-    return jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
+    Plans a cycle with what Terraform will say over what its settings files say; asks nobody. The files are read here,
+    at the paths that they have in the image; files and flags of the command come on top. Raises ConfigError.
+    """
+    planned = read_planned(arguments.plan)
+    with TemporaryDirectory(prefix="trnjobs-") as folder:
+        told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
+        told.write_text(json.dumps(planned.settings))
+        files = [*planned.files, *arguments.config, told]
+        settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
+    schedule = settings.jobs.schedule.schedule()
+    when = schedule.next(datetime.now(UTC))
+    first = "" if when is None else cycle_name(schedule, when)  # empty where only EventBridge knows it
+    plan = make_plan(settings.model_copy(update={"cycle": settings.cycle or first}))
+    check_plan(plan)
+    problems = list(dict.fromkeys(account_problems(plan, planned.account)))
+    if problems:
+        raise ConfigError(
+            "\n  ".join(["a cycle of these settings would not run on the planned machines:", *problems]),
+            expected="queues and compute environments that can hold every job",
+            next_command="correct [jobs] or the variables of infra/, then make deploy",
+        )
+    for warning in dict.fromkeys(account_warnings(plan, planned.account)):
+        say(f"warning: {warning}")
+    by_schedule = first or f"when EventBridge reads {schedule.expression}"
+    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {by_schedule}")
+    return EXIT_OK

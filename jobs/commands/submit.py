@@ -1,32 +1,27 @@
-"""`trnjobs submit`: hand the jobs of a cycle over; run again, it goes on where it stopped."""
+"""Commands that change a cycle: `trnjobs submit`, `retry`, `cancel` and `reconcile`."""
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from jobs.cycle.ledger import read_ledger
-from jobs.cycle.records import Closed, JobRecord
+from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.report import report_key, write_page
-from jobs.cycle.show import cost_lines, status_lines
-from jobs.cycle.states import exit_code_of_cycle, outcome_of
-from jobs.cycle.store import CycleStore
+from jobs.cycle.show import cost_lines, status_lines, summary
+from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
+from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import make_plan, open_cycle, open_target, prices_of, submitter
+from jobs.setup import make_plan, open_cycle, open_target, open_target_of, prices_of, submitted_plan, submitter
 from jobs.targets.batch.limits import check_plan
-from pipeline.core.errors import EXIT_OK, Preempted
+from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import ENGINE_MARGIN_S
 from pipeline.proc.signals import stop_on_signals
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
-    parser.add_argument("--target", choices=["local", "batch"], help="over jobs.target")
-
-
-def run(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit the cycle of the settings. `local` also runs it to its end."""
+def run_submit(arguments: argparse.Namespace, say: Say) -> int:
+    """Hand the jobs of a cycle over; run again, it goes on where it stopped. `local` also runs it to its end."""
     settings: CycleSettings = arguments.settings
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
@@ -47,41 +42,118 @@ def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: Stop
     if target_name == "batch":
         check_plan(plan)
     open_target(settings, store, target_name, say, stop).check(plan)
-    hand_over = HandOver(settings, store, target_name, say, stop)
-    return hand_over(plan, 1, [job.name for job in plan.jobs])
+    return _hand_over(settings, store, target_name, plan, 1, [job.name for job in plan.jobs], say, stop)
 
 
-@dataclass(frozen=True)
-class HandOver:
-    """Claims a cycle and gives jobs of it to a target."""
+def run_retry(arguments: argparse.Namespace, say: Say) -> int:
+    """The jobs of a cycle that failed, and those after them, once more, as a new round.
 
-    settings: CycleSettings
-    store: CycleStore
-    target_name: str
-    say: Say
-    stop: StopSignal
-
-    def __call__(self, plan: Plan, round_: int, jobs: list[str]) -> int:
-        """The exit code of the cycle where it has ended, 0 where its jobs are on their way."""
-        with self.store.submitting(plan, self.target_name, submitter()) as renew:
-            self.store.save_settings(of_all_jobs(self.settings))
-            self.store.reopen()
-            target = open_target(self.settings, self.store, self.target_name, self.say, self.stop, renew)
-            if self.target_name == "batch":
-                target.submit(plan, round_, jobs)
-        if self.target_name == "local":  # runs them too; a lock on this machine keeps a second engine away
-            target.submit(plan, round_, jobs)
+    Raises ConfigError while jobs are under way, or when none failed.
+    """
+    settings, stop = arguments.settings, StopSignal()
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
+        store = open_cycle(settings, stop)
+        plan = submitted_plan(store)
+        target = open_target_of(settings, store, say, stop)
         records = target.records(plan)
-        self.store.save_records(records)
-        code = finish(self.settings, self.store, plan, records, self.say)
-        if self.store.closed() is not None:
-            config = self.settings.jobs
-            ledger = read_ledger(
-                self.store, plan, records, prices_of(self.settings), sla_s=config.sla_s, schedule=config.schedule
+        if (store.closed() or outcome_of(plan, records)) is None:
+            raise ConfigError(
+                f"cycle {store.cycle} is under way", expected="one that ended", next_command="trnjobs status"
             )
-            for line in cost_lines(ledger):
-                self.say(line)
-        return code
+        done = {record.name for record in records if record.state is JobState.SUCCEEDED}
+        again = [job.name for job in plan.jobs if job.name not in done]
+        if not again:
+            raise ConfigError(f"cycle {store.cycle}: no job failed", next_command="trnjobs status")
+        round_ = max(store.rounds(), default=0) + 1
+        return _hand_over(settings, store, target.name, plan, round_, again, say, stop)
+
+
+def _hand_over(
+    settings: CycleSettings,
+    store: CycleStore,
+    target_name: str,
+    plan: Plan,
+    round_: int,
+    jobs: Sequence[str],
+    say: Say,
+    stop: StopSignal,
+) -> int:
+    """Claim the cycle and give `jobs` of it to the target.
+
+    Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
+    """
+    with store.submitting(plan, target_name, submitter()) as renew:
+        store.save_settings(of_all_jobs(settings))
+        store.reopen()
+        target = open_target(settings, store, target_name, say, stop, renew)
+        if target_name == "batch":
+            target.submit(plan, round_, jobs)
+    if target_name == "local":  # runs them too; a lock on this machine keeps a second engine away
+        target.submit(plan, round_, jobs)
+    records = target.records(plan)
+    store.save_records(records)
+    code = finish(settings, store, plan, records, say)
+    if store.closed() is not None:
+        config, prices = settings.jobs, prices_of(settings)
+        ledger = read_ledger(store, plan, records, prices, sla_s=config.sla_s, schedule=config.schedule)
+        for line in cost_lines(ledger):
+            say(line)
+    return code
+
+
+def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
+    """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
+    settings, store = arguments.settings, open_cycle(arguments.settings, StopSignal())
+    plan = submitted_plan(store)
+    target = open_target_of(settings, store, say, StopSignal())
+    with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
+        target.cancel(plan, CANCELLED + arguments.reason)
+    records = target.records(plan)
+    store.save_records(records)
+    cancelled = Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason)
+    finish(settings, store, plan, records, say, cancelled)
+    return EXIT_OK
+
+
+def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
+    """Put on record what became of the jobs, which AWS Batch forgets after a week; close cycles that have ended.
+
+    Without a cycle it looks at all that are under way: what a second schedule starts, so that blocked queues and
+    missed deadlines are noticed by themselves.
+    """
+    settings: CycleSettings = arguments.settings
+    asked = open_cycle(settings, StopSignal())
+    if settings.cycle:
+        _reconcile(settings, asked, say)
+        return EXIT_OK
+    stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage)]
+    under_way = [store for store in stores if store.closed() is None]
+    failed: TrnpipeError | None = None
+    for store in under_way:
+        try:
+            if store.plan() is None:
+                say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
+            else:
+                _reconcile(settings, store, say)
+        except TrnpipeError as error:  # the others are looked at all the same
+            say(f"cycle {store.cycle}: {type(error).__name__}: {error}")
+            failed = failed or error
+    if not under_way:
+        say(f"no cycle is under way in {asked.storage.root}")
+    if failed is not None:
+        raise failed
+    return EXIT_OK
+
+
+def _reconcile(settings: CycleSettings, store: CycleStore, say: Say) -> None:
+    config, plan = settings.jobs, submitted_plan(store)
+    target = open_target_of(settings, store, say, StopSignal())
+    records = target.records(plan)
+    store.save_records(records)
+    for line in target.check_blocked(records, dwell_s=config.blocked_dwell_s):
+        say(line)
+    finish(settings, store, plan, records, say)
+    say(summary(read_ledger(store, plan, records, prices_of(settings), sla_s=config.sla_s, schedule=config.schedule)))
 
 
 def finish(
@@ -104,28 +176,17 @@ def finish(
         return EXIT_OK
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
-        _write_page(settings, store, plan, records, closed, say)
+        try:
+            write_page(store, plan, records, settings.jobs, closed)
+        except Preempted:
+            raise
+        except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
+            say(
+                f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
+                f" next: trnjobs report --cycle {store.cycle}"
+            )
+        else:
+            say(f"report: {store.storage.uri(report_key(store.cycle))}")
         store.close(closed)
     say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
     return exit_code_of_cycle(closed, records)
-
-
-def _write_page(
-    settings: CycleSettings,
-    store: CycleStore,
-    plan: Plan,
-    records: tuple[JobRecord, ...],
-    closed: Closed,
-    say: Say,
-) -> None:
-    try:
-        write_page(store, plan, records, settings.jobs, closed)
-    except Preempted:
-        raise
-    except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
-        say(
-            f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
-            f" next: trnjobs report --cycle {store.cycle}"
-        )
-    else:
-        say(f"report: {store.storage.uri(report_key(store.cycle))}")

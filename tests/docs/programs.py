@@ -54,9 +54,9 @@ def of_trnpipe(words: Words) -> str:
 
 def of_trnjobs(words: Words) -> str:
     if words and words[0] in jobs.cli.COMMANDS:
-        module = importlib.import_module(f"jobs.commands.{words[0]}")
+        module = importlib.import_module(f"jobs.commands.{jobs.cli.MODULES[words[0]]}")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "run", _begin)
+            patch.setattr(module, f"run_{words[0]}", _begin)
             return _answer(jobs.cli.main, words)
     return _answer(jobs.cli.main, words)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.commands import cost, report
+from jobs import cli
+from jobs.commands import show
 from jobs.cycle.records import Closed
 from jobs.cycle.store import CycleStore
 from jobs.settings import CycleSettings
@@ -34,9 +35,9 @@ def workspace(tmp_path: Path) -> Path:
 def said(command: str, workspace: Path, **flags: object) -> list[str]:
     jobs = {"sla_s": 60, "vcpu_usd_per_hour": 0.6}
     settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
-    module, lines = {"cost": cost, "report": report}[command], list[str]()
+    run, lines = {"cost": show.run_cost, "report": show.run_report}[command], list[str]()
     arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False} | flags)
-    assert module.run(arguments, lines.append) == EXIT_OK
+    assert run(arguments, lines.append) == EXIT_OK
     return lines
 
 
@@ -84,6 +85,6 @@ def test_the_report_is_written_and_written_again(workspace: Path) -> None:
 @pytest.mark.parametrize("words", [["--last", "0"], ["--last", "x"], ["--last"]])
 def test_flags_that_make_no_sense(words: list[str]) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    cost.add_arguments(parser)
+    cli.add_flags("cost", parser)
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args(words)

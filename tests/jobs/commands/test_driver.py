@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jobs import cli
 from jobs.commands import driver
 from jobs.config import JobsConfig
 from jobs.cycle.records import Closed, JobRecord, JobState
@@ -111,10 +112,10 @@ def test_the_time_comes_from_the_flag_the_variable_or_the_clock(
     monkeypatch.setattr(driver, "WorkspaceCycles", Nothing)
     monkeypatch.setenv(driver.TIME_VARIABLE, variable)
     parser = argparse.ArgumentParser()
-    driver.add_arguments(parser)
+    cli.add_flags("driver", parser)
     schedule = ScheduleConfig(expression="cron(0 2 * * ? *)", policy=MissedPolicy.SKIP, max_late_s=10 * 86_400)
     arguments = parser.parse_args(words)
     arguments.settings = CycleSettings(jobs=JobsConfig(schedule=schedule, target="batch"))
     said: list[str] = []
-    assert driver.run(arguments, said.append) == 0
+    assert driver.run_driver(arguments, said.append) == 0
     assert Nothing.started == [expected]

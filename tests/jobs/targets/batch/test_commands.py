@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.commands import cancel, driver, reconcile, submit
+from jobs.commands import driver, submit
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.settings import CycleSettings
 from jobs.targets.batch.client import BatchClient, LogsClient
@@ -47,10 +47,10 @@ class Commands:
     def __post_init__(self) -> None:
         self.batch = FakeBatch(self.clock)
         self.faults = Faults()
-        for module in (submit, driver, reconcile, cancel):
+        for module in (submit, driver):
             self.monkeypatch.setattr(module, "open_cycle", self._open_cycle)
         self.monkeypatch.setattr(submit, "open_target", lambda _, store, *rest: self._target(store, rest[-1]))
-        for module in (driver, reconcile, cancel):
+        for module in (submit, driver):
             self.monkeypatch.setattr(module, "open_target_of", lambda _, store, *_rest: self._target(store, _nothing))
 
     def settings(self, **more: str) -> CycleSettings:
@@ -148,7 +148,7 @@ def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None
 def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, commands: Commands) -> None:
     assert commands.submit()
     arguments = Namespace(settings=commands.settings(cycle=""))
-    assert reconcile.run(arguments, commands.said.append) == 0
+    assert submit.run_reconcile(arguments, commands.said.append) == 0
     with pytest.raises(KeyNotFound):
         commands.page()
     for name, job_id in commands.live().items():
@@ -156,7 +156,7 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
         late = name in ("embed", "verify", "report")
         ended = {"status": "FAILED"} if late or name == "evaluate" else {"status": "SUCCEEDED"}
         commands.batch.jobs[job_id] |= ended | {"stoppedAt": 2000, "attempts": [] if late else [attempt]}
-    assert reconcile.run(arguments, commands.said.append) == 0
+    assert submit.run_reconcile(arguments, commands.said.append) == 0
     closed = commands.store().closed()
     assert closed is not None and closed.outcome == outcome
     page = commands.page()
@@ -166,5 +166,5 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
 def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
     assert commands.submit()
     arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
-    assert cancel.run(arguments, commands.said.append) == 0
+    assert submit.run_cancel(arguments, commands.said.append) == 0
     assert "class=cancelled>cancelled" in commands.page() and "cancelled: wrong data" in commands.page()

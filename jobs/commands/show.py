@@ -1,0 +1,152 @@
+"""What `trnjobs` tells of cycles that were submitted: `status`, `logs`, `history`, `cost`, `report`; and `config`."""
+
+import argparse
+import json
+from datetime import UTC, datetime
+
+from jobs.cycle.ledger import CycleLedger, read_ledger, records_of, success_of
+from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.report import report_key, write_page
+from jobs.cycle.show import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
+from jobs.cycle.states import outcome_of
+from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.plan.dag import Plan
+from jobs.settings import CycleSettings
+from jobs.setup import open_cycle, open_target_of, prices_of, submitted_plan
+from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.format import aligned, format_duration
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.settings import as_json, table_text
+
+
+def run_config(arguments: argparse.Namespace, say: Say) -> int:
+    """Every setting of the pipeline and of its jobs, with its value and source."""
+    say(as_json(arguments.resolved) if arguments.json else table_text(arguments.resolved))
+    return EXIT_OK
+
+
+def run_status(arguments: argparse.Namespace, say: Say) -> int:
+    """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
+    store = open_cycle(arguments.settings, StopSignal())
+    plan = submitted_plan(store)
+    records = open_target_of(arguments.settings, store, say, StopSignal()).records(plan)
+    closed = store.closed() or outcome_of(plan, records)
+    if arguments.json:
+        shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
+        say(json.dumps(shown | {"jobs": [record.model_dump(mode="json") for record in records]}, indent=1))
+        return EXIT_OK
+    for line in status_lines(records):
+        say(line)
+    state = "under way" if closed is None else closed.outcome + (f", {closed.reason}" if closed.reason else "")
+    say(f"cycle {store.cycle}: {state}")
+    return EXIT_OK
+
+
+def run_logs(arguments: argparse.Namespace, say: Say) -> int:
+    """Print one log: of a try of a job on one node. Raises ConfigError for a job, a try or a node that is unknown."""
+    store = open_cycle(arguments.settings, StopSignal())
+    plan = submitted_plan(store)
+    target = open_target_of(arguments.settings, store, say, StopSignal())
+    every = {one.name: one for record in target.records(plan) for one in (record, *record.children)}
+    record = every.get(arguments.job)
+    if record is None or record.children:
+        name = arguments.job
+        raise ConfigError(
+            f"{name} is an array of {len(record.children)}" if record else f"no job {name!r} was submitted",
+            expected=f"{name}:0 and so on" if record else f"one of {', '.join(every) or 'none'}",
+            next_command="trnjobs status",
+        )
+    attempt = arguments.attempt or len(record.attempts)
+    if not 1 <= attempt <= len(record.attempts):
+        raise ConfigError(
+            f"{record.name} has {len(record.attempts)} tries, none is number {arguments.attempt or 1}",
+            expected="a job that has started, and one of its tries",
+            next_command="trnjobs status",
+        )
+    for line in target.logs(record, attempt=attempt, node=arguments.node):
+        say(line)
+    return EXIT_OK
+
+
+def run_history(arguments: argparse.Namespace, say: Say) -> int:
+    """The cycles of a workspace, newest last: one line each, from what is on record."""
+    newest = open_cycle(arguments.settings, StopSignal())
+    rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
+    for name in claimed_cycles(newest.storage)[-arguments.last :]:
+        store = CycleStore(newest.storage, name, newest.clock)
+        claim, closed, records = store.claim(), store.closed(), store.records()
+        done = sum(record.state is JobState.SUCCEEDED for record in records)
+        tries = sum(len(leaf.attempts) for record in records for leaf in record.leaves())
+        at = claim.claimed_at if claim else None
+        rows.append(
+            (
+                name,
+                claim.target if claim else "-",
+                "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M"),
+                closed.outcome if closed else "under way",
+                format_duration(closed.at - at) if closed and at is not None else "-",
+                f"{done}/{len(records)}" if records else "-",
+                str(tries) if records else "-",
+                closed.reason if closed else "",
+            )
+        )
+    for line in aligned(rows, left=(0, 1, 2, 3, 7)):
+        say(line)
+    return EXIT_OK
+
+
+def run_cost(arguments: argparse.Namespace, say: Say) -> int:
+    """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
+    settings: CycleSettings = arguments.settings
+    asked = open_cycle(settings, StopSignal())
+    names = claimed_cycles(asked.storage)[-arguments.last :] if arguments.last else [asked.cycle]
+    if not names:
+        raise ConfigError(
+            f"no cycle with jobs in {asked.storage.root}",
+            expected="one that was submitted",
+            next_command="trnjobs submit",
+        )
+    ledgers: list[CycleLedger] = []
+    for name in names:
+        store = CycleStore(asked.storage, name, asked.clock)
+        plan, records = _plan_and_records(settings, store, say)
+        prices, config = prices_of(settings), settings.jobs
+        ledgers.append(read_ledger(store, plan, records, prices, sla_s=config.sla_s, schedule=config.schedule))
+    if arguments.json:
+        shown = [
+            ledger.model_dump(mode="json")
+            | {"total": ledger.total.model_dump(mode="json"), "goodput": ledger.total.goodput}
+            | {"stages": [stage.model_dump(mode="json") | {"goodput": stage.goodput} for stage in ledger.stages()]}
+            for ledger in ledgers
+        ]
+        say(json.dumps({"cycles": shown, "success": success_of(ledgers).model_dump(mode="json")}, indent=1))
+        return EXIT_OK
+    if len(ledgers) == 1:
+        lines = cost_lines(ledgers[0])
+    else:
+        totals = total_lines([ledger.total for ledger in ledgers])
+        lines = [*map(summary, ledgers), *totals, success_line(success_of(ledgers))]
+    for line in (*lines, GOODPUT):
+        say(line)
+    return EXIT_OK
+
+
+def run_report(arguments: argparse.Namespace, say: Say) -> int:
+    """Write the page of a cycle (a later one replaces it) and say what it sums up. It is also written at every end.
+
+    Raises ConfigError when there are no jobs.
+    """
+    settings: CycleSettings = arguments.settings
+    store = open_cycle(settings, StopSignal())
+    plan, records = _plan_and_records(settings, store, say)
+    report = write_page(store, plan, records, settings.jobs, store.closed() or outcome_of(plan, records))
+    for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
+        say(line)
+    say(f"report: {store.storage.uri(report_key(store.cycle))}")
+    return EXIT_OK
+
+
+def _plan_and_records(settings: CycleSettings, store: CycleStore, say: Say) -> tuple[Plan, tuple[JobRecord, ...]]:
+    plan = submitted_plan(store)
+    return plan, records_of(store, lambda: open_target_of(settings, store, say, StopSignal()).records(plan))
