@@ -269,7 +269,6 @@ class Baselines:
         return Scored(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
 
     def _threshold(self, fitted: Boosting, holdout: Holdout, valid: Holdout | str) -> float | None:
-        """Of two labels, chosen as that of a model; None where it cannot be."""
         chosen_on = holdout if holdout.split == "valid" else valid
         if isinstance(chosen_on, str) or fitted.num_labels != 2:
             return None

@@ -74,19 +74,12 @@ class MetricName:
             return cls(text, word, rank=int(rank))
         if kind and colon and kind.needs == "label" and label:
             return cls(text, word, label=label)
-        raise ValueError(f"no metric is called {text!r}; expected one of {', '.join(spellings())}")
+        names: list[str] = []
+        for known, kind in KINDS.items():
+            names += [known] if not kind.needs or known in _BARE_TOO else []
+            names += [f"{known}@K"] if kind.needs == "rank" else [f"{known}:LABEL"] if kind.needs == "label" else []
+        raise ValueError(f"no metric is called {text!r}; expected one of {', '.join(names)}")
 
-
-def spellings() -> list[str]:
-    """Every name as one may write it, K for a rank."""
-    names: list[str] = []
-    for word, kind in KINDS.items():
-        names += [word] if not kind.needs or word in _BARE_TOO else []
-        names += [f"{word}@K"] if kind.needs == "rank" else [f"{word}:LABEL"] if kind.needs == "label" else []
-    return names
-
-
-# Settings of the evaluate stage: what is scored and reported, the gate, and the comparison of two backends.
 
 # Settings of the metrics: what is reported. The gate may compare others; it computes what it needs by name.
 

@@ -50,7 +50,11 @@ class ExactTopK:
         _check(vectors, "item")
         self._next = first + len(vectors)
         items = torch.from_numpy(np.ascontiguousarray(vectors))
-        slack = self._longest * _longest(items) * _relative_error(items.shape[1])
+        # How far a float32 product of two vectors of `width` numbers is from their score, relative to both lengths.
+        # Whatever the order of adding: width 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms", section
+        # 3.1); and twice half of 2^-26 a number for what is rounded before; and some for the numbers compared with.
+        width = items.shape[1]
+        slack = self._longest * _longest(items) * (width + 2.0 * math.sqrt(width) + 8.0) * 2.0**-24
         for start in range(0, len(self._queries), _BLOCK_QUERIES):
             self._search(slice(start, start + _BLOCK_QUERIES), first, items, slack)
 
@@ -88,7 +92,13 @@ class ExactTopK:
 
     def _take_in(self, part: slice, first: int, items: Tensor, rows: Tensor, columns: Tensor) -> None:
         """Merge pairs of a query and an item, each of a row of `part` and of `items`; a row's items are ascending."""
-        scores = _scores_of(self._queries[part], items, rows, columns)
+        queries, step = self._queries[part], max(1, _PAIRS // items.shape[1])
+        scores = torch.cat(
+            [
+                (_whole(queries[rows[start : start + step]]) * _whole(items[columns[start : start + step]])).sum(dim=1)
+                for start in range(0, max(1, len(rows)), step)
+            ]
+        )
         better = scores > self._scores[part, -1][rows]  # of a tie the earlier item stays
         rows, columns, scores = rows[better], columns[better], scores[better]
         if not len(rows):
@@ -128,48 +138,24 @@ def _at_least(scores: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([row[hit], last_row]), torch.cat([group[hit] * _GROUP + place, last + whole])
 
 
-def _scores_of(queries: Tensor, items: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Scores [N] of pairs (rows[i], columns[i])."""
-    step = max(1, _PAIRS // queries.shape[1])
-    parts = [
-        (_whole(queries[rows[start : start + step]]) * _whole(items[columns[start : start + step]])).sum(dim=1)
-        for start in range(0, len(rows), step)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-
 def _first_k(scores: Tensor, items: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of each row, best first. Of equal scores the earlier column wins."""
     best, columns = torch.topk(scores, k, dim=1)
     tied = torch.nonzero((scores >= best[:, -1:]).sum(dim=1) > k).flatten()
-    if len(tied):  # topk takes any of them
-        columns[tied] = _columns_of_ties(scores[tied], best[tied, -1:], k)
+    if len(tied):  # topk takes any of them; here all that are better than the k-th best, then the first that are equal
+        better, equal = scores[tied] > best[tied, -1:], scores[tied] == best[tied, -1:]
+        room = k - better.sum(dim=1, keepdim=True)
+        chosen = better | (equal & (equal.cumsum(dim=1) <= room))
+        columns[tied] = torch.nonzero(chosen)[:, 1].reshape(len(tied), k)
     columns = columns.sort(dim=1).values
     best = scores.gather(1, columns)
     order = torch.argsort(best, dim=1, descending=True, stable=True)
     return best.gather(1, order), items.gather(1, columns).gather(1, order)
 
 
-def _columns_of_ties(scores: Tensor, last: Tensor, k: int) -> Tensor:
-    """[R, n] scores and the k-th best [R, 1] to columns [R, k]: all that are better, then the first that are equal."""
-    better, equal = scores > last, scores == last
-    room = k - better.sum(dim=1, keepdim=True)
-    chosen = better | (equal & (equal.cumsum(dim=1) <= room))
-    return torch.nonzero(chosen)[:, 1].reshape(len(scores), k)
-
-
 def _whole(vectors: Tensor) -> Tensor:
     """In units of 2^-26, as whole numbers in float64."""
     return torch.round(vectors.double() * _SCALE)
-
-
-def _relative_error(width: int) -> float:
-    """How far a float32 product of two vectors of `width` numbers is from their score, relative to both lengths.
-
-    Whatever the order of adding: width 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1);
-    and twice half of 2^-26 a number for what is rounded before; and some for the numbers compared with.
-    """
-    return (width + 2.0 * math.sqrt(width) + 8.0) * 2.0**-24
 
 
 def _longest(vectors: Tensor) -> float:

@@ -125,7 +125,6 @@ class Leak:
         return (self.by_id + self.by_text) / max(1, self.queries)
 
     def text(self) -> str:
-        """One line: what was found."""
         found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_share(self.share)})"
         return f"{found} were trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
 
@@ -205,7 +204,6 @@ class Holdout:
                 yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
 
     def queries(self) -> HoldoutQueries:
-        """The queries of the rows that are scored."""
         ids, texts = [], []
         for arrays in self.blocks(("query", "query_id")):
             ids.append(arrays["query_id"])
@@ -250,7 +248,11 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             expected=f"rows in the {split} split",
             next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    query_ids = [_query_ids(rows, bucket) for bucket in range(len(rows.sizes))]
+    query_ids = [np.zeros(0, dtype=np.int64) for _ in rows.sizes]
+    for bucket, size in enumerate(rows.sizes):
+        if size:
+            buckets, numbers = np.full(size, bucket, dtype=np.int64), np.arange(size, dtype=np.int64)
+            query_ids[bucket] = rows.read(buckets, numbers, bucket, ("query_id",))["query_id"]
     return Holdout(split, sets, rows, choose_rows(query_ids, max_rows), max_rows)
 
 
@@ -262,18 +264,7 @@ def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) ->
     return SliceColumn(codes.astype(np.int64), (*names, f"{firsts[-1]}+"))
 
 
-def _query_ids(rows: TokenRows, bucket: int) -> Int64s:
-    size = rows.sizes[bucket]
-    if not size:
-        return np.zeros(0, dtype=np.int64)
-    numbers = np.arange(size, dtype=np.int64)
-    return rows.read(np.full(size, bucket, dtype=np.int64), numbers, bucket, ("query_id",))["query_id"]
-
-
 # The slices of scored rows that are worth judging. Pure.
-
-AGE = "age"
-NEW, OLD = "new", "old"
 
 
 def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
@@ -284,5 +275,5 @@ def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRo
         is_new = np.array([name in new_partitions for name in partition.names], dtype=np.bool_)
         # -1, no partition, reads the last entry: it is neither.
         codes = np.append(np.where(is_new, 0, 1), -1)[partition.codes]
-        columns.setdefault(AGE, SliceColumn(codes.astype(np.int64), (NEW, OLD)))
+        columns.setdefault("age", SliceColumn(codes.astype(np.int64), ("new", "old")))
     return replace(rows, slices={name: column for name, column in columns.items() if len(np.unique(column.codes)) > 1})

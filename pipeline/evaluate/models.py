@@ -1,11 +1,10 @@
 """The two models of an evaluation, the candidate and what it is held against: opened, verified and scored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -21,7 +20,6 @@ from pipeline.evaluate.retrieval import Vectors
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
-from pipeline.io.storage import Storage
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
@@ -90,7 +88,16 @@ class Models:
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:
     """Raises ConfigError, DataError when there is no candidate, CheckpointError for one that does not verify."""
     config = settings.evaluate
-    storage, prefix = _candidate_place(settings, ctx)
+    if config.candidate:
+        storage, prefix = locate(config.candidate, settings, ctx.workspace)  # the workspace itself when it lies there
+    elif (trained := ctx.earlier("train")) is not None:
+        storage, prefix = ctx.workspace, trained.outputs["checkpoint"]
+    else:
+        raise DataError(
+            f"cycle {ctx.cycle} has no trained model",
+            expected="the result of the train stage",
+            next_command=f"trnpipe train --cycle {ctx.cycle}, with the same settings; or --evaluate.candidate NAME",
+        )
     in_workspace = storage is ctx.workspace
     if not in_workspace and config.promote:
         raise ConfigError(
@@ -107,21 +114,6 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
         hint = "--evaluate.incumbent none, and --evaluate.force-reason to promote on record"
         check_data(compared, sets, "incumbent", hint)
     return Models(candidate, in_workspace, pointer, compared, config.incumbent == PRODUCTION or pointer is None)
-
-
-def _candidate_place(settings: Settings, ctx: StageContext) -> tuple[Storage, str]:
-    """Storage and prefix; the storage is that of the workspace when it lies there."""
-    named = settings.evaluate.candidate
-    if named:
-        return locate(named, settings, ctx.workspace)
-    result = ctx.earlier("train")
-    if result is None:
-        raise DataError(
-            f"cycle {ctx.cycle} has no trained model",
-            expected="the result of the train stage",
-            next_command=f"trnpipe train --cycle {ctx.cycle}, with the same settings; or --evaluate.candidate NAME",
-        )
-    return ctx.workspace, result.outputs["checkpoint"]
 
 
 def _compared(settings: Settings, ctx: StageContext, pointer: Pointer | None) -> Checkpoint | None:
@@ -197,17 +189,32 @@ class ModelScorer:
             self.settings.evaluate.save_every_s,
         )
         parts = PartStore(ctx.workspace_after_stop, key.replace("/scores/", "/parts/"), ctx.scratch, ctx.console.warn)
-
-        def scores_of(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            return {"logits": program.outputs(batch).logits}
-
         with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total, "rows") as advance:
-            arrays = scorer.run(scores_of, holdout.rows, holdout.order, parts, advance)
+            arrays = scorer.run(
+                lambda batch: {"logits": program.outputs(batch).logits}, holdout.rows, holdout.order, parts, advance
+            )
         if not ctx.world.is_main:
             return None, key
-        sample = vectors.sample(holdout, vector_rows)
+        sample, info = vectors.sample(holdout, vector_rows), holdout.sets[0].info
         scores = ScoreSet(
-            info=self._info(role, checkpoint, holdout, 0 if sample is None else len(sample.sample_id)),
+            info=ScoreInfo(
+                role=role,
+                checkpoint=checkpoint.uri,
+                digest=checkpoint.digest,
+                cycle=checkpoint.state.cycle,
+                step=checkpoint.state.step,
+                split=holdout.split,
+                backend=self.backend.name,
+                device=self.backend.device_name(),
+                precision=train.precision,
+                data=tuple(token_set.info.fingerprint for token_set in holdout.sets),
+                labels=info.labels,
+                label_gains=info.label_gains,
+                rows=holdout.order.total,
+                vector_rows=0 if sample is None else len(sample.sample_id),
+                settings_hash=ctx.settings_hash,
+                code_version=ctx.code_version,
+            ),
             sample_id=arrays["sample_id"],
             query_id=arrays["query_id"],
             label=arrays["label"].astype(np.int32),
@@ -221,7 +228,6 @@ class ModelScorer:
         return scores, key
 
     def vectors(self, checkpoint: Checkpoint, holdout: Holdout) -> Vectors:
-        """The encoder of a model, with its graphs watched."""
         watch = self._watch(checkpoint, holdout)
         return Vectors(checkpoint, self.backend, self.settings.embed, watch, self.ctx.stop)
 
@@ -254,9 +260,13 @@ class ModelScorer:
             dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
             trained = self.settings.model_copy(update={"model": model})
-            spec, world_size = spec_of(holdout.sets[0].info), self.ctx.world.world_size
-            device = self.backend.device_name()
-            plan = evaluation_plan(trained, spec, holdout.rows.buckets, world_size, device)
+            plan = evaluation_plan(
+                trained,
+                spec_of(holdout.sets[0].info),
+                holdout.rows.buckets,
+                self.ctx.world.world_size,
+                self.backend.device_name(),
+            )
             self._watches[name] = open_part_guard(
                 self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
             )
@@ -274,29 +284,7 @@ class ModelScorer:
                 "device": self.backend.device_name(),
             }
         )
-        name = f"{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"
-        return f"cycles/{self.ctx.cycle}/evaluate/scores/{name}"
-
-    def _info(self, role: str, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> ScoreInfo:
-        state, info = checkpoint.state, holdout.sets[0].info
-        return ScoreInfo(
-            role=role,
-            checkpoint=checkpoint.uri,
-            digest=checkpoint.digest,
-            cycle=state.cycle,
-            step=state.step,
-            split=holdout.split,
-            backend=self.backend.name,
-            device=self.backend.device_name(),
-            precision=self.settings.train.precision,
-            data=tuple(token_set.info.fingerprint for token_set in holdout.sets),
-            labels=info.labels,
-            label_gains=info.label_gains,
-            rows=holdout.order.total,
-            vector_rows=vector_rows,
-            settings_hash=self.ctx.settings_hash,
-            code_version=self.ctx.code_version,
-        )
+        return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"
 
 
 def _architecture(model: ModelConfig) -> str:

@@ -86,7 +86,6 @@ class Products:
                 yield first, self.tokens(first, first + rows)
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Items `start` to `stop`."""
         where, parts = self.where[start:stop], []
         starts = np.flatnonzero(np.any(np.diff(where[:, :2], axis=0, prepend=-1), axis=1))
         for first, last in zip(starts, [*starts[1:], len(where)], strict=True):
@@ -119,18 +118,12 @@ def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: 
     new = np.ones(len(every), dtype=np.bool_)
     new[1:] = every[1:] != every[:-1]
     every, places = every[new], places[new]
-    kept = _limited(every, wanted, max_items)
-    num_distinct, every, places = len(every), every[kept], places[kept]
+    num_distinct = len(every)
+    if num_distinct > max_items:
+        is_wanted = np.isin(every, wanted)
+        sampled = np.lexsort((mix64(every), ~is_wanted))[: max(max_items, int(is_wanted.sum()))]
+        every, places = every[np.sort(sampled)], places[np.sort(sampled)]
     in_order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
     items = np.empty(len(every), dtype=np.int64)
     items[in_order] = np.arange(len(every))
     return Products(sources, places[in_order], every, items, num_distinct)
-
-
-def _limited(hashes: UInt64s, wanted: UInt64s, max_items: int) -> Int64s:
-    """Places of the hashes that stay, ascending."""
-    if len(hashes) <= max_items:
-        return np.arange(len(hashes))
-    is_wanted = np.isin(hashes, wanted)
-    order = np.lexsort((mix64(hashes), ~is_wanted))
-    return np.sort(order[: max(max_items, int(is_wanted.sum()))])

@@ -141,19 +141,31 @@ _NOTHING = "-"
 def table_lines(report: EvaluationReport) -> list[str]:
     """The table, hybrid search, the slices, the verdict."""
     baselines = [one for one in report.baselines if not one.missing]
-    shown = (_metric_row(report, name, baselines) for name in _names(report))
+    # Each end of an interval holds alone with the one-sided confidence, so both together with less.
+    interval = f"{2 * report.verdict.confidence - 1:.0%} interval"
     tools = (one.name for one in baselines)
-    head = ("metric", "candidate", "incumbent", "difference", _interval_title(report), *tools, "gate")
-    table = _aligned([head, *shown])
-    details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
-    return [*table, *details, *report.verdict.lines()]
-
-
-def _names(report: EvaluationReport) -> list[str]:
-    """Every metric of either model, in the order of reports."""
+    table = [("metric", "candidate", "incumbent", "difference", interval, *tools, "gate")]
+    # Every metric of either model, in the order of reports.
     reports = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part is not None]
-    rows = [name for part in reports[:1] for name in (*part.values, *part.missing)]
-    return list(dict.fromkeys([*rows, *(name for part in reports for name in part.values)]))
+    names = [name for part in reports[:1] for name in (*part.values, *part.missing)]
+    for name in dict.fromkeys([*names, *(name for part in reports for name in part.values)]):
+        ours, theirs = _value(report.candidate, name), _value(report.incumbent, name)
+        checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
+        delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
+        found = [check.outcome for check in checks]
+        table.append(
+            (
+                name,
+                _number(ours),
+                _number(theirs),
+                _signed(None if ours is None or theirs is None else ours - theirs),
+                _interval(delta),
+                *(_number(one.figures.get(name)) for one in baselines),
+                next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in found), ""),
+            )
+        )
+    details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
+    return [*_aligned(table), *details, *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
@@ -165,26 +177,6 @@ def _value(model: ModelReport | None, name: str) -> float | None:
         return None
     part: MetricReport | None = model.retrieval if MetricName.parse(name).of_retrieval else model.metrics
     return part.values.get(name) if part else None
-
-
-def _metric_row(report: EvaluationReport, name: str, baselines: Sequence[BaselineReport]) -> tuple[str, ...]:
-    ours, theirs = _value(report.candidate, name), _value(report.incumbent, name)
-    checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
-    delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
-    return (
-        name,
-        _number(ours),
-        _number(theirs),
-        _signed(None if ours is None or theirs is None else ours - theirs),
-        _interval(delta),
-        *(_number(one.figures.get(name)) for one in baselines),
-        _outcome(checks),
-    )
-
-
-def _interval_title(report: EvaluationReport) -> str:
-    """Each end holds alone with the one-sided confidence, so both together with less."""
-    return f"{2 * report.verdict.confidence - 1:.0%} interval"
 
 
 def _missing(report: EvaluationReport) -> list[str]:
@@ -223,15 +215,13 @@ def _hybrid_lines(report: EvaluationReport) -> list[str]:
     alone = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
     alone += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
     names = dict.fromkeys(name for _, _, values in shown for name in values)
-    head = ("metric", *(name for name, _ in alone), *(_hybrid_title(role, one) for role, one, _ in shown))
+    weights = ["" if one.weight is None else f" {one.weight:g}" for _, one, _ in shown]
+    titles = (f"{role} {one.name}{weight}" for (role, one, _), weight in zip(shown, weights, strict=True))
+    head = ("metric", *(name for name, _ in alone), *titles)
     columns = [*(values for _, values in alone), *(values for _, _, values in shown)]
     rows = ((name, *(_number(values.get(name)) for values in columns)) for name in names)
     missing = dict.fromkeys(one.missing for _, one in fused if one.missing)
     return ["hybrid search: each model fused with BM25", *_aligned([head, *rows]), *missing]
-
-
-def _hybrid_title(role: str, hybrid: HybridReport) -> str:
-    return f"{role} {hybrid.name}" + ("" if hybrid.weight is None else f" {hybrid.weight:g}")
 
 
 def _slice_lines(report: EvaluationReport) -> list[str]:
@@ -266,12 +256,6 @@ def _loss(check: GateCheck) -> float:
         return 0.0
     worse = check.incumbent - check.candidate
     return -worse if MetricName.parse(check.metric).lower_is_better else worse
-
-
-def _outcome(checks: Sequence[GateCheck]) -> str:
-    """What the gate made of a metric: `fail` when any check of it fails."""
-    found = [check.outcome for check in checks]
-    return next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in found), "")
 
 
 def _number(value: float | None) -> str:

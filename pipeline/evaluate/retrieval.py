@@ -61,9 +61,13 @@ def search(
     share queries and items; all get the answer. Memory: the queries' vectors in every width and one window of items.
     Raises Preempted.
     """
-    whole = _query_vectors(task.tokens, embed, gang)
+    world, tokens = gang.world, task.tokens
+    bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
+    own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))  # every rank embeds its part
+    windows = pieces(own, _WINDOW) if len(own.lengths) else ()
+    embedded = list(counted(embed(windows), "embedding queries", len(own.lengths))) if windows else []
+    whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
     queries = [_cut(whole, width) for width in widths]
-    world = gang.world
     failure, best = "", []
     try:
         best = [ExactTopK(one, k) for one in queries]
@@ -90,16 +94,6 @@ def search(
 
 def _cut(vectors: Float32s, width: int) -> Float32s:
     return shorten_vectors(vectors, width or vectors.shape[1])
-
-
-def _query_vectors(queries: Tokens, embed: Embed, gang: Gang) -> Float32s:
-    """[Q, D]: every rank embeds its part."""
-    bounds = np.linspace(0, len(queries.lengths), gang.world.world_size + 1).astype(int)
-    mine = queries.part(int(bounds[gang.world.rank]), int(bounds[gang.world.rank + 1]))
-    windows = pieces(mine, _WINDOW) if len(mine.lengths) else ()
-    vectors = list(counted(embed(windows), "embedding queries", len(mine.lengths))) if windows else []
-    parts = [part for part in gang.gather(vectors) if part]
-    return np.concatenate([vectors for part in parts for vectors in part])
 
 
 def _vectors_of(task: RetrievalTask, embed: Embed, mine: Callable[[int], bool]) -> Iterator[tuple[int, Float32s]]:
@@ -223,7 +217,6 @@ class ModelSearch:
         )
 
     def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
-        """What was committed. Raises DataError."""
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
         by_width = {width: arrays[f"items_of_{width}"] for width in widths}
         return self._found(task, Ranked(arrays["items"], arrays["scores"]), by_width)
@@ -236,14 +229,13 @@ class ModelSearch:
     @cached_property
     def task(self) -> RetrievalTask | str:
         """Queries, items and judgements, or why there are none."""
-        stop, config = self.ctx.stop, self.settings.evaluate
+        config, ctx = self.settings.evaluate, self.ctx
         max_valid = config.baselines.valid_queries
         if self._catalogue is not None:
             return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid)
-        cache = self.ctx.scratch / "tokens"
-        sources = [open_rows(self.ctx.workspace, self.sets, split, cache) for split in SPLITS]
+        sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
         return from_products(
-            self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, stop, self.warn
+            self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, ctx.stop, self.warn
         )
 
     @cached_property

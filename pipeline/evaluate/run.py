@@ -103,15 +103,6 @@ class Splits:
             sets = new or sets
         return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
 
-    def open_valid(self) -> Holdout | str:
-        """Rows of the valid split that are not judged, or why there are none."""
-        if self.settings.evaluate.split == VALID:
-            return "the valid split is the one that is judged"
-        try:
-            return self.open(VALID)
-        except DataError as error:
-            return error.seen
-
 
 def _open(
     settings: Settings,
@@ -145,7 +136,13 @@ def _open(
     with notes.timed("leak_check"):
         leak = _find_leak(settings, ctx, models, holdout, gang, notes)
     scorer = ModelScorer(settings, ctx, backend, gang)
-    tokenizer, valid = models.candidate.tokenizer(), splits.open_valid()
+    valid: Holdout | str = "the valid split is the one that is judged"
+    if settings.evaluate.split != VALID:
+        try:
+            valid = splits.open(VALID)
+        except DataError as error:
+            valid = error.seen
+    tokenizer = models.candidate.tokenizer()
     search = ModelSearch(settings, ctx, backend, gang, sets, holdout, valid, tokenizer, notes.warn)
     baselines = Baselines(settings, ctx, sets, search, notes.timed)
     return Evaluation(settings, ctx, models, inputs, backend, notes, splits, holdout, leak, scorer, search, baselines)
@@ -206,7 +203,6 @@ class Evaluation:
             return self._report(ours, theirs, scored)
 
     def _side(self, role: str, checkpoint: Checkpoint) -> Side:
-        """Score one model and search with it."""
         vectors = self.scorer.vectors(checkpoint, self.holdout)
         with self.notes.timed(f"scoring_{role}"):
             count = self.settings.evaluate.vector_rows
@@ -233,7 +229,6 @@ class Evaluation:
             return None
 
     def _report(self, ours: Side, theirs: Side | None, scored: list[Scored]) -> EvaluationReport:
-        """Measure and judge; rank 0 only."""
         config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
         verdict = judge(

@@ -140,16 +140,15 @@ class PartStore:
 
     def commit(self, start: int, arrays: Arrays) -> None:
         """Publish the rows from `start` on."""
-        stop = start + len(next(iter(arrays.values())))
         folder = self.scratch / "part"
         stage_arrays(folder, FILE, arrays)
-        prefix = f"{self.prefix}/{start:012d}"
-        commit_dir(self.storage, folder, prefix, kind=KIND, fields={"start": start, "stop": stop})
+        fields = {"start": start, "stop": start + len(next(iter(arrays.values())))}
+        commit_dir(self.storage, folder, f"{self.prefix}/{start:012d}", kind=KIND, fields=fields)
 
     def clear(self) -> None:
         """Remove all parts, markers first: they are in a score set now."""
-        keys = [f"{self.prefix}/{name}/{MANIFEST_NAME}" for name in self.storage.list_dirs(f"{self.prefix}/")]
-        self.storage.delete(keys)
+        names = self.storage.list_dirs(f"{self.prefix}/")
+        self.storage.delete([f"{self.prefix}/{name}/{MANIFEST_NAME}" for name in names])
         self.storage.delete_prefix(f"{self.prefix}/")
 
 
@@ -210,13 +209,13 @@ class Scorer:
         start, held = parts.load() if parts and is_main else (0, [])
         start = int(self.gang.gather(start)[0])
         advance(start)
-        under_way: deque[tuple[Span, Arrays]] = deque()
+        under_way: deque[tuple[Span, int, Arrays]] = deque()
 
         def batches() -> Iterator[Batch]:
             for span in order.spans(start, self.batch_size * world_size):
-                numbers, _ = span.share(self.gang.world.rank, self.batch_size)
+                numbers, num_real = span.share(self.gang.world.rank, self.batch_size)
                 arrays = rows.read(np.full(self.batch_size, span.bucket, dtype=np.int64), numbers, span.bucket)
-                under_way.append((span, kept(arrays)))
+                under_way.append((span, num_real, kept(arrays)))
                 yield to_tensors(arrays)
 
         fresh: list[Arrays] = []
@@ -230,9 +229,12 @@ class Scorer:
                 if not found:
                     raise RuntimeError(f"scored {place} of {order.total} rows: a loader thread ended early")
                 done = [(*under_way.popleft(), host) for host in found]
-                mine = joined([self._real(*one) for one in done])
-                said = self.gang.gather((mine, self.clock() - began, self.stop.is_set()))
-                count = sum(len(span.rows) for span, _, _ in done)
+                mine = [  # without the rows that fill a batch
+                    {name: values[:num_real] for name, values in {**of_rows, **scores}.items()}
+                    for _, num_real, of_rows, scores in done
+                ]
+                said = self.gang.gather((joined(mine), self.clock() - began, self.stop.is_set()))
+                count = sum(len(span.rows) for span, _, _, _ in done)
                 place += count
                 advance(count)
                 fresh += [part for part, _, _ in said] if is_main or not parts else []
@@ -245,13 +247,13 @@ class Scorer:
                     self.stop.set("another rank")  # keeps the reason of our own signal, if there was one
                     saved_rows = f"scoring a holdout; {place:,} of {order.total:,} rows are saved"
                     self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
-                size = _next_size(size, max(seconds for _, seconds, _ in said))
+                # Ranks meet after few enough batches to stop soon, and enough not to wait for each other all the time.
+                seconds = max(seconds for _, seconds, _ in said)
+                if seconds < _SHORT_S:
+                    size = min(size * 2, _MOST_BATCHES)
+                elif seconds > _LONG_S:
+                    size = max(1, size // 2)
         return by_sample_id([*held, *fresh]) if is_main or not parts else {}
-
-    def _real(self, span: Span, kept: Arrays, scores: Arrays) -> Arrays:
-        """Without the rows that fill a batch."""
-        _, count = span.share(self.gang.world.rank, self.batch_size)
-        return {name: values[:count] for name, values in {**kept, **scores}.items()}
 
     def _one_behind(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
         """Scores on the host. A batch is fetched when the next one is under way: the device does not wait."""
@@ -280,13 +282,6 @@ def by_sample_id(parts: list[Arrays]) -> Arrays:
     every = joined(parts)
     ascending = np.argsort(every["sample_id"], kind="stable")
     return {name: values[ascending] for name, values in every.items()}
-
-
-def _next_size(size: int, seconds: float) -> int:
-    """Batches until ranks meet again: few enough to stop soon, enough not to wait for each other all the time."""
-    if seconds < _SHORT_S:
-        return min(size * 2, _MOST_BATCHES)
-    return max(1, size // 2) if seconds > _LONG_S else size
 
 
 # What a model reaches on a holdout while it is trained.
@@ -394,11 +389,10 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     nearest.add(0, _unit(product))
     positive = gain > 0
     judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    name = f"retrieval_ndcg@{_DEPTH}"
     ranked = np.full((len(asked), _DEPTH), -1, dtype=np.int64)
     ranked[:, : min(_DEPTH, len(texts))] = nearest.found()[1]
     report = retrieval_report(asked, ranked, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
-    return report.values.get(name)
+    return report.values.get(f"retrieval_ndcg@{_DEPTH}")
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

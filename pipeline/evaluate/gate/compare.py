@@ -56,14 +56,12 @@ class PairedDifference:
         error = self.standard_error
         if not error > _ROUNDING:
             return self.difference + error, self.difference + error  # NaN stays NaN
-        quantile, skewness = t_quantile(confidence, self.num_queries - 1), self._skewness()
+        defined = self.draws[~np.isnan(self.draws)]
+        skewness = float(((defined - defined.mean()) ** 3).mean() / defined.std() ** 3)
+        quantile = t_quantile(confidence, self.num_queries - 1)
         low = max(quantile, _corrected(quantile, skewness))
         high = min(-quantile, _corrected(-quantile, skewness))
         return self.difference - low * error, self.difference - high * error
-
-    def _skewness(self) -> float:
-        defined = self.draws[~np.isnan(self.draws)]
-        return float(((defined - defined.mean()) ** 3).mean() / defined.std() ** 3)
 
 
 def paired_bootstrap(
@@ -84,22 +82,19 @@ def paired_bootstrap(
     stream = np.random.default_rng([seed, hash63(purpose)])
     block = max(1, _BLOCK_CELLS // num_queries)
     for start in range(0, resamples, block):
-        weights = _drawn(stream, min(block, resamples - start), num_queries)
+        size = min(block, resamples - start)
+        taken = stream.integers(0, num_queries, (size, num_queries))
+        taken += np.arange(size)[:, None] * num_queries
+        # [size, Q]: how often each query was taken in Q takes with replacement.
+        weights = np.bincount(taken.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
         for name, (candidate, incumbent) in pairs.items():
-            draws[name][start : start + len(weights)] = candidate.at(weights) - incumbent.at(weights)
+            draws[name][start : start + size] = candidate.at(weights) - incumbent.at(weights)
     return {
         name: PairedDifference(
             value_of(candidate) - value_of(incumbent), draws[name], int((candidate.counted | incumbent.counted).sum())
         )
         for name, (candidate, incumbent) in pairs.items()
     }
-
-
-def _drawn(stream: np.random.Generator, draws: int, num_queries: int) -> Float64s:
-    """[draws, Q]: how often each query was taken in Q takes with replacement."""
-    taken = stream.integers(0, num_queries, (draws, num_queries))
-    taken += np.arange(draws)[:, None] * num_queries
-    return np.bincount(taken.ravel(), minlength=draws * num_queries).reshape(draws, num_queries).astype(np.float64)
 
 
 def t_quantile(confidence: float, freedom: int) -> float:
@@ -235,7 +230,6 @@ class Comparison:
     def check(
         self, outcome: Outcome, reason: str, interval: tuple[float, float] | None = None, title: str = ""
     ) -> GateCheck:
-        """The record of this comparison."""
         low, high = interval or (math.nan, math.nan)
         other = _value(self.incumbent)
         return GateCheck(
@@ -280,7 +274,15 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
         reason = f"{seen}; {sure} at least {best:.4f} worse, {allowed:g} is allowed"
         return comparison.check("fail", reason, interval)
     reason = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse"
-    return comparison.check("fail", reason + _more_queries(comparison, difference, change, confidence), interval)
+    room, num_queries = allowed - change, comparison.num_queries
+    if room > 0:  # so many queries would show a difference like this one to be allowed
+        spread = t_quantile(confidence, num_queries - 1) * difference.standard_error
+        needed = math.ceil(num_queries * (spread / room) ** 2)
+        if needed > num_queries:  # else skewness decided, not the spread
+            reason += (
+                f"; it takes about {needed:,} queries to show a difference like this one, there are {num_queries:,}"
+            )
+    return comparison.check("fail", reason, interval)
 
 
 def judge_slice(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
@@ -330,20 +332,6 @@ def _losses(
     return interval, f"{candidate:.4f} against {incumbent:.4f}, {text}", change, worst, best
 
 
-def _more_queries(comparison: Comparison, difference: PairedDifference, worse: float, confidence: float) -> str:
-    """How many queries would show a difference like this one to be allowed; empty when none would."""
-    room = comparison.allowed - worse
-    if room <= 0:
-        return ""
-    spread = t_quantile(confidence, comparison.num_queries - 1) * difference.standard_error
-    needed = math.ceil(comparison.num_queries * (spread / room) ** 2)
-    if needed <= comparison.num_queries:  # skewness decided, not the spread
-        return ""
-    return (
-        f"; it takes about {needed:,} queries to show a difference like this one, there are {comparison.num_queries:,}"
-    )
-
-
 def _value(side: Measured | Missing) -> float | None:
     return side.value if isinstance(side, Measured) else None
 
@@ -365,7 +353,6 @@ class Side:
         return RowMetrics(self.rows, self.config, self.threshold)
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        """One metric by name."""
         return measure_retrieval(self.retrieval, name) if name.of_retrieval else self.metrics.measure(name)
 
     def select(self, mask: Bools) -> "Side":

@@ -92,7 +92,14 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
         queries = np.unique(np.stack([codes, candidate.rows.query_id])[:, codes >= 0], axis=1)[0]
         present, count = np.unique(queries, return_counts=True)
         if small := [names[code] for code in present[count < config.min_slice_queries]]:
-            checks.append(_small_slices(column, small, config.min_slice_queries))
+            shown = ", ".join(small[:_SHOWN]) + (", ..." if len(small) > _SHOWN else "")
+            slices = "1 slice has" if len(small) == 1 else f"{len(small):,} slices have"
+            few = f"{slices} fewer than {config.min_slice_queries:,} queries and neither refuse nor promote ({shown})"
+            checks.append(
+                GateCheck(
+                    name=f"slice {column}", kind="slice", outcome="skipped", reason=f"{column}: {few}", slice=column
+                )
+            )
         for code in present[count >= config.min_slice_queries]:
             one_slice, mask = f"{column}={names[code]}", codes == code
             ours, theirs = candidate.select(mask), incumbent.select(mask)
@@ -119,18 +126,6 @@ def _differences(
     """All from the same draws."""
     pairs = {one.name: one.statistics for one in comparisons}
     return paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
-
-
-def _small_slices(column: str, names: list[str], min_queries: int) -> GateCheck:
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    slices = "1 slice has" if len(names) == 1 else f"{len(names):,} slices have"
-    return GateCheck(
-        name=f"slice {column}",
-        kind="slice",
-        outcome="skipped",
-        reason=f"{column}: {slices} fewer than {min_queries:,} queries and neither refuse nor promote ({shown})",
-        slice=column,
-    )
 
 
 # Comparisons with simple tools: is one of them shown to be better than the candidate?
@@ -240,12 +235,23 @@ def judge(
     if incumbent is not None:
         theirs = Side(incumbent, metrics, incumbent_threshold, incumbent_retrieval)
         check_same_holdout(ours, theirs)
-    if unusable := _unusable_scores(ours, theirs):
+    unusable = []  # a failed check for each model with NaN or infinite scores: nothing can be said of it
+    for role, side in (("candidate", ours), ("incumbent", theirs)):
+        if side is not None and (bad := int(side.rows.unusable.sum())):
+            reason = f"{bad:,} of {side.rows.num_rows:,} rows have NaN or infinite scores of the {role}"
+            unusable.append(GateCheck(name=f"scores {role}", kind="scores", outcome="fail", reason=reason))
+    if unusable:
         checks, slice_confidence, baseline_confidence = unusable, config.confidence, None
     else:
         checks, slice_confidence = floor_checks(ours, config), config.confidence
         if theirs is None:
-            checks.append(_without_incumbent(config))
+            outcome: Outcome = "pass"
+            reason = "no model is in production: only floors are judged"
+            if config.without_incumbent == "refuse":
+                outcome, reason = "fail", "no model is in production, and gate.without_incumbent is refuse"
+            elif not config.floors:
+                outcome, reason = "warn", "no model is in production and gate.floors is empty: any candidate passes"
+            checks.append(GateCheck(name="incumbent", kind="incumbent", outcome=outcome, reason=reason))
         else:
             checks += _over_all_rows(ours, theirs, config, seed)
             slices, slice_confidence = slice_checks(ours, theirs, config, seed)
@@ -263,26 +269,6 @@ def judge(
         resamples=config.resamples,
         seed=seed,
     )
-
-
-def _unusable_scores(ours: Side, theirs: Side | None) -> list[GateCheck]:
-    """A failed check for each model with NaN or infinite scores: nothing can be said of it."""
-    checks = []
-    for role, side in (("candidate", ours), ("incumbent", theirs)):
-        if side is not None and (bad := int(side.rows.unusable.sum())):
-            reason = f"{bad:,} of {side.rows.num_rows:,} rows have NaN or infinite scores of the {role}"
-            checks.append(GateCheck(name=f"scores {role}", kind="scores", outcome="fail", reason=reason))
-    return checks
-
-
-def _without_incumbent(config: GateConfig) -> GateCheck:
-    outcome: Outcome = "pass"
-    reason = "no model is in production: only floors are judged"
-    if config.without_incumbent == "refuse":
-        outcome, reason = "fail", "no model is in production, and gate.without_incumbent is refuse"
-    elif not config.floors:
-        outcome, reason = "warn", "no model is in production and gate.floors is empty: any candidate passes"
-    return GateCheck(name="incumbent", kind="incumbent", outcome=outcome, reason=reason)
 
 
 def _over_all_rows(ours: Side, theirs: Side, config: GateConfig, seed: int) -> list[GateCheck]:

@@ -1,7 +1,7 @@
 """Metrics of labels: of two (AUC, F1 at a threshold), of the most probable one, and calibration."""
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -50,16 +50,15 @@ def at_threshold(queries: Queries, label: Int64s, score: Float64s, threshold: fl
     """Precision, recall or F1 of calling rows [N] a match whose score is `threshold` or more."""
     labelled = label >= 0
     called, match = labelled & (score >= threshold), label == 1
+
+    def combine(sums: Float64s) -> Float64s:
+        hits, called, matches = sums.T
+        if metric == "f1":
+            return divided(2 * hits, called + matches)
+        return divided(hits, called if metric == "precision" else matches)  # not defined where nothing is called one
+
     parts = [queries.sums(called & match), queries.sums(called), queries.sums(match)]
-    return Sums(np.stack(parts, axis=1), partial(_at_threshold, metric=metric), queries.sums(labelled) > 0)
-
-
-def _at_threshold(sums: Float64s, metric: AtThreshold) -> Float64s:
-    """[R, 3] hits, called, matches; to [R]. Precision is not defined where nothing is called a match."""
-    hits, called, matches = sums.T
-    if metric == "f1":
-        return divided(2 * hits, called + matches)
-    return divided(hits, called if metric == "precision" else matches)
+    return Sums(np.stack(parts, axis=1), combine, queries.sums(labelled) > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,17 +146,15 @@ def label_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: in
     ones = np.ones(len(label))
     hits = queries.table(np.where(label == guess, label, -1), num_classes, ones)
     seen = queries.table(label, num_classes, ones) + queries.table(guess, num_classes, ones)
-    counted: Bools = queries.sums(labelled) > 0
-    return Sums(np.concatenate([hits, seen], axis=1), partial(_mean_f1, wanted=wanted), counted)
 
+    def combine(sums: Float64s) -> Float64s:
+        hits, seen = np.split(sums, 2, axis=1)
+        f1 = divided(2 * hits, seen)
+        if wanted is not None:
+            return f1[:, wanted]
+        return divided(np.nansum(f1, axis=1), (~np.isnan(f1)).sum(axis=1).astype(np.float64))
 
-def _mean_f1(sums: Float64s, wanted: int | None) -> Float64s:
-    """[R, 2K] hits, then rows that are or are called each label; to [R]."""
-    hits, seen = np.split(sums, 2, axis=1)
-    f1 = divided(2 * hits, seen)
-    if wanted is not None:
-        return f1[:, wanted]
-    return divided(np.nansum(f1, axis=1), (~np.isnan(f1)).sum(axis=1).astype(np.float64))
+    return Sums(np.concatenate([hits, seen], axis=1), combine, queries.sums(labelled) > 0)
 
 
 # How far the probabilities can be believed: calibration error and log loss, over labelled rows.
@@ -187,9 +184,8 @@ def calibration_error(queries: Queries, label: Int64s, probabilities: Float64s, 
     place = np.where(labelled, np.searchsorted(edges, confidence), -1)
     gap = queries.table(place, num_bins, right - confidence)
     counts = queries.sums(labelled)
-    return Sums(np.concatenate([gap, counts[:, None]], axis=1), partial(_error, num_bins=num_bins), counts > 0)
 
+    def combine(sums: Float64s) -> Float64s:  # the rows of a bin cancel, |right - confidence| / rows is left
+        return divided(np.abs(sums[:, :num_bins]).sum(axis=1), sums[:, num_bins])
 
-def _error(sums: Float64s, num_bins: int) -> Float64s:
-    """[R, bins + 1]: gaps, then rows; the rows of a bin cancel, |right - confidence| / rows is left."""
-    return divided(np.abs(sums[:, :num_bins]).sum(axis=1), sums[:, num_bins])
+    return Sums(np.concatenate([gap, counts[:, None]], axis=1), combine, counts > 0)

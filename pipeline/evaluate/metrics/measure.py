@@ -63,7 +63,6 @@ class Measured:
 
     @property
     def num_queries(self) -> int:
-        """Queries that bear on it."""
         return int(self.statistic.counted.sum())
 
 
@@ -76,7 +75,6 @@ class RowMetrics:
     threshold: float | None = None
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        """One metric of these rows."""
         if name.of_retrieval:
             return Missing("retrieval was not evaluated")
         if self.rows.meaningless:

@@ -75,27 +75,23 @@ def precision_by_query(ranking: Ranking, relevant: Bools, k: int) -> Float64s:
 
 def reciprocal_rank_by_query(ranking: Ranking, relevant: Bools) -> Float64s:
     """1 / rank of the first relevant row, [Q]; NaN for a query without one."""
-    queries = ranking.queries
-    size = len(queries.ids)
-    above = np.full(size, np.iinfo(np.int64).max)
+    queries, num_queries = ranking.queries, len(ranking.queries.ids)
+    above = np.full(num_queries, np.iinfo(np.int64).max)
     np.minimum.at(above, queries.index[relevant], ranking.above[relevant])
     best = relevant & (ranking.above == above[queries.index])  # the relevant rows of the first tie that has one
     hits = queries.sums(best).astype(np.int64)
-    tied = np.zeros(size, dtype=np.int64)
+    tied = np.zeros(num_queries, dtype=np.int64)
     tied[queries.index[best]] = ranking.tied[best]
-    result = np.full(size, np.nan)
+    result = np.full(num_queries, np.nan)
     alone = (hits > 0) & (tied == hits)
     result[alone] = 1.0 / (above[alone] + 1.0)
+    # The mean of 1 / rank of the first of `found` rows among `size` in random order, after `above` others.
     for query in np.flatnonzero((hits > 0) & (tied > hits)):
-        result[query] = _mean_reciprocal(int(above[query]), int(tied[query]), int(hits[query]))
+        size, found = int(tied[query]), int(hits[query])
+        places = np.arange(size - found + 1)
+        none_before = np.cumprod(np.concatenate([[1.0], (size - found - places[:-1]) / (size - places[:-1])]))
+        result[query] = (none_before * found / (size - places) / (int(above[query]) + places + 1)).sum()
     return result
-
-
-def _mean_reciprocal(above: int, tied: int, hits: int) -> float:
-    """The mean of 1 / rank of the first of `hits` rows among `tied` in random order, after `above` others."""
-    places = np.arange(tied - hits + 1)
-    later = np.cumprod(np.concatenate([[1.0], (tied - hits - places[:-1]) / (tied - places[:-1])]))  # none before place
-    return float((later * hits / (tied - places) / (above + places + 1)).sum())
 
 
 def _changes(values: Float64s | Int64s) -> Bools:
