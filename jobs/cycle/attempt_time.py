@@ -3,8 +3,9 @@
 An event tells when something ended and how long it took; what lies between such pieces is named by what it leads up to.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -48,8 +49,6 @@ WORK: Mapping[str, Category] = {
     "report": Category.EVALUATION,
 }
 """What the time of a stage is, where its events do not say more."""
-
-
 _ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
 _TIMED = frozenset({EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED})
 
@@ -67,10 +66,6 @@ class Moment:
         value = self.fields.get(name)
         usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < NEVER
         return float(value) if usable and value is not None else 0.0
-
-    def is_of(self, stage: str) -> bool:
-        """Whether this stage may have written it."""
-        return bool(self.fields.get("stage", stage) == stage)
 
 
 def moment_of(line: Mapping[str, Any]) -> Moment | None:
@@ -111,17 +106,25 @@ class _Piece:
 
 def spent_in(one: Try) -> Spent:
     """Milliseconds by category; they add up to the length of the try."""
-    pieces = _train_pieces(one) if one.stage == "train" else _stage_pieces(one)
+    work = WORK.get(one.stage, Category.PRODUCTIVE)
     spent: Spent = dict.fromkeys(SPENT, 0)
     cursor = one.start_ms
-    for piece in pieces:
+    for piece in _train_pieces(one) if one.stage == "train" else _stage_pieces(one, work):
         start = min(max(cursor, round(piece.start_ms)), one.stop_ms)
         end = min(max(start, piece.end_ms), one.stop_ms)
         spent[piece.before] += start - cursor
-        for category, amount in _cut(end - start, piece.shares or ((piece.before, 1.0),)):
-            spent[category] += amount
-        cursor = end
-    spent[_after(one)] += max(0, one.stop_ms - cursor)
+        shares = piece.shares or ((piece.before, 1.0),)
+        total = sum(share for _, share in shares) or 1.0
+        reached = 0.0
+        cursor = start
+        for index, (category, share) in enumerate(shares, 1):  # whole milliseconds; the last share gets the rest
+            reached += share
+            until = end if index == len(shares) else min(end, start + round((end - start) * reached / total))
+            spent[category] += until - cursor
+            cursor = until
+    is_done = any(moment.name in _ENDS for moment in one.moments)
+    after = Category.WASTED if not one.kept else Category.START_UP if is_done else work
+    spent[after] += max(0, one.stop_ms - cursor)
     if one.kept or spent[Category.PRODUCTIVE]:
         return spent
     return dict.fromkeys(SPENT, 0) | {Category.WASTED: sum(spent.values())}
@@ -133,104 +136,64 @@ def with_kept_until(tries: Sequence[Try]) -> list[Try]:
     A later try that began at an earlier step has done those after it again. Where none came later, what was saved
     last is kept for whoever continues.
     """
-    starts = [_first_step(one) for one in tries]
-    saved = 0.0
-    made = []
+    starts = [
+        next((moment.number("step") for moment in one.moments if moment.name == EventName.TRAIN_STARTED), None)
+        for one in tries
+    ]
+    saved, made = 0.0, []
     for index, one in enumerate(tries):
-        for moment in one.moments:
-            if moment.name == EventName.CHECKPOINT_SAVED:
-                saved = max(saved, moment.number("step"))
+        saved = max([saved, *(m.number("step") for m in one.moments if m.name == EventName.CHECKPOINT_SAVED)])
         later = [step for step in starts[index + 1 :] if step is not None]
-        until = min(later, default=NEVER if one.kept else saved)
-        made.append(Try(one.stage, one.start_ms, one.stop_ms, one.kept, one.moments, until))
+        made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
     return made
-
-
-def _first_step(one: Try) -> float | None:
-    started = (moment.number("step") for moment in one.moments if moment.name == EventName.TRAIN_STARTED)
-    return next(started, None)
-
-
-def _after(one: Try) -> Category:
-    """What the time after the last piece is."""
-    if not one.kept:
-        return Category.WASTED
-    ended = any(moment.name in _ENDS for moment in one.moments)
-    return Category.START_UP if ended else WORK.get(one.stage, Category.PRODUCTIVE)
 
 
 def _train_pieces(one: Try) -> list[_Piece]:
     """Steps and evaluations; time between them went into checkpoints."""
     pieces: list[_Piece] = []
-    compiled_ms = _compiled_ms(one.moments)
-    timed = [index for index, moment in enumerate(one.moments) if moment.name in _TIMED]
+    compiled_ms = defaultdict[float, float](float)  # by the step that was reported just before
+    for moment in one.moments:
+        if moment.name == EventName.GRAPH_COMPILED:
+            compiled_ms[moment.number("step")] += 1000 * moment.number("compile_s")
+    last_timed = max((index for index, moment in enumerate(one.moments) if moment.name in _TIMED), default=-1)
     reached, has_begun = 0.0, False
     for index, moment in enumerate(one.moments):
         between = Category.CHECKPOINT if reached <= one.kept_until else Category.WASTED
         before = between if has_begun else Category.START_UP
-        start_ms = moment.at_ms - 1000 * moment.number("seconds")
+        step, length_ms = moment.number("step"), 1000 * moment.number("seconds")
         if moment.name == EventName.TRAIN_STEPS:
-            has_begun, reached = True, moment.number("step")
-            pieces.append(_Piece(start_ms, moment.at_ms, before, _shares_of(moment, one, compiled_ms)))
+            has_begun, reached = True, step
+            losses = moment.fields.get("losses")
+            count = max(1, len(losses)) if isinstance(losses, list) else 1
+            kept = min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
+            waiting = min(1.0, moment.number("data_wait_share"))
+            compiling = min(1.0 - waiting, compiled_ms[step] / length_ms if length_ms else 0.0)
+            shares = (
+                (Category.WASTED, 1.0 - kept),
+                (Category.DATA_WAIT, kept * waiting),
+                (Category.COMPILE, kept * compiling),
+                (Category.PRODUCTIVE, kept * (1.0 - waiting - compiling)),
+            )
+            pieces.append(_Piece(moment.at_ms - length_ms, moment.at_ms, before, shares))
         elif moment.name == EventName.HOLDOUT_EVALUATED:
-            kind = Category.EVALUATION if moment.number("step") <= one.kept_until else Category.WASTED
-            pieces.append(_Piece(start_ms, moment.at_ms, before, ((kind, 1.0),)))
-        elif moment.name == EventName.CHECKPOINT_SAVED and index > max(timed, default=-1):
-            pieces.append(_Piece(moment.at_ms, moment.at_ms, before))  # others were saved behind the steps
-        elif moment.name in (EventName.TRAIN_STARTED, EventName.STAGE_FINISHED):
+            kind = Category.EVALUATION if step <= one.kept_until else Category.WASTED
+            pieces.append(_Piece(moment.at_ms - length_ms, moment.at_ms, before, ((kind, 1.0),)))
+        elif moment.name in (EventName.TRAIN_STARTED, EventName.STAGE_FINISHED) or (
+            moment.name == EventName.CHECKPOINT_SAVED and index > last_timed  # others were saved behind the steps
+        ):
             pieces.append(_Piece(moment.at_ms, moment.at_ms, before))
     return pieces
 
 
-def _compiled_ms(moments: Iterable[Moment]) -> dict[float, float]:
-    """Milliseconds of compiling by the step that was reported just before."""
-    found: dict[float, float] = {}
-    for moment in moments:
-        if moment.name == EventName.GRAPH_COMPILED:
-            step = moment.number("step")
-            found[step] = found.get(step, 0.0) + 1000 * moment.number("compile_s")
-    return found
-
-
-def _shares_of(steps: Moment, one: Try, compiled_ms: Mapping[float, float]) -> tuple[tuple[Category, float], ...]:
-    losses = steps.fields.get("losses")
-    count = max(1, len(losses)) if isinstance(losses, list) else 1
-    first = steps.number("step") - count
-    kept = min(1.0, max(0.0, (one.kept_until - first) / count))
-    length_ms = 1000 * steps.number("seconds")
-    waiting = min(1.0, steps.number("data_wait_share"))
-    compiling = min(1.0 - waiting, compiled_ms.get(steps.number("step"), 0.0) / length_ms if length_ms else 0.0)
-    return (
-        (Category.WASTED, 1.0 - kept),
-        (Category.DATA_WAIT, kept * waiting),
-        (Category.COMPILE, kept * compiling),
-        (Category.PRODUCTIVE, kept * (1.0 - waiting - compiling)),
-    )
-
-
-def _stage_pieces(one: Try) -> list[_Piece]:
+def _stage_pieces(one: Try, work: Category) -> list[_Piece]:
     """From its start to its end the stage works. Of one that failed, only what it has left for the next try counts."""
-    work = WORK.get(one.stage, Category.PRODUCTIVE)
     pieces: list[_Piece] = []
     for moment in one.moments:
         if moment.name == EventName.STAGE_STARTED or (one.kept and moment.name == EventName.STAGE_SKIPPED):
             pieces.append(_Piece(moment.at_ms, moment.at_ms, Category.START_UP))
-        elif one.kept and moment.name in _ENDS:
+        elif (one.kept and moment.name in _ENDS) or (not one.kept and moment.name == EventName.PARTITION_PREPARED):
             pieces.append(_Piece(moment.at_ms, moment.at_ms, work))
         elif not one.kept and moment.name == EventName.PART_EMBEDDED:
             start_ms = moment.at_ms - 1000 * moment.number("seconds")
             pieces.append(_Piece(start_ms, moment.at_ms, Category.WASTED, ((work, 1.0),)))
-        elif not one.kept and moment.name == EventName.PARTITION_PREPARED:
-            pieces.append(_Piece(moment.at_ms, moment.at_ms, work))
     return pieces
-
-
-def _cut(length: int, shares: Sequence[tuple[Category, float]]) -> Iterator[tuple[Category, int]]:
-    """Whole milliseconds by share; they add up to `length`."""
-    total = sum(share for _, share in shares) or 1.0
-    done, reached = 0, 0.0
-    for index, (category, share) in enumerate(shares):
-        reached += share
-        until = length if index == len(shares) - 1 else min(length, round(length * reached / total))
-        yield category, until - done
-        done = until

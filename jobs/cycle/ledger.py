@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from jobs.cycle.attempt_time import SPENT, Category, Moment, Spent, Try, moment_of, spent_in, with_kept_until
+from jobs.cycle.attempt_time import SPENT, Category, Moment, Try, moment_of, spent_in, with_kept_until
 from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore
@@ -109,15 +109,17 @@ def ledger_of(
 ) -> CycleLedger:
     """The ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then."""
     found = {record.name: record for record in records}
+    ends = {  # a try that still runs counts 0
+        record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
+        for record in records
+    }
+    entries: list[Entry] = []
+    for job in (job for job in plan.jobs if job.name in found):
+        runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
+        for leaf in found[job.name].leaves():
+            entries += _entries(job, leaf, runnable_at, moments, prices, now)
     leaves = [leaf for record in records for leaf in record.leaves()]
-    entries = [
-        entry
-        for job in plan.jobs
-        if job.name in found
-        for leaf in found[job.name].leaves()
-        for entry in _entries(job, leaf, _runnable_at(job, found), moments, prices, now)
-    ]
-    stops = [attempt.stopped_at for leaf in leaves for attempt in leaf.attempts if attempt.stopped_at is not None]
+    stops = [a.stopped_at for record in records for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     return CycleLedger(
         cycle=plan.cycle,
@@ -178,11 +180,18 @@ def _entries(
 ) -> list[Entry]:
     nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
     ran = [(number, attempt) for number, attempt in enumerate(leaf.attempts, 1) if attempt.started_at is not None]
-    tries = with_kept_until(_tries(job.stage, [attempt for _, attempt in ran], moments if _logs(leaf) else (), now))
+    logs = ":" not in leaf.name or leaf.name.endswith(":0")  # of an array only the first child writes events
+    tries = with_kept_until(_tries(job.stage, [attempt for _, attempt in ran], moments if logs else (), now))
     ready_ms, made = round(1000 * max(runnable_at, leaf.created_at)), []
     for (number, attempt), one in zip(ran, tries, strict=True):
-        spent: Spent = spent_in(one)
         hours = nodes * (one.stop_ms - one.start_ms) / MS_PER_HOUR
+        if attempt.stopped_at is None:
+            ending = "running"
+        elif attempt.exit_code is None:
+            ending = attempt.status_reason or attempt.reason or "no exit code"
+        else:
+            failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
+            ending = "succeeded" if attempt.exit_code == EXIT_OK else failure
         made.append(
             Entry(
                 job=leaf.name,
@@ -191,9 +200,9 @@ def _entries(
                 nodes=nodes,
                 start_ms=one.start_ms,
                 waiting_ms=max(0, one.start_ms - ready_ms),
-                spent_ms=spent,
+                spent_ms=spent_in(one),
                 usd=None if price is None else price * hours,
-                ending=_ending(attempt),
+                ending=ending,
             )
         )
         ready_ms = one.stop_ms
@@ -202,50 +211,20 @@ def _entries(
 
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
     """Each with the events that fall into it: an event belongs to the last try that had started by then."""
-    made = []
+    made: list[Try] = []
     starts = [round(1000 * attempt.started_at) for attempt in attempts if attempt.started_at is not None]
     for index, attempt in enumerate(attempts):
         start_ms = starts[index]
         stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
         until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
-        own = [m for m in moments if start_ms - SKEW_MS * (not index) <= m.at_ms <= until_ms and m.is_of(stage)]
+        from_ms = start_ms - SKEW_MS * (not index)
+        own = [m for m in moments if from_ms <= m.at_ms <= until_ms and m.fields.get("stage", stage) == stage]
         kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
         made.append(Try(stage, start_ms, stop_ms, kept, tuple(sorted(own, key=lambda moment: moment.at_ms))))
     return made
 
 
-def _logs(leaf: JobRecord) -> bool:
-    """Of an array only the first child writes events."""
-    _, is_child, index = leaf.name.partition(":")
-    return not is_child or index == "0"
-
-
-def _runnable_at(job: JobSpec, found: Mapping[str, JobRecord]) -> float:
-    """When the last job that this one waits for had ended; 0 when it waits for none, or one is under way."""
-    ends = [_ended_at(found[one.job]) for one in job.depends_on if one.job in found]
-    return max(ends, default=0.0)
-
-
-def _ended_at(record: JobRecord) -> float:
-    stops = [attempt.stopped_at or 0.0 for leaf in record.leaves() for attempt in leaf.attempts]
-    return max(stops, default=record.stopped_at or 0.0)
-
-
-def _ending(attempt: AttemptRecord) -> str:
-    if attempt.stopped_at is None:
-        return "running"
-    if attempt.exit_code == EXIT_OK:
-        return "succeeded"
-    if attempt.exit_code is None:
-        return attempt.status_reason or attempt.reason or "no exit code"
-    words = (f"exit {attempt.exit_code}", attempt.reason)
-    return ", ".join(word for word in words if word)
-
-
 # The ledger of a cycle, from what its workspace holds.
-
-REPORT = "report"
-"""The stage that writes the report: it still runs while it does."""
 
 
 def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
@@ -267,15 +246,16 @@ def read_ledger(
 ) -> CycleLedger:
     """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
-    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs. The deadline
-    counts from the scheduled time of the cycle; without one, from when it was claimed.
+    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
+    the report is written. The deadline counts from the scheduled time of the cycle; without one, from when it was
+    claimed.
     """
     claim, closed = store.claim(), closed or store.closed()
     now = closed.at if closed else store.clock()
-    judged = [job for job in plan.jobs if not (without_report and job.stage == REPORT)]
-    names = {job.name for job in judged}
     if closed is None:
-        shape = plan.model_copy(update={"jobs": tuple(judged)})
+        judged = tuple(job for job in plan.jobs if not (without_report and job.stage == "report"))
+        names = {job.name for job in judged}
+        shape = plan.model_copy(update={"jobs": judged})
         closed = outcome_of(shape, [record for record in records if record.name in names])
     return ledger_of(
         plan,

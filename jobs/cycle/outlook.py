@@ -4,19 +4,19 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.plan.cost import Prices
+from jobs.cycle.records import JobRecord, JobState
+from jobs.plan.cost import Prices, machine_share
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from pipeline.core.format import aligned, format_count, usd
-from pipeline.core.machines import NODES, usd_per_million
+from pipeline.core.machines import usd_per_million
 
 
 def run_seconds(record: JobRecord) -> float | None:
     """Of the try that succeeded; of an array the longest child. None when it did not succeed."""
-    ends = [_seconds(leaf.attempts[-1]) for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
-    known = [seconds for seconds in ends if seconds is not None]
-    return max(known) if known and len(known) == len([*record.leaves()]) else None
+    last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+    known = [seconds for seconds in last if seconds is not None]
+    return max(known) if len(known) == len(record.leaves()) else None
 
 
 def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
@@ -37,12 +37,6 @@ def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
             return None
         ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on if one.job), default=0.0)
     return max(ends.values(), default=0.0)
-
-
-def _seconds(attempt: AttemptRecord) -> float | None:
-    if attempt.started_at is None or attempt.stopped_at is None:
-        return None
-    return attempt.stopped_at - attempt.started_at
 
 
 # What embedding costs on one kind of machine and on another, from what was measured or stated. Pure.
@@ -82,13 +76,13 @@ class EmbedRate:
 
 def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> EmbedRun | None:
     """What an embedding that has succeeded tells; None where it embedded nothing, or not all its times are known."""
-    tries = [attempt for leaf in record.leaves() for attempt in leaf.attempts]
-    times = [(one.started_at, one.stopped_at) for one in tries]
-    seconds = sum(stop - start for start, stop in times if start is not None and stop is not None)
-    known = all(start is not None and stop is not None for start, stop in times)
-    if record.state is not JobState.SUCCEEDED or not known or titles < 1 or seconds <= 0:
+    times = [attempt.seconds for attempt in record.tries()]
+    seconds = sum(time for time in times if time is not None)
+    if record.state is not JobState.SUCCEEDED or None in times or titles < 1 or seconds <= 0:
         return None
-    return EmbedRun(cycle, _machine(job), titles, seconds * _share(job))
+    needs = job.resources
+    share = machine_share(needs) if needs.instance_type else needs.vcpus  # without a type, vCPUs are what is counted
+    return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
 
 
 def embed_rates(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices) -> list[EmbedRate]:
@@ -96,10 +90,21 @@ def embed_rates(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float
 
     `runs`: oldest first. `stated`: titles a second by machine, for what was not measured.
     """
-    planned = _machine(plan.job(EMBED))
+    planned, trains_on = (plan.job(name).resources.instance_type or VCPU for name in (EMBED, "train"))
     known = sorted({run.machine for run in runs} | stated.keys())
-    machines = dict.fromkeys((planned, VCPU, _machine(plan.job("train")), *known))
-    return [_rate(machine, runs, stated, prices, planned=machine == planned) for machine in machines]
+    rates = []
+    for machine in dict.fromkeys((planned, VCPU, trains_on, *known)):
+        measured = [run for run in runs if run.machine == machine]
+        rate, source = stated.get(machine), "no rate known"
+        if measured:
+            rate = sum(run.titles for run in measured) / sum(run.machine_s for run in measured)
+            cycles = "1 cycle" if len(measured) == 1 else f"{len(measured)} cycles"
+            source = f"measured in {cycles}, last {measured[-1].cycle}"
+        elif machine in stated:
+            source = f"stated in {'jobs.vcpu_titles_per_s' if machine == VCPU else 'jobs.titles_per_s'}"
+        price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
+        rates.append(EmbedRate(machine, rate, source, price, planned=machine == planned))
+    return rates
 
 
 def embed_rate_lines(rates: Iterable[EmbedRate]) -> list[str]:
@@ -112,30 +117,3 @@ def embed_rate_lines(rates: Iterable[EmbedRate]) -> list[str]:
         name = f"{rate.machine} (this plan)" if rate.planned else rate.machine
         rows.append((name, format_count(rate.titles_per_s), usd(rate.usd_per_million), rate.source))
     return aligned(rows, left=(0, 3))
-
-
-def _rate(
-    machine: str, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices, *, planned: bool
-) -> EmbedRate:
-    price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
-    measured = [run for run in runs if run.machine == machine]
-    if measured:
-        rate = sum(run.titles for run in measured) / sum(run.machine_s for run in measured)
-        cycles = "1 cycle" if len(measured) == 1 else f"{len(measured)} cycles"
-        return EmbedRate(machine, rate, f"measured in {cycles}, last {measured[-1].cycle}", price, planned)
-    if machine in stated:
-        setting = "jobs.vcpu_titles_per_s" if machine == VCPU else "jobs.titles_per_s"
-        return EmbedRate(machine, stated[machine], f"stated in {setting}", price, planned)
-    return EmbedRate(machine, None, "no rate known", price, planned)
-
-
-def _machine(job: JobSpec) -> str:
-    return job.resources.instance_type or VCPU
-
-
-def _share(job: JobSpec) -> float:
-    """Of the machine that one node has; in vCPUs where machines count so. As in cost.py."""
-    known = NODES.get(job.resources.instance_type)
-    if job.resources.instance_type:
-        return min(1.0, job.resources.vcpus / known.vcpus) if known else 1.0
-    return float(job.resources.vcpus)

@@ -1,6 +1,5 @@
 """What is known of the jobs of a cycle, the same for this machine and AWS Batch."""
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal
 
@@ -35,6 +34,11 @@ class AttemptRecord(Record):
     reason: str = Field("", description="Of the container, such as OutOfMemoryError")
     log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
 
+    @property
+    def seconds(self) -> float | None:
+        """None until it has ended, or when it never ran."""
+        return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
+
 
 class JobRecord(Record):
     """One job, or one child of an array."""
@@ -50,9 +54,13 @@ class JobRecord(Record):
     children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
     num_nodes: int = Field(0, description="0: an ordinary container")
 
-    def leaves(self) -> Iterator["JobRecord"]:
+    def leaves(self) -> tuple["JobRecord", ...]:
         """What runs: the children of an array, else the job itself."""
-        yield from self.children or (self,)
+        return self.children or (self,)
+
+    def tries(self) -> list[AttemptRecord]:
+        """Of all leaves."""
+        return [attempt for leaf in self.leaves() for attempt in leaf.attempts]
 
 
 Outcome = Literal["succeeded", "failed", "refused", "cancelled"]

@@ -7,8 +7,8 @@ from html import escape
 
 from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import SPENT, Category, Moment
-from jobs.cycle.ledger import CycleLedger, Entry, Total, read_ledger, read_moments
-from jobs.cycle.records import Closed, JobRecord, JobState
+from jobs.cycle.ledger import CycleLedger, Entry, read_ledger, read_moments
+from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.show import DEADLINES, GOODPUT, STATUS, money, status_rows, time_text, total_row
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices
@@ -115,23 +115,20 @@ def page(report: CycleReport) -> str:
         f"<h1>Cycle {escape(ledger.cycle)}: <span class={ledger.outcome}>{outcome}</span></h1>",
         f'<p class="quiet">{escape(report.workspace)}</p>',
         _facts(ledger, report.reason),
-        _section("Jobs", _table(STATUS, status_rows(report.records), numbers={2, 3, 4})),
-        _section("Time and money", _time(ledger)),
-        _section("Verdict", _verdict(report)),
-        _section("Training", _chart(report.losses)),
-        _section("Figures", "".join(_figures(stage, values.items()) for stage, values in report.figures.items())),
-        _section("Tries", _tries(ledger.entries)),
-        _section("Post-mortems", _list(report.post_mortems)),
-        _section("Could not be read", _list(report.unread)),
     ]
-    title = f"Cycle {escape(ledger.cycle)}"
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    sections = {  # one with nothing to show is left out
+        "Jobs": _table(STATUS, status_rows(report.records), numbers={2, 3, 4}),
+        "Time and money": _time(ledger),
+        "Verdict": _verdict(report.evaluation) if report.evaluation else "",
+        "Training": _chart(report.losses),
+        "Figures": "".join(_figures(stage, values) for stage, values in report.figures.items() if values),
+        "Tries": _tries(ledger.entries),
+        "Post-mortems": _list(report.post_mortems),
+        "Could not be read": _list(report.unread),
+    }
+    parts += (f"<h2>{title}</h2>{body}" for title, body in sections.items() if body)
+    head = f'<meta charset="utf-8"><title>Cycle {escape(ledger.cycle)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
-def _section(title: str, body: str) -> str:
-    """Nothing where there is nothing to show."""
-    return f"<h2>{escape(title)}</h2>{body}" if body else ""
 
 
 def _facts(ledger: CycleLedger, reason: str) -> str:
@@ -150,49 +147,39 @@ def _facts(ledger: CycleLedger, reason: str) -> str:
 
 
 def _time(ledger: CycleLedger) -> str:
-    keys = "".join(f'<span style="background:{COLOURS[kind]}"></span>{escape(kind)}' for kind in SPENT)
-    rows = [_time_row(one) for one in (*ledger.stages(), ledger.total)]
-    head = "".join(
-        f"<th{_n(i > 1)}>{escape(w)}</th>"
-        for i, w in enumerate(("stage", "", "tries", "waiting", "time", "goodput", "cost"))
-    )
-    return f'<p class="key">{keys}</p><table><tr>{head}</tr>{"".join(rows)}</table>' if ledger.entries else ""
-
-
-def _time_row(one: Total) -> str:
-    name, tries, waiting, *_, time, goodput, cost = total_row(one)
-    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in (tries, waiting, time, goodput, cost))
-    return f'<tr><td>{escape(name)}</td><td style="width:45%">{_bar(one)}</td>{numbers}</tr>'
-
-
-def _bar(one: Total) -> str:
-    pieces = (
-        f'<div title="{escape(kind)}: {format_duration(ms / 1000)}" '
-        f'style="width:{100 * ms / one.all_ms:.2f}%;background:{COLOURS[kind]}"></div>'
-        for kind, ms in one.machine_ms.items()
-        if ms
-    )
-    return f'<div class="bar">{"".join(pieces)}</div>'
-
-
-def _verdict(report: CycleReport) -> str:
-    if report.evaluation is None:
+    if not ledger.entries:
         return ""
-    warnings = _list(report.evaluation.warnings)
-    return f"<pre>{escape(chr(10).join(table_lines(report.evaluation)))}</pre>{warnings}"
+    keys = "".join(f'<span style="background:{COLOURS[kind]}"></span>{escape(kind)}' for kind in SPENT)
+    words = ("stage", "", "tries", "waiting", "time", "goodput", "cost")
+    rows = ["".join(f"<th{_n(i > 1)}>{escape(word)}</th>" for i, word in enumerate(words))]
+    for one in (*ledger.stages(), ledger.total):
+        name, tries, waiting, *_, time, goodput, cost = total_row(one)
+        numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in (tries, waiting, time, goodput, cost))
+        bar = "".join(
+            f'<div title="{escape(kind)}: {format_duration(ms / 1000)}" '
+            f'style="width:{100 * ms / one.all_ms:.2f}%;background:{COLOURS[kind]}"></div>'
+            for kind, ms in one.machine_ms.items()
+            if ms
+        )
+        rows.append(f'<td>{escape(name)}</td><td style="width:45%"><div class="bar">{bar}</div></td>{numbers}')
+    return f'<p class="key">{keys}</p><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>'
 
 
-def _figures(stage: str, values: Iterable[tuple[str, object]]) -> str:
-    rows = [(name, _figure(value)) for name, value in values]
-    return f"<h3>{escape(stage)}</h3>{_table([], rows, numbers={1})}" if rows else ""
+def _verdict(evaluation: EvaluationReport) -> str:
+    lines = "\n".join(table_lines(evaluation))
+    return f"<pre>{escape(lines)}</pre>{_list(evaluation.warnings)}"
 
 
-def _figure(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "-"}[value]
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _figures(stage: str, figures: Mapping[str, Figure]) -> str:
+    rows = []
+    for name, value in figures.items():
+        text = str(value)
+        if isinstance(value, bool) or value is None:
+            text = {True: "yes", False: "no", None: "-"}[value]
+        elif isinstance(value, int | float):
+            text = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+        rows.append((name, text))
+    return f"<h3>{escape(stage)}</h3>{_table([], rows, numbers={1})}"
 
 
 def _tries(entries: Sequence[Entry]) -> str:
@@ -233,21 +220,18 @@ def _chart(losses: Sequence[tuple[int, float]]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
     lines = ["".join(f"<th{_n(i in numbers)}>{escape(word)}</th>" for i, word in enumerate(head))] if head else []
-    lines += (
-        "".join(f"<td{_n(i in numbers)}{_state(word)}>{escape(word)}</td>" for i, word in enumerate(row))
-        for row in rows
-    )
+    for row in rows:
+        line = ""
+        for i, word in enumerate(row):
+            state = word.partition(" ")[0]  # states of jobs have a colour
+            colour = f' class="{state}"' if state in ("FAILED", "SUCCEEDED") else ""
+            line += f"<td{_n(i in numbers)}{colour}>{escape(word)}</td>"
+        lines.append(line)
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _n(is_number: bool) -> str:
     return ' class="n"' if is_number else ""
-
-
-def _state(word: str) -> str:
-    """States of jobs have a colour."""
-    first = word.partition(" ")[0]
-    return f' class="{first}"' if first in (JobState.FAILED.value, JobState.SUCCEEDED.value) else ""
 
 
 def _list(lines: Sequence[str]) -> str:

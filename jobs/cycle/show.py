@@ -12,15 +12,28 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from pipeline.core.format import aligned, format_duration, format_share, usd
 
-_PLAN = ("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
 def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
     """One row a job, and what the whole cycle will take as far as earlier ones tell."""
-    rows: list[tuple[str, ...]] = [_PLAN, *(_plan_row(job, seconds.get(job.name), prices) for job in plan.jobs)]
+    rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")]
+    costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
+    for job, job_cost in zip(plan.jobs, costs, strict=True):
+        rows.append(
+            (
+                job.name,
+                ", ".join(one.job or one.type.value for one in job.depends_on) or "-",
+                shape_text(job),
+                str(job.resources.vcpus),
+                f"{job.resources.memory_mib:,}",
+                str(job.retry.attempts),
+                format_duration(job.timeout_s),
+                format_duration(seconds.get(job.name)),
+                usd(job_cost),
+            )
+        )
     total = critical_seconds(plan, seconds)
-    costs = [job_usd(job, seconds[job.name], prices) for job in plan.jobs if job.name in seconds]
     known = [cost for cost in costs if cost is not None]
     lines = [
         f"cycle {plan.cycle} of {plan.pipeline} in {plan.workspace}, plan {plan.plan_id[:12]}",
@@ -51,53 +64,27 @@ def status_lines(records: Sequence[JobRecord]) -> list[str]:
 
 def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     """Cells in the order of STATUS."""
-    shown = [(one, *(child for child in one.children if child.state is JobState.FAILED)) for one in records]
-    return [_status_row(one) for group in shown for one in group]
+    rows = list[tuple[str, ...]]()
+    for job in records:
+        for record in (job, *(child for child in job.children if child.state is JobState.FAILED)):
+            state, code, why = record.state.value, exit_code(record), record.status_reason
+            if record.children:
+                done = sum(child.state is JobState.SUCCEEDED for child in record.children)
+                state += f" {done}/{len(record.children)}"
+            if record.state is JobState.SUCCEEDED:
+                why = ""
+            elif record.state is JobState.FAILED or (record.state is JobState.RUNNABLE and record.attempts and why):
+                why = reason_of(record)  # it failed, or is tried again
+            tries, ran = str(len(record.tries())), format_duration(ran_seconds(record))
+            rows.append((record.name, state, tries, ran, "-" if code is None else str(code), why))
+    return rows
 
 
 def ran_seconds(record: JobRecord) -> float | None:
     """From the start of the first try to the end of the last; None where it has not come to that."""
-    starts = [a.started_at for leaf in record.leaves() for a in leaf.attempts if a.started_at is not None]
-    ends = [a.stopped_at for leaf in record.leaves() for a in leaf.attempts if a.stopped_at is not None]
+    starts = [attempt.started_at for attempt in record.tries() if attempt.started_at is not None]
+    ends = [attempt.stopped_at for attempt in record.tries() if attempt.stopped_at is not None]
     return max(ends) - min(starts) if starts and ends else None
-
-
-def _plan_row(job: JobSpec, seconds: float | None, prices: Prices) -> tuple[str, ...]:
-    return (
-        job.name,
-        ", ".join(one.job or one.type.value for one in job.depends_on) or "-",
-        shape_text(job),
-        str(job.resources.vcpus),
-        f"{job.resources.memory_mib:,}",
-        str(job.retry.attempts),
-        format_duration(job.timeout_s),
-        format_duration(seconds),
-        usd(None if seconds is None else job_usd(job, seconds, prices)),
-    )
-
-
-def _status_row(record: JobRecord) -> tuple[str, ...]:
-    state = record.state.value
-    if record.children:
-        done = sum(child.state is JobState.SUCCEEDED for child in record.children)
-        state += f" {done}/{len(record.children)}"
-    code = exit_code(record)
-    return (
-        record.name,
-        state,
-        str(sum(len(leaf.attempts) for leaf in record.leaves())),
-        format_duration(ran_seconds(record)),
-        "-" if code is None else str(code),
-        _why(record),
-    )
-
-
-def _why(record: JobRecord) -> str:
-    """Nothing where all is well."""
-    if record.state is JobState.SUCCEEDED:
-        return ""
-    is_again = record.state is JobState.RUNNABLE and record.attempts and record.status_reason
-    return reason_of(record) if record.state is JobState.FAILED or is_again else record.status_reason
 
 
 # Ledgers as tables for a terminal. Pure.
@@ -139,9 +126,11 @@ def money(one: Total) -> str:
 
 
 def success_line(found: Success) -> str:
+    cycles = format_share(found.cycles_done / found.cycles if found.cycles else None)
+    jobs = format_share(found.jobs_done / found.jobs if found.jobs else None)
     words = [
-        f"{found.cycles_done} of {found.cycles} cycles done ({_rate(found.cycles_done, found.cycles)})",
-        f"{found.jobs_done} of {found.jobs} jobs succeeded ({_rate(found.jobs_done, found.jobs)})",
+        f"{found.cycles_done} of {found.cycles} cycles done ({cycles})",
+        f"{found.jobs_done} of {found.jobs} jobs succeeded ({jobs})",
     ]
     if found.deadlines:
         words.append(f"{found.deadlines_met} of {found.deadlines} deadlines met")
@@ -166,7 +155,3 @@ def total_row(one: Total) -> tuple[str, ...]:
 
 def time_text(ms: int) -> str:
     return format_duration(ms / 1000) if ms else "-"
-
-
-def _rate(done: int, count: int) -> str:
-    return format_share(done / count if count else None)

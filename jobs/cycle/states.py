@@ -82,22 +82,18 @@ def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) 
     states = all_states(leaves, records)
     changed = {}
     for leaf in leaves:
-        needs = [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
-        record = _settled(records[leaf.name], needs, at)
-        if record is not None:
-            changed[leaf.name] = record
-            states[leaf.name] = record.state
+        record, needs = records[leaf.name], [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
+        if record.state is JobState.SUBMITTED:
+            record = _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
+        elif record.state is JobState.PENDING and JobState.FAILED in needs:
+            record = failed(record, DEPENDENCY_FAILED, at)
+        elif record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
+            record = _move(record, JobState.RUNNABLE)
+        else:
+            continue
+        changed[leaf.name] = record
+        states[leaf.name] = record.state
     return changed
-
-
-def _settled(record: JobRecord, needs: Sequence[JobState], at: float) -> JobRecord | None:
-    if record.state is JobState.SUBMITTED:
-        return _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
-    if record.state is JobState.PENDING and JobState.FAILED in needs:
-        return failed(record, DEPENDENCY_FAILED, at)
-    if record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
-        return _move(record, JobState.RUNNABLE)
-    return None
 
 
 def starting(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
@@ -215,13 +211,15 @@ def outcome_of(plan: Plan, records: Sequence[JobRecord], *, cancelled: Closed | 
     if not all(record.state.is_final for record in records):
         return None
     is_whole = {job.name for job in plan.jobs} <= {record.name for record in records}
+    is_cancelled = any(record.status_reason.startswith(CANCELLED) for record in records)
     ended = max((record.stopped_at or record.created_at for record in records), default=0.0)
     first = first_failure(records)
-    if is_whole:
-        return _closed(first, ended) if first else Closed(outcome="succeeded", at=ended)
-    if any(record.status_reason.startswith(CANCELLED) for record in records) and first:
-        return _closed(first, ended).model_copy(update={"outcome": "cancelled"})
-    return cancelled
+    if first is None or not (is_whole or is_cancelled):
+        return Closed(outcome="succeeded", at=ended) if is_whole else cancelled
+    outcome: Outcome = "refused" if exit_code(first) == GateRefused.exit_code else "failed"
+    if first.status_reason.startswith(CANCELLED) or not is_whole:
+        outcome = "cancelled"
+    return Closed(outcome=outcome, at=ended, reason=f"{first.name}: {reason_of(first)}")
 
 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
@@ -240,45 +238,29 @@ def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
 
 def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
     """The job that ended the cycle, not one that failed because of it; None when none failed."""
-    failed = [record for record in records if record.state is JobState.FAILED]
-    return min(failed, key=_order, default=None)
+
+    def order(record: JobRecord) -> tuple[int, float]:
+        """What ran comes before what was ended before it could, and that before what waited for them in vain."""
+        rank = 0 if record.tries() else 1 if record.status_reason.startswith(CANCELLED) else 2
+        return rank, record.stopped_at or float("inf")
+
+    return min((record for record in records if record.state is JobState.FAILED), key=order, default=None)
 
 
 def exit_code(record: JobRecord) -> int | None:
     """Of the last try of the first child that failed, or of the job; None when nothing ran."""
-    leaves = [leaf for leaf in record.leaves() if leaf.state is JobState.FAILED] or [*record.leaves()]
-    last = next((leaf.attempts[-1] for leaf in leaves if leaf.attempts), None)
-    return last.exit_code if last else None
+    leaves = [leaf for leaf in record.leaves() if leaf.state is JobState.FAILED] or record.leaves()
+    return next((leaf.attempts[-1].exit_code for leaf in leaves if leaf.attempts), None)
 
 
 def reason_of(record: JobRecord) -> str:
     leaf = next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED), record)
-    last = leaf.attempts[-1] if leaf.attempts else None
-    code = None if last is None else last.exit_code
     words = [leaf.status_reason or record.status_reason]
-    if last is not None and code is not None:
-        meaning = f" ({_MEANINGS[code]})" if code in _MEANINGS else ""
-        words = [word for word in words if word != EXITED]  # says less than the code
-        words += [last.reason, f"exit code {code}{meaning}"]
-    elif last is not None:
-        words += [last.reason]
+    if leaf.attempts:
+        code = leaf.attempts[-1].exit_code
+        if code is not None and words == [EXITED]:
+            words = []  # it says less than the code
+        words.append(leaf.attempts[-1].reason)
+        if code is not None:
+            words.append(f"exit code {code}" + (f" ({_MEANINGS[code]})" if code in _MEANINGS else ""))
     return ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
-
-
-def _order(record: JobRecord) -> tuple[int, float]:
-    """What ran comes before what was ended before it could, and that before what waited for them in vain."""
-    if any(leaf.attempts for leaf in record.leaves()):
-        rank = 0
-    else:
-        rank = 1 if record.status_reason.startswith(CANCELLED) else 2
-    return rank, record.stopped_at or float("inf")
-
-
-def _closed(first: JobRecord, at: float) -> Closed:
-    return Closed(outcome=_kind(first), at=at, reason=f"{first.name}: {reason_of(first)}")
-
-
-def _kind(first: JobRecord) -> Outcome:
-    if first.status_reason.startswith(CANCELLED):
-        return "cancelled"
-    return "refused" if exit_code(first) == GateRefused.exit_code else "failed"

@@ -7,7 +7,7 @@ asked for whole. Machines without a price in the table cost by the vCPU, when th
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 
 
@@ -19,14 +19,19 @@ class Prices:
     vcpu: float | None = None
 
 
+def machine_share(needs: Resources) -> float:
+    """Of its machine that one node takes; all of one that is not in the table."""
+    known = NODES.get(needs.instance_type)
+    return min(1.0, needs.vcpus / known.vcpus) if known else 1.0
+
+
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Of one node, or one child of an array; None where nobody knows."""
     needs = job.resources
     price = prices.by_instance.get(needs.instance_type)
     if price is None:
         return None if prices.vcpu is None else prices.vcpu * needs.vcpus
-    known = NODES.get(needs.instance_type)
-    return price * min(1.0, needs.vcpus / known.vcpus) if known else price
+    return price * machine_share(needs)
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:

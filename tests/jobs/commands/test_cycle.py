@@ -364,7 +364,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
         (["submit", "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
         (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine gives"),
         (["submit", "today"], "unrecognized arguments: today"),
-        (["submti"], "invalid choice: 'submti'"),
+        (["submti"], "no command 'submti'; did you mean submit?"),
     ],
 )
 def test_rubbish_is_refused_with_what_was_expected(
