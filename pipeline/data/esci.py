@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,22 +86,23 @@ def open_products(storage: Storage, key: str, folder: Path, locale: str | None, 
 
     It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used.
     """
-    if not (folder / "index.npz").exists():
-        _build_index(storage, key, folder, locale, limit)
-    return ProductIndex(folder)
-
-
-def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, limit: int) -> None:
+    if (folder / "index.npz").exists():
+        return ProductIndex(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    keys: list[int] = []
-    sizes: list[tuple[int, int]] = []
+    all_keys: list[int] = []
+    all_sizes: list[tuple[int, int]] = []
     uri = storage.uri(key)
     stat = storage.stat(key)
+
+    def plan(names: Sequence[str]) -> ColumnPlan:
+        wanted = ("product_id", LOCALE, "product_title", *(column for column in _TEXT_COLUMNS if column in names))
+        return checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
+
     with (
-        (folder / "texts.bin").open("wb") as texts,
+        (folder / "texts.bin").open("wb") as file,
         progress("indexing products", stat.size_bytes if stat else None, "bytes") as advance,
     ):
-        for batch in read_file(storage, key, "parquet", lambda names: _product_plan(names, uri), 4096):
+        for batch in read_file(storage, key, "parquet", plan, 4096):
             storage.stop.raise_if_set(f"indexing {uri}")
             advance(batch.input_bytes)
             columns = batch.columns.to_pydict()
@@ -112,20 +112,12 @@ def _build_index(storage: Storage, key: str, folder: Path, locale: str | None, l
                     continue
                 title = columns["product_title"][row] or b""
                 text = cut_utf8(b" ".join(filter(None, (columns[c][row] for c in text_columns))), limit)
-                keys.append(_key(columns["product_id"][row], columns[LOCALE][row]))
-                sizes.append((len(title), len(text)))
-                texts.write(title + text)
-    _write_index(folder, np.array(keys, dtype=np.uint64), np.array(sizes, dtype=np.int32).reshape(-1, 2))
-
-
-def _product_plan(names: Sequence[str], uri: str) -> ColumnPlan:
-    wanted = ("product_id", LOCALE, "product_title", *(column for column in _TEXT_COLUMNS if column in names))
-    return checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
-
-
-def _write_index(folder: Path, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[Any]) -> None:
+                all_keys.append(_key(columns["product_id"][row], columns[LOCALE][row]))
+                all_sizes.append((len(title), len(text)))
+                file.write(title + text)
+    sizes = np.array(all_sizes, dtype=np.int32).reshape(-1, 2)
     ends = np.cumsum(sizes.sum(axis=1, dtype=np.int64))
-    unique, first = np.unique(keys, return_index=True)  # the first of equal products wins
+    unique, first = np.unique(np.array(all_keys, dtype=np.uint64), return_index=True)  # the first of equal ones wins
     with (folder / "index.tmp").open("wb") as file:
         np.savez(
             file,
@@ -135,6 +127,7 @@ def _write_index(folder: Path, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[
             text_sizes=sizes[first, 1],
         )
     (folder / "index.tmp").replace(folder / "index.npz")
+    return ProductIndex(folder)
 
 
 def _key(product_id: bytes | None, locale: bytes | None) -> int:

@@ -197,15 +197,6 @@ def about_positives(judged: Judgements, buckets: Sequence[Bucket], positive_gain
     return found
 
 
-def about_order(labels: Sequence[str], mean_gains: Sequence[float | None]) -> dict[str, str]:
-    """Labels, from worst to best, that are not in the order of their gains. Warnings by kind."""
-    gains = [(label, gain) for label, gain in zip(labels, mean_gains, strict=False) if gain is not None]
-    if all(worse <= better + _SAME_GAIN for (_, worse), (_, better) in pairwise(gains)):
-        return {}
-    shown = ", ".join(f"{label} {gain:.3g}" for label, gain in gains)
-    return {"order": f"labels from worst to best have these mean gains: {shown}; put data.labels in the order of gains"}
-
-
 def about_labels(labels: Sequence[str], train: Judgements, valid: Judgements | None) -> dict[str, str]:
     """Labels that hardly occur, or not as often where the model is chosen. Warnings by kind."""
     found, total = {}, sum(train.labels)
@@ -218,27 +209,21 @@ def about_labels(labels: Sequence[str], train: Judgements, valid: Judgements | N
         )
     if valid is None:
         return found
-    odd = [
-        f"{label} {_share(train, place):.1%} and {_share(valid, place):.1%}"
-        for place, label in enumerate(labels)
-        if _differ(train, valid, place)
-    ]
+    odd, num_valid = [], sum(valid.labels)
+    for label, in_train, in_valid in zip(labels, train.labels, valid.labels, strict=True):
+        one, other = in_train / max(1, total), in_valid / max(1, num_valid)
+        # Much, and not by chance. Rows of a query are judged alike, so a query counts as one draw.
+        together = (in_train + in_valid) / max(1, total + num_valid)
+        error = math.sqrt(together * (1.0 - together) * (1.0 / max(1, train.queries) + 1.0 / max(1, valid.queries)))
+        is_much = abs(one - other) > _POINTS or max(one, other) > _TIMES * min(one, other)
+        if is_much and abs(one - other) > _SIGMA * error:
+            odd.append(f"{label} {one:.1%} and {other:.1%}")
     if odd:
         found["shares"] = (
             f"shares of labels in train ({total:,} rows) and valid ({sum(valid.labels):,} rows) differ:"
             f" {', '.join(odd)}; valid names the best checkpoint and the thresholds, so split both in the same way"
         )
     return found
-
-
-def about_lengths(truncated: int, rows: int, largest: Bucket) -> dict[str, str]:
-    """Texts that were cut. Warnings by kind."""
-    if truncated <= _TRUNCATED * rows:
-        return {}
-    return {
-        "truncated": f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text longer than the largest"
-        f" bucket {largest.name}: the rest of it is not read; add a larger one to data.buckets"
-    }
 
 
 def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> list[str]:
@@ -257,8 +242,13 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
 
 
 def _warnings(infos: Sequence[TokenSetInfo], positive_gain: float, contrastive: bool) -> dict[str, str]:
-    bucket = Bucket.parse(infos[0].buckets[-1])
-    found = about_lengths(sum(info.truncated_rows for info in infos), sum(info.rows for info in infos), bucket)
+    found, truncated, rows = {}, sum(info.truncated_rows for info in infos), sum(info.rows for info in infos)
+    if truncated > _TRUNCATED * rows:
+        largest = Bucket.parse(infos[0].buckets[-1])
+        found["truncated"] = (
+            f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text longer than the largest"
+            f" bucket {largest.name}: the rest of it is not read; add a larger one to data.buckets"
+        )
     train, valid = (judgements_of(infos, split, positive_gain) for split in ("train", "valid"))
     found |= training_warnings(infos, positive_gain, contrastive=contrastive)
     return found if train is None else found | about_labels(infos[0].labels, train, valid)
@@ -271,18 +261,10 @@ def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
         return {}
     buckets = [Bucket.parse(name) for name in infos[0].buckets]
     found = about_positives(judged, buckets, positive_gain) if contrastive else {}
-    return found | about_order(infos[0].labels, judged.mean_gains)
-
-
-def _share(judged: Judgements, label: int) -> float:
-    return judged.labels[label] / max(1, sum(judged.labels))
-
-
-def _differ(train: Judgements, valid: Judgements, label: int) -> bool:
-    """Much, and not by chance. Rows of a query are judged alike, so a query counts as one draw."""
-    one, other = _share(train, label), _share(valid, label)
-    rows = sum(train.labels) + sum(valid.labels)
-    together = (train.labels[label] + valid.labels[label]) / max(1, rows)
-    error = math.sqrt(together * (1.0 - together) * (1.0 / max(1, train.queries) + 1.0 / max(1, valid.queries)))
-    is_much = abs(one - other) > _POINTS or max(one, other) > _TIMES * min(one, other)
-    return is_much and abs(one - other) > _SIGMA * error
+    gains = [(name, gain) for name, gain in zip(infos[0].labels, judged.mean_gains, strict=False) if gain is not None]
+    if any(worse > better + _SAME_GAIN for (_, worse), (_, better) in pairwise(gains)):
+        shown = ", ".join(f"{label} {gain:.3g}" for label, gain in gains)
+        found["order"] = (
+            f"labels from worst to best have these mean gains: {shown}; put data.labels in the order of gains"
+        )
+    return found

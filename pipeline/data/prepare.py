@@ -97,10 +97,6 @@ class _Work:
     read: dict[str, FileCount] = field(default_factory=dict)
     num_chunks: int | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        return self.num_chunks == len(self.done)
-
 
 def prepare(
     config: DataConfig,
@@ -126,7 +122,18 @@ def prepare(
     works: list[_Work] = []
     prefixes: list[str] = []
     for partition in source.partitions:
-        rules = _row_rules(config, source, labels, partition)
+        rules = RowRules(
+            partition=partition.name,
+            labels=tuple(labels.gains),
+            label_gains=labels.row_gains,
+            numeric=config.numeric,
+            categorical=tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical),
+            filter=config.filter,
+            valid_fraction=config.valid_fraction,
+            test_fraction=config.test_fraction,
+            carve_valid=bool(source.fixed_labels),
+            slices=config.slices,
+        )
         name = _token_set_fingerprint(config, partition, rules, text_tokenizer)
         prefixes.append(prefix := f"tokens/{config.name}/{name}")
         staging = Staging(scratch / "tokens" / name)
@@ -191,21 +198,6 @@ def _labels_and_tokenizer(
     return labels, found, store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def _row_rules(config: DataConfig, source: Source, labels: LabelSet, partition: Partition) -> RowRules:
-    return RowRules(
-        partition=partition.name,
-        labels=tuple(labels.gains),
-        label_gains=labels.row_gains,
-        numeric=config.numeric,
-        categorical=tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical),
-        filter=config.filter,
-        valid_fraction=config.valid_fraction,
-        test_fraction=config.test_fraction,
-        carve_valid=bool(source.fixed_labels),
-        slices=config.slices,
-    )
-
-
 def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowRules, tokenizer: TextTokenizer) -> str:
     """Everything the bytes of the shards depend on."""
     # Only when set: data prepared before there were slices keeps its name.
@@ -240,7 +232,7 @@ def _encode_all(context: _Context, source: Source, works: list[_Work]) -> dict[s
     waiting, infos = list(works), dict[str, TokenSetInfo]()
 
     def commit_complete() -> None:
-        for work in [work for work in waiting if work.is_complete]:
+        for work in [work for work in waiting if work.num_chunks == len(work.done)]:
             infos[work.prefix] = _commit(context, work)
             waiting.remove(work)
 

@@ -14,7 +14,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO, cast
@@ -74,14 +74,8 @@ class _Source:
     key: str
     planner: Planner
     num_rows: int
-    position_bytes: int = 0
     rows: int = 0
     blank: int = 0
-
-    def moved_to(self, position_bytes: int) -> int:
-        """Bytes of the file since the last call."""
-        step, self.position_bytes = position_bytes - self.position_bytes, position_bytes
-        return step
 
 
 def read_file(storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
@@ -126,7 +120,7 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
         plan = source.planner(list(file.schema_arrow.names))
         stat = source.storage.stat(source.key)
         source.rows, size_bytes = int(file.metadata.num_rows), stat.size_bytes if stat else 0
-        first = 0
+        first = told_bytes = 0
         for group in range(file.num_row_groups):  # one at a time: memory stays within a row group
             info = file.metadata.row_group(group)
             row_bytes = max(1, info.total_byte_size // max(1, info.num_rows))
@@ -135,8 +129,9 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 rows = np.arange(first, first + len(batch), dtype=np.int64)
                 first += len(batch)
-                moved = source.moved_to(size_bytes * first // max(1, source.rows))
-                yield RawBatch(to_fields(columns, plan), rows, input_bytes=moved)
+                position = size_bytes * first // max(1, source.rows)
+                yield RawBatch(to_fields(columns, plan), rows, input_bytes=position - told_bytes)
+                told_bytes = position
 
 
 class _Builder:
@@ -146,7 +141,7 @@ class _Builder:
         self._source, self._plan, self._position = source, plan, position
         self._values: list[list[bytes | None]] = [[] for _ in plan.inputs]
         self._rows, self._bad = list[int](), list[BadRow]()
-        self._size = self._blank = 0
+        self._size = self._told_blank = self._told_bytes = 0
 
     def add(self, row: int, values: list[bytes | None]) -> None:
         self._rows.append(row)
@@ -163,23 +158,24 @@ class _Builder:
 
     @property
     def has_anything(self) -> bool:
-        return bool(self._rows or self._bad or self._blank != self._source.blank)
+        return bool(self._rows or self._bad or self._told_blank != self._source.blank)
 
     def take(self) -> RawBatch:
         """What was collected; the builder is empty then."""
         arrays = (pa.array(values, pa.large_binary()) for values in self._values)
+        position = self._position()
         batch = RawBatch(
             to_fields(dict(zip(self._plan.inputs, arrays, strict=True)), self._plan),
             np.array(self._rows, dtype=np.int64),
             tuple(self._bad),
-            blank=self._source.blank - self._blank,
-            input_bytes=self._source.moved_to(self._position()),
+            blank=self._source.blank - self._told_blank,
+            input_bytes=position - self._told_bytes,
         )
         for column in self._values:
             column.clear()
         self._rows.clear()
         self._bad.clear()
-        self._size, self._blank = 0, self._source.blank
+        self._size, self._told_blank, self._told_bytes = 0, self._source.blank, position
         return batch
 
 
@@ -235,10 +231,18 @@ class _CsvRecords:
     """
 
     def __init__(self, source: _Source, text: io.TextIOWrapper, delimiter: str) -> None:
-        self._source, self._lines, self._delimiter = source, text, delimiter
-        self._parser = csv.reader(self._noted(), delimiter=delimiter, strict=True)
+        self._source, self._delimiter = source, delimiter
         self._num_lines = self._num_fields = 0
         self._held = ""
+
+        def noted() -> Iterator[str]:
+            for line in text:
+                self._num_lines += 1
+                if len(self._held) < _HELD_CHARACTERS:
+                    self._held += line
+                yield line
+
+        self._parser = csv.reader(noted(), delimiter=delimiter, strict=True)
 
     def header(self) -> list[str]:
         """Names of the columns; none of an empty file. Raises csv.Error."""
@@ -247,20 +251,17 @@ class _CsvRecords:
         self._num_fields = len(names or [])
         return [name.strip() for name in names or []]
 
-    def _noted(self) -> Iterator[str]:
-        for line in self._lines:
-            self._num_lines += 1
-            if len(self._held) < _HELD_CHARACTERS:
-                self._held += line
-            yield line
-
     def __iter__(self) -> Iterator[tuple[list[str], int]]:
         while True:
             before = self._num_lines
             try:
                 record = self._next()
             except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
-                record = self._lenient() if self._num_lines - before == 1 else self._broken()
+                # What was read, in a number of fields that no row has.
+                record = [self._held] if self._num_fields > 1 else [self._held, ""]
+                if self._num_lines - before == 1:
+                    with suppress(csv.Error):
+                        record = next(csv.reader([self._held], delimiter=self._delimiter))
             if record is None:
                 return
             lines = self._num_lines - before
@@ -273,16 +274,6 @@ class _CsvRecords:
     def _next(self) -> list[str] | None:
         self._held = ""
         return next(self._parser, None)
-
-    def _lenient(self) -> list[str]:
-        try:
-            return next(csv.reader([self._held], delimiter=self._delimiter))
-        except csv.Error:
-            return self._broken()
-
-    def _broken(self) -> list[str]:
-        """What was read, in a number of fields that no row has."""
-        return [self._held] if self._num_fields > 1 else [self._held, ""]
 
 
 def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
@@ -301,27 +292,20 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                 if record is None:
                     builder.add_bad(row, line)
                 else:
-                    if not record.keys() <= names.keys():
-                        _check_late_columns(source, plan, names, record, row)
+                    if late := [name for name in record if name not in names]:
+                        names.update(dict.fromkeys(late))
+                        if source.planner(list(names)) != plan:  # it should have been read in the rows before
+                            raise DataError(
+                                f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time "
+                                f"in row {row}",
+                                expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
+                                next_command="write it as null in the first row",
+                            )
                     builder.add(row, [_json_bytes(record.get(column)) for column in plan.inputs])
                 if builder.is_full:
                     yield builder.take()
         if builder.has_anything:
             yield builder.take()
-
-
-def _check_late_columns(
-    source: _Source, plan: ColumnPlan, names: dict[str, None], record: dict[str, Any], row: int
-) -> None:
-    """A column that the rows before did not have is noted. Raises DataError when it should have been read in them."""
-    late = [name for name in record if name not in names]
-    names.update(dict.fromkeys(late))
-    if source.planner(list(names)) != plan:
-        raise DataError(
-            f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time in row {row}",
-            expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
-            next_command="write it as null in the first row",
-        )
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[bytes]:

@@ -6,7 +6,6 @@ group lie in one row of tokens, one after the other, so that next to nothing of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -156,10 +155,16 @@ class GroupedRows:
 
         `lengths`: ascending, the last holds the longest texts there can be.
         """
-        total = sum(source.sizes)
-        query_id, gain = (_column(source, name, kind) for name, kind in (("query_id", np.int64), ("gain", np.float32)))
-        members = deal_groups(query_id, gain >= np.float32(positive_gain), slots=slots, seed=seed)
-        every = np.arange(total, dtype=np.int64)
+        ids, gains = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
+        for bucket, size in enumerate(source.sizes):
+            if size:
+                rows, pools = np.arange(size, dtype=np.int64), np.full(size, bucket, dtype=np.int64)
+                judged = source.read(pools, rows, bucket, ("query_id", "gain"))
+                ids.append(judged["query_id"])
+                gains.append(judged["gain"])
+        query_id, is_positive = np.concatenate(ids), np.concatenate(gains) >= np.float32(positive_gain)
+        members = deal_groups(query_id, is_positive, slots=slots, seed=seed)
+        every = np.arange(len(query_id), dtype=np.int64)
         query, product = (text_lengths(source, source.pad_id, field, every) for field in ("query", "product"))
         first = members[:, 0]
         tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
@@ -211,7 +216,11 @@ class GroupedRows:
         product = arrays.pop("product")
         flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
         texts = _lined_up(asking["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
-        return {**arrays, **texts, **flags, "query_id": asking["query_id"], "product_key": _text_keys(product)}
+        # A 64-bit hash of each row of tokens.
+        places = mix64(np.arange(1, product.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+        with np.errstate(over="ignore"):
+            key = mix64((product.astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)).view(np.int64)
+        return {**arrays, **texts, **flags, "query_id": asking["query_id"], "product_key": key}
 
 
 @dataclass(frozen=True)
@@ -274,22 +283,17 @@ class TrainingPools:
             here = replayed & (pools == pool)
             key = stream_key(self.seed, _REPLAY, int(pool))
             chosen[here] = permute(numbers[here] - new_sizes[pool], self.old.sizes[pool], key)
-        parts = [
-            (np.flatnonzero(mask), source.read(pools[mask], chosen[mask], length, epoch))
-            for mask, source in ((~replayed, self.new), (replayed, self.old))
-            if mask.any()
-        ]
-        return _interleave(parts, len(numbers))
-
-
-def _column(source: RowSource, field: str, kind: npt.DTypeLike) -> npt.NDArray[Any]:
-    """One number of every row of a source, smallest bucket first."""
-    found = [np.zeros(0, dtype=kind)]
-    for bucket, size in enumerate(source.sizes):
-        if size:
-            rows = np.arange(size, dtype=np.int64)
-            found.append(source.read(np.full(size, bucket, dtype=np.int64), rows, bucket, (field,))[field])
-    return np.concatenate(found)
+        result: Arrays = {}
+        for mask, source in ((~replayed, self.new), (replayed, self.old)):
+            if not mask.any():
+                continue
+            places = np.flatnonzero(mask)
+            for name, values in source.read(pools[mask], chosen[mask], length, epoch).items():
+                each = len(values) // len(places)  # rows of a group: one, or its slots
+                if name not in result:
+                    result[name] = np.empty((len(numbers) * each, *values.shape[1:]), values.dtype)
+                result[name][(places[:, None] * each + np.arange(each)).reshape(-1)] = values
+        return result
 
 
 def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
@@ -317,33 +321,10 @@ def _lined_up(
     texts = {name: np.zeros((groups, length), dtype=np.int32) for name in ("tokens", "positions", "segments")}
     texts["tokens"][:] = pad
     row, place = np.nonzero(is_query)
-    _put(texts, row, starts[row, 0], place, query[is_query], np.ones(1, dtype=np.int32))
+    at = row, starts[row, 0] + place
+    texts["tokens"][at], texts["positions"][at], texts["segments"][at] = query[is_query], place, 1
     row, slot, place = np.nonzero(is_product)
+    at = row, starts[row, 1 + slot] + place
     ids = product.reshape(groups, slots, -1)[is_product]
-    _put(texts, row, starts[row, 1 + slot], place, ids, slot + 2)
+    texts["tokens"][at], texts["positions"][at], texts["segments"][at] = ids, place, slot + 2
     return texts
-
-
-def _put(texts: Arrays, row: Int64s, start: Int64s, place: Int64s, ids: Int32s, segment: npt.NDArray[Any]) -> None:
-    at = row, start + place
-    texts["tokens"][at], texts["positions"][at], texts["segments"][at] = ids, place, segment
-
-
-def _text_keys(tokens: npt.NDArray[np.int32]) -> Int64s:
-    """A 64-bit hash of each row of tokens [N, T]."""
-    places = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    with np.errstate(over="ignore"):
-        return mix64((tokens.astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)).view(np.int64)
-
-
-def _interleave(parts: Sequence[tuple[Int64s, Arrays]], count: int) -> Arrays:
-    """Arrays of groups read apart, put at their places among `count` groups."""
-    result: Arrays = {}
-    for places, arrays in parts:
-        for name, values in arrays.items():
-            each = len(values) // len(places)  # rows of a group: one, or its slots
-            if name not in result:
-                result[name] = np.empty((count * each, *values.shape[1:]), values.dtype)
-            at = (places[:, None] * each + np.arange(each)).reshape(-1)
-            result[name][at] = values
-    return result

@@ -78,6 +78,7 @@ class TokenRows:
         for.
         """
         shape = self.buckets[bucket]
+        num_tokens = {"query": shape.query_tokens, "product": shape.product_tokens}
         result: Arrays = {}
         for pool in np.unique(pools):
             places = np.flatnonzero(pools == pool)
@@ -85,34 +86,31 @@ class TokenRows:
             for shard in np.unique(shard_of):
                 chosen = places[shard_of == shard]
                 local = rows[chosen] - self._starts[shard, pool]
+                values: npt.NDArray[Any]
                 for field in fields or self._fields:
-                    values = self._values(int(shard), int(pool), field, local)
-                    if field not in result:
-                        result[field] = self._empty(field, values, len(rows), shape)
+                    if field == "partition":
+                        values = np.full(len(local), self._shards[shard].partition, dtype=np.int64)
+                    else:
+                        values = self._map(int(shard))[f"b{pool}.{field}"][local]
+                    if field not in result and field in num_tokens:
+                        result[field] = np.full((len(rows), num_tokens[field]), self.pad_id, dtype=np.int32)
+                    elif field not in result:
+                        result[field] = np.zeros((len(rows), *values.shape[1:]), dtype=values.dtype)
                     if values.ndim == 2:
                         result[field][chosen, : values.shape[1]] = values
                     else:
                         result[field][chosen] = values
         return result
 
-    def _values(self, shard: int, pool: int, field: str, local: Int64s) -> npt.NDArray[Any]:
-        if field == "partition":
-            return np.full(len(local), self._shards[shard].partition, dtype=np.int64)
-        return self._map(shard)[f"b{pool}.{field}"][local]
-
-    def _empty(self, field: str, like: npt.NDArray[Any], rows: int, shape: Bucket) -> npt.NDArray[Any]:
-        if field == "query":
-            return np.full((rows, shape.query_tokens), self.pad_id, dtype=np.int32)
-        if field == "product":
-            return np.full((rows, shape.product_tokens), self.pad_id, dtype=np.int32)
-        return np.zeros((rows, *like.shape[1:]), dtype=like.dtype)
-
     def _map(self, shard: int) -> Arrays:
         if shard not in self._maps:
             path = self._shards[shard].path
             try:
                 arrays = map_safetensors(path)
-                _check_rows(arrays, self._shards[shard].rows, [name for name in self._fields if name != "partition"])
+                for bucket, count in enumerate(self._shards[shard].rows):
+                    for name in (f"b{bucket}.{field}" for field in self._fields if field != "partition" and count):
+                        if len(arrays[name]) != count:
+                            raise ValueError(f"{name} has {len(arrays[name])} rows, not {count}")
             except (OSError, ValueError, KeyError, struct.error) as error:
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
@@ -121,11 +119,3 @@ class TokenRows:
                 ) from error
             self._maps[shard] = arrays
         return self._maps[shard]
-
-
-def _check_rows(arrays: Arrays, rows: Sequence[int], fields: Sequence[str]) -> None:
-    """KeyError or ValueError when a bucket does not hold the rows its partition says it does."""
-    for bucket, count in enumerate(rows):
-        for field in fields if count else ():
-            if len(arrays[f"b{bucket}.{field}"]) != count:
-                raise ValueError(f"b{bucket}.{field} has {len(arrays[f'b{bucket}.{field}'])} rows, not {count}")

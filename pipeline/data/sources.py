@@ -1,7 +1,7 @@
 """Where rows come from: files below a path, in days; the ESCI layout; or the synthetic catalogue."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,8 +36,6 @@ from pipeline.io.storage import ObjectStat, Storage, open_storage
 
 FLAT = "flat"
 _DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
-_MAX_FOOTERS = 1000
-"""Files whose footers are read to learn how many rows there are."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,17 @@ class Files:
 
     @cached_property
     def inputs(self) -> tuple[InputFile, ...]:
-        """The files with what names their content; local ones are read for it."""
-        ids = content_ids(self.storage, [stat for stat, _ in self.found], self.storage.stop)
-        return tuple(
-            InputFile(stat.key, name, content, stat.size_bytes)
-            for (stat, name), content in zip(self.found, ids, strict=True)
-        )
+        """The files with what names their content: the xxh3 of a local one (times lie), ETag and size on S3."""
+        storage, inputs = self.storage, list[InputFile]()
+        size_bytes = sum(stat.size_bytes for stat, _ in self.found)
+        with progress("looking for changes in the input", size_bytes, "bytes") as advance:
+            for stat, name in self.found:
+                content = f"{stat.etag}-{stat.size_bytes}"
+                if storage.local_path(stat.key) is not None:
+                    with storage.open_read(stat.key) as file:
+                        content = record_of(file, storage.stop, advance).xxh3_128
+                inputs.append(InputFile(stat.key, name, content, stat.size_bytes))
+        return tuple(inputs)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """All rows, at most `num_rows` at a time. `plan`: given the URI of a file, what is read of it."""
@@ -92,19 +95,20 @@ def choose_files(
     storage: Storage, stats: Sequence[ObjectStat], wanted: str, path: str, setting: str = "--data.path"
 ) -> Files:
     """Those of `stats` that can be read."""
-
-    def format_of(key: str) -> str | None:
-        by_suffix = suffix_format(key)
-        return by_suffix if wanted == "auto" or by_suffix not in (None, wanted) else wanted
-
-    found = tuple((stat, name) for stat in stats if (name := format_of(stat.key)))
+    found: list[tuple[ObjectStat, str]] = []
+    for stat in stats:
+        name = suffix_format(stat.key)
+        if wanted != "auto" and name in (None, wanted):
+            name = wanted
+        if name:
+            found.append((stat, name))
     if not found:
         raise DataError(
             f"no input file below {path}; seen: {', '.join(stat.key for stat in stats[:5]) or 'nothing'}",
             expected="*.parquet, *.csv or *.jsonl files",
             next_command=f"correct {setting}, or set {setting.rpartition('.')[0]}.format for files of another suffix",
         )
-    return Files(storage, found)
+    return Files(storage, tuple(found))
 
 
 def find_files(
@@ -128,19 +132,6 @@ def find_files(
         )
     storage = open_storage(path, retry=retry, stop=stop)
     return storage, [stat for stat in storage.list("") if not any(p[:1] in "_." for p in stat.key.split("/"))]
-
-
-def content_ids(storage: Storage, stats: Sequence[ObjectStat], stop: StopSignal) -> list[str]:
-    """What names the content of each file: its xxh3 when local (times lie), its ETag and size on S3."""
-    with progress("looking for changes in the input", sum(stat.size_bytes for stat in stats), "bytes") as advance:
-        ids = []
-        for stat in stats:
-            if storage.local_path(stat.key) is None:
-                ids.append(f"{stat.etag}-{stat.size_bytes}")
-                continue
-            with storage.open_read(stat.key) as file:
-                ids.append(record_of(file, stop, advance).xxh3_128)
-        return ids
 
 
 # An input of training: partitions of files, and the rows of each file.
@@ -185,7 +176,7 @@ class Source(Protocol):
     @property
     def partitions(self) -> tuple[Partition, ...]: ...
     @property
-    def fixed_labels(self) -> dict[str, float]:
+    def fixed_labels(self) -> Mapping[str, float]:
         """Labels this layout defines, least relevant first, with their gains; empty when the data decides."""
 
     def num_rows(self) -> int | None:
@@ -226,8 +217,9 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 class SyntheticSource:
     """The built-in catalogue."""
 
+    fixed_labels: Mapping[str, float] = {}
+
     def __init__(self, config: DataConfig) -> None:
-        self.fixed_labels: dict[str, float] = {}
         self._config = config
         version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump(exclude={"num_days"})}
         self.partitions = tuple(
@@ -253,13 +245,14 @@ class SyntheticSource:
 class FileSource:
     """Parquet, CSV and JSON lines files."""
 
+    fixed_labels: Mapping[str, float] = {}
+
     def __init__(self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...]) -> None:
         self._config, self._storage, self.partitions = config, storage, partitions
-        self.fixed_labels: dict[str, float] = {}
 
     def num_rows(self) -> int | None:
         files = [file for partition in self.partitions for file in partition.files]
-        if any(file.format != "parquet" for file in files) or len(files) > _MAX_FOOTERS:
+        if any(file.format != "parquet" for file in files) or len(files) > 1000:  # each costs the read of a footer
             return None
         return sum(parquet_rows(self._storage, file.key) for file in files)
 
@@ -297,7 +290,7 @@ def _open_esci(
 class EsciSource:
     """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
 
-    fixed_labels = esci.GAINS
+    fixed_labels: Mapping[str, float] = esci.GAINS
 
     def __init__(
         self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...], products: InputFile, folder: Path
@@ -316,6 +309,7 @@ class EsciSource:
         return esci.open_products(self._storage, self._product_file.key, folder, locale, limit)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        """Rows of the wanted locale with title and text; rows without a product are bad."""
         plan = ColumnPlan((*esci.FIELDS.items(), *feature_pairs(self._config)))
         plan = plan.only(None if fields is None else [*fields, "product_id"])
         plan = ColumnPlan((*plan.pairs, ("locale", esci.LOCALE)))
@@ -324,25 +318,21 @@ class EsciSource:
             self._storage, file.key, "parquet", lambda names: esci.checked(plan, names, uri), num_rows
         ):
             self._storage.stop.raise_if_set(f"reading {uri}")
-            yield self._joined(batch, file.key)
-
-    def _joined(self, batch: RawBatch, file: str) -> RawBatch:
-        """Rows of the wanted locale with title and text; rows without a product are bad."""
-        columns, rows = batch.columns, batch.rows
-        if self._config.esci_locale:
-            keep = pc.equal(columns["locale"], self._config.esci_locale.encode()).fill_null(False)
-            columns, rows = columns.filter(keep), rows[keep.to_numpy(zero_copy_only=False)]
-        ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-        titles, texts, found = self._products.look_up(ids, locales)
-        bad = tuple(
-            BadRow(file, int(rows[i]), esci.NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}") for i in np.flatnonzero(~found)
-        )
-        columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
-        columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
-        return replace(
-            batch,
-            columns=columns.filter(pa.array(found)).drop_columns(["locale"]),
-            rows=rows[found],
-            bad=bad,
-            left_out=len(batch.rows) - len(rows),
-        )
+            columns, rows = batch.columns, batch.rows
+            if self._config.esci_locale:
+                keep = pc.equal(columns["locale"], self._config.esci_locale.encode()).fill_null(False)
+                columns, rows = columns.filter(keep), rows[keep.to_numpy(zero_copy_only=False)]
+            ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
+            titles, texts, found = self._products.look_up(ids, locales)
+            columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
+            columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
+            yield replace(
+                batch,
+                columns=columns.filter(pa.array(found)).drop_columns(["locale"]),
+                rows=rows[found],
+                bad=tuple(
+                    BadRow(file.key, int(rows[i]), esci.NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
+                    for i in np.flatnonzero(~found)
+                ),
+                left_out=len(batch.rows) - len(rows),
+            )

@@ -6,7 +6,7 @@ Classes are configured, defined by the layout, or found in the data.
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,14 +16,13 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import FILTER, RawBatch, text_characters
+from pipeline.data.rows import FILTER, text_characters
 from pipeline.data.sources import Source, reading
-from pipeline.data.validate import filter_mask, parse_number
+from pipeline.data.validate import filter_mask, numbers
 
 MAX_LABELS = 1000
 SAMPLE_BYTES = 128 * 2**20
 """Text held for the tokenizer at most; in Python objects and with the copy for the trainer about five times that."""
-_GAIN_DIGITS = 6
 _TEXT_FIELDS = ("query", "title", "text")
 
 
@@ -34,10 +33,6 @@ class LabelCount:
     rows: int = 0
     gains: int = 0
     gain_sum: float = 0.0
-
-    @property
-    def mean_gain(self) -> float:
-        return round(self.gain_sum / self.gains, _GAIN_DIGITS) if self.gains else 0.0
 
 
 @dataclass
@@ -62,15 +57,12 @@ class TextSample:
         rows = ((value or b"" for value in row) for row in zip(*columns, strict=True))
         self.held += [(self.seen + int(place), tuple(row)) for place, row in zip(chosen, rows, strict=True)]
         self.seen += batch.num_rows
-        self._measure(self.held[-len(chosen) :] if len(chosen) else [])
+        fresh = self.held[len(self.held) - len(chosen) :]
+        self.held_bytes += sum(len(value) for _, row in fresh for value in row)
         while len(self.held) > max(1, self.limit) or (self.held_bytes > SAMPLE_BYTES and len(self.held) > 1):
             self.stride *= 2
             self.held = [item for item in self.held if item[0] % self.stride == 0]
-            self.held_bytes = 0
-            self._measure(self.held)
-
-    def _measure(self, items: list[tuple[int, tuple[bytes, ...]]]) -> None:
-        self.held_bytes += sum(len(value) for _, row in items for value in row)
+            self.held_bytes = sum(len(value) for _, row in self.held for value in row)
 
     def texts(self) -> Iterator[str]:
         """All texts of the sampled rows; bytes that are not UTF-8 are left out."""
@@ -86,11 +78,6 @@ class Survey:
     sample: TextSample
     has_labels: bool
 
-    def ordered_labels(self) -> dict[str, float]:
-        """Label -> mean gain, least relevant first; ties by name."""
-        means = {name: count.mean_gain for name, count in self.labels.items()}
-        return dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
-
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
     """Read what is wanted and nothing else. Raises DataError (missing columns, far too many labels)."""
@@ -99,34 +86,29 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     sample = TextSample(config.tokenizer.train_rows)
     max_bytes = 4 * text_characters(config.bucket_shapes)
     has_labels = False
-    for batch in _batches(source, fields, config, stop):
-        if want_labels and "label" in batch.schema.names:
-            has_labels = True
-            _count_labels(labels, batch)
-            _check_count(labels, config)
-        if want_sample:
-            sample.add(batch, max_bytes)
-    return Survey(labels, sample, has_labels)
-
-
-def _batches(source: Source, fields: list[str], config: DataConfig, stop: StopSignal) -> Iterator[pa.RecordBatch]:
     files = [file for partition in source.partitions for file in partition.files]
     with reading("looking at labels and texts", source, files) as tell:
         for file in files:
-            raw: RawBatch
             for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
                 stop.raise_if_set(f"reading {file.key}")
                 tell(raw)
-                columns = raw.columns
-                yield columns.filter(pa.array(filter_mask(columns, config.filter))) if config.filter else columns
+                batch = raw.columns
+                if config.filter:
+                    batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
+                if want_labels and "label" in batch.schema.names:
+                    has_labels = True
+                    _count_labels(labels, batch, config.columns.label)
+                if want_sample:
+                    sample.add(batch, max_bytes)
+    return Survey(labels, sample, has_labels)
 
 
-def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch) -> None:
+def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: str) -> None:
     encoded = batch["label"].dictionary_encode()
     place = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy(zero_copy_only=False)
     size = len(encoded.dictionary) + 1
     rows = np.bincount(place, minlength=size)
-    gain = _gains(batch)
+    gain = numbers(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
     known = np.isfinite(gain)
     gains = np.bincount(place[known], minlength=size)
     sums = np.bincount(place[known], weights=gain[known], minlength=size)
@@ -140,21 +122,9 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch) -> None:
             count.rows += int(rows[number])
             count.gains += int(gains[number])
             count.gain_sum += float(sums[number])
-
-
-def _gains(batch: pa.RecordBatch) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if "gain" not in batch.schema.names:
-        return np.full(batch.num_rows, np.nan)
-    column = batch["gain"]
-    if pa.types.is_floating(column.type):
-        return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
-    return np.array([parse_number(value) for value in column.to_pylist()], dtype=np.float64)
-
-
-def _check_count(labels: dict[str, LabelCount], config: DataConfig) -> None:
     if len(labels) > MAX_LABELS:
         raise DataError(
-            f"column {config.columns.label!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",
+            f"column {column!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",
             expected="a few relevance classes",
             next_command="set --data.columns.label to the column of the classes, or list them in --data.labels",
         )
@@ -164,7 +134,6 @@ def _check_count(labels: dict[str, LabelCount], config: DataConfig) -> None:
 
 _MAX_GRADE = 10
 """Numbers above are no grades but something else: intents, categories, ids."""
-_SEPARATORS = re.compile(r"[-_\s]+")
 
 
 @dataclass(frozen=True)
@@ -179,10 +148,6 @@ class Vocabulary:
     def name(self) -> str:
         """Most relevant first, as people say it: `match/non_match`."""
         return "/".join(names[0] for names in reversed(self.classes))
-
-    def place(self, label: str) -> int | None:
-        plain = _plain(label)
-        return next((place for place, names in enumerate(self.classes) if plain in map(_plain, names)), None)
 
 
 _ESCI_GAINS = (0.0, 0.01, 0.1, 1.0)
@@ -210,18 +175,19 @@ def known_order(labels: Sequence[str]) -> tuple[dict[str, float], str] | None:
         }
         return gains, f"{low} to {high}"
     for vocabulary in VOCABULARIES:
-        places = {label: place for label in labels if (place := vocabulary.place(label)) is not None}
-        if len(places) == len(labels) == len(set(places.values())):
-            return _spaced(dict(sorted(places.items(), key=lambda item: item[1])), vocabulary), vocabulary.name
+        place_of = {_plain(name): place for place, names in enumerate(vocabulary.classes) for name in names}
+        places = {label: place_of[_plain(label)] for label in labels if _plain(label) in place_of}
+        if not len(places) == len(labels) == len(set(places.values())):
+            continue
+        ordered = sorted(places, key=lambda label: places[label])
+        if vocabulary.gains:
+            gains = {label: vocabulary.gains[places[label]] for label in ordered}
+        elif len(ordered) == 1:
+            gains = {label: places[label] / (len(vocabulary.classes) - 1) for label in ordered}
+        else:
+            gains = {label: number / (len(ordered) - 1) for number, label in enumerate(ordered)}
+        return gains, vocabulary.name
     return None
-
-
-def _spaced(places: dict[str, int], vocabulary: Vocabulary) -> dict[str, float]:
-    if vocabulary.gains:
-        return {label: vocabulary.gains[place] for label, place in places.items()}
-    if len(places) == 1:
-        return {label: place / (len(vocabulary.classes) - 1) for label, place in places.items()}
-    return {label: number / (len(places) - 1) for number, label in enumerate(places)}
 
 
 def _grades(labels: Sequence[str]) -> dict[str, int]:
@@ -237,7 +203,7 @@ def _grades(labels: Sequence[str]) -> dict[str, int]:
 
 
 def _plain(label: str) -> str:
-    return _SEPARATORS.sub("", label).casefold()
+    return re.sub(r"[-_\s]+", "", label).casefold()
 
 
 _MAX_SHOWN = 20
@@ -277,23 +243,19 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
             next_command="set --data.columns.label, or check --data.path"
             + (" and --data.filter" if config.filter else ""),
         )
-    gains = seen.ordered_labels()
+    means = {name: round(count.gain_sum / max(1, count.gains), 6) for name, count in seen.labels.items()}
+    gains = dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
     if len(set(gains.values())) > 1 or (len(gains) == 1 and sum(gains.values()) > 0):
         return LabelSet(gains, (0.0,) * len(gains))
     if known_labels := known_order(list(gains)):
         gains, vocabulary = known_labels
         return LabelSet(gains, tuple(gains.values()), vocabulary)
-    raise _no_order(config, seen.labels)
-
-
-def _no_order(config: DataConfig, labels: Mapping[str, LabelCount]) -> DataError:
-    by_rows = sorted(labels, key=lambda name: (-labels[name].rows, name))
-    shown = by_rows[:_MAX_SHOWN]
-    more = f" and {len(labels) - len(shown)} more" if len(labels) > len(shown) else ""
+    shown = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
+    more = f" and {len(gains) - len(shown)} more" if len(gains) > len(shown) else ""
     value = ",".join(shown) if not any("," in name or name[:1] in "[{" for name in shown) else json.dumps(shown)
-    return DataError(
+    raise DataError(
         f"column {config.columns.label!r} has labels whose order neither gains nor their names tell: "
-        + ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in shown)
+        + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in shown)
         + more,
         expected="data.labels, a column of gains that differ, grades from 0, or one of "
         + ", ".join(vocabulary.name for vocabulary in VOCABULARIES),

@@ -94,26 +94,33 @@ class TextTokenizer:
         self.fingerprint = tokenizer_fingerprint(data)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.pad_id, self.cls_id, self.sep_id, self.unk_id = (
-            _special(vocabulary, name, source) for name in ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-        )
+        special = {}
+        for name, equivalents in _EQUIVALENTS.items():
+            found = [vocabulary[token] for token in equivalents if token in vocabulary]
+            if not found:
+                raise DataError(
+                    f"{source} has no {name} token",
+                    expected="one of " + ", ".join(equivalents) + " in its vocabulary",
+                    next_command="give a BERT-like tokenizer.json, or leave --data.tokenizer.path out to train one",
+                )
+            special[name] = found[0]
+        self.pad_id, self.cls_id, self.sep_id, self.unk_id = special.values()
 
     def encode(self, texts: Sequence[str]) -> Tokens:
         """Tokens of each text, not truncated. Equal texts are tokenised once."""
         unique = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        encoded = self._encode_unique(list(unique))
-        if len(unique) == len(texts):
-            return encoded
-        return take(encoded, np.array([unique[text] for text in texts], dtype=np.int64))
-
-    def _encode_unique(self, texts: list[str]) -> Tokens:
+        distinct = list(unique)
         ids, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
-        for start in range(0, len(texts), _ENCODE_BLOCK):
-            block = self._tokenizer.encode_batch_fast(texts[start : start + _ENCODE_BLOCK], add_special_tokens=False)
+        for start in range(0, len(distinct), _ENCODE_BLOCK):
+            block = self._tokenizer.encode_batch_fast(distinct[start : start + _ENCODE_BLOCK], add_special_tokens=False)
             lists = [[self.cls_id, *encoding.ids, self.sep_id] for encoding in block]
             ids.append(np.fromiter(chain.from_iterable(lists), dtype=np.int32))
             lengths.append(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)))
-        return Tokens(np.concatenate(ids), np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+        encoded = Tokens(np.concatenate(ids), offsets)
+        if len(unique) == len(texts):
+            return encoded
+        return take(encoded, np.array([unique[text] for text in texts], dtype=np.int64))
 
 
 def take(tokens: Tokens, index: Int64s) -> Tokens:
@@ -122,17 +129,6 @@ def take(tokens: Tokens, index: Int64s) -> Tokens:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     shift = np.repeat(tokens.offsets[index] - offsets[:-1], lengths)
     return Tokens(tokens.ids[np.arange(offsets[-1]) + shift], offsets)
-
-
-def _special(vocabulary: dict[str, int], name: str, source: str) -> int:
-    for token in _EQUIVALENTS[name]:
-        if token in vocabulary:
-            return vocabulary[token]
-    raise DataError(
-        f"{source} has no {name} token",
-        expected="one of " + ", ".join(_EQUIVALENTS[name]) + " in its vocabulary",
-        next_command="give a BERT-like tokenizer.json, or leave --data.tokenizer.path out to train one",
-    )
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
@@ -145,7 +141,15 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     unique = list(dict.fromkeys(texts))
     tokenizer = _wordpiece({}, config)
-    alphabet = _alphabet(unique, tokenizer.normalizer)
+    # The characters to keep, sorted: all, or the most frequent when there are too many (ties by code point).
+    characters = sorted(set().union(*unique))
+    if len(characters) > _ALPHABET:
+        counts = Counter[str]()
+        for text in unique:
+            counts.update(text)
+        characters = sorted(characters, key=lambda character: (-counts[character], character))[:_ALPHABET]
+    normal = {part for character in characters for part in tokenizer.normalizer.normalize_str(character)}
+    alphabet = sorted(character for character in normal if not character.isspace())
     trainer = trainers.WordPieceTrainer(
         vocab_size=config.vocab_size,
         min_frequency=2,
@@ -165,23 +169,10 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
 
 
 def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizers.Tokenizer:
-    model = models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1])
-    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=config.lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
-
-
-def _alphabet(texts: Sequence[str], normalizer: normalizers.Normalizer) -> list[str]:
-    """The characters to keep, sorted: all, or the most frequent when there are too many (ties by code point)."""
-    characters = sorted(set().union(*texts))
-    if len(characters) > _ALPHABET:
-        counts = Counter[str]()
-        for text in texts:
-            counts.update(text)
-        characters = sorted(characters, key=lambda character: (-counts[character], character))[:_ALPHABET]
-    normal = {part for character in characters for part in normalizer.normalize_str(character)}
-    return sorted(character for character in normal if not character.isspace())
 
 
 # From token ids to fixed-shape arrays: buckets, truncation, padding. Vectorised; no loop over rows.
@@ -263,7 +254,7 @@ def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> Te
     So new days do not change the vocabulary, which would make every old partition be tokenised again. Of several, the
     one trained on most partitions.
     """
-    root = _root(config)
+    root = f"tokens/{config.name}/tokenizers"
     present = {partition.name: partition.content_id for partition in source.partitions}
     best, best_size = None, 0
     for name in workspace.list_dirs(root):
@@ -305,24 +296,19 @@ def store_tokenizer(
     scratch: Path,
 ) -> str:
     """Commit it unless it is there; returns its prefix. `trained_on`: None for a tokenizer that was given."""
-    prefix = f"{_root(config)}/{tokenizer.fingerprint}"
+    prefix = f"tokens/{config.name}/tokenizers/{tokenizer.fingerprint}"
     if read_manifest(workspace, prefix) is None:
         folder = scratch / "tokenizer" / tokenizer.fingerprint
         # A new file: what stands there may be one with what an earlier or another commit has published.
         write_bytes_atomic(folder / TOKENIZER_FILE, tokenizer.data)
-        commit_dir(workspace, folder, prefix, kind="tokenizer", fields=_fields(config, trained_on, tokenizer))
+        fields: dict[str, JsonValue] = {
+            "training": None if trained_on is None else _training(config),
+            "partitions": {partition.name: partition.content_id for partition in trained_on or ()},
+            "vocab_size": tokenizer.vocab_size,
+            "pad_id": tokenizer.pad_id,
+        }
+        commit_dir(workspace, folder, prefix, kind="tokenizer", fields=fields)
     return prefix
-
-
-def _fields(
-    config: DataConfig, trained_on: Sequence[Partition] | None, tokenizer: TextTokenizer
-) -> dict[str, JsonValue]:
-    return {
-        "training": None if trained_on is None else _training(config),
-        "partitions": {partition.name: partition.content_id for partition in trained_on or ()},
-        "vocab_size": tokenizer.vocab_size,
-        "pad_id": tokenizer.pad_id,
-    }
 
 
 def _training(config: DataConfig) -> JsonValue:
@@ -334,7 +320,3 @@ def _training(config: DataConfig) -> JsonValue:
         "esci_locale": config.esci_locale,
         "buckets": list(config.buckets),
     }
-
-
-def _root(config: DataConfig) -> str:
-    return f"tokens/{config.name}/tokenizers"

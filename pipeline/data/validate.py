@@ -1,6 +1,7 @@
 """From raw rows to usable ones: every row either passes or gets one reason why not."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,6 @@ EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
 BAD_GAIN = "gain is not a number from 0 to 1"
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
-
 
 # Columns by which evaluation tells rows apart. A value is stored as the hash of its name; the names lie beside it: so
 # the workers that tokenise need not agree on numbers, and neither do partitions.
@@ -86,14 +86,6 @@ def codes_of(values: Int64s, names: Sequence[str]) -> Int64s:
 # Rows.
 
 
-def not_utf8(field: str) -> str:
-    return f"{field} is not UTF-8"
-
-
-def bad_feature(column: str) -> str:
-    return f"feature {column} is not a finite number"
-
-
 @dataclass(frozen=True)
 class RowRules:
     """What makes a row usable. `label_gains`: gain per label for rows without a gain of their own."""
@@ -138,50 +130,44 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -
     return keep
 
 
+def numbers(column: pa.Array) -> npt.NDArray[np.float64]:
+    """The numbers of a field [N], given as floats or as bytes; NaN where there is none."""
+    if pa.types.is_floating(column.type):
+        return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
+    found = np.full(len(column), np.nan)
+    for row, value in enumerate(column.to_pylist()):
+        with suppress(ValueError):
+            found[row] = float(value or "nan")
+    return found
+
+
 class _Rows:
     """The columns of a chunk with one reason (or None) per row; the first reason stays."""
 
     def __init__(self, table: pa.Table, rows: Int64s) -> None:
-        self.table, self.rows = table, rows
+        self.table, self.rows, self.fields = table, rows, table.column_names
         self.reason: list[str | None] = [None] * len(rows)
 
-    def has(self, field: str) -> bool:
-        return field in self.table.column_names
-
-    def mark(self, row: int, reason: str) -> None:
-        if self.reason[row] is None:
-            self.reason[row] = reason
+    def mark(self, wrong: npt.NDArray[np.bool_], reason: str) -> None:
+        for row in np.flatnonzero(wrong).tolist():
+            self.reason[row] = self.reason[row] or reason
 
     def text(self, field: str) -> list[str]:
         """Stripped texts; missing and undecodable ones are empty, the latter marked."""
-        if not self.has(field):
+        if field not in self.fields:
             return [""] * len(self.rows)
         column = self.table[field]
         try:
             return [value.strip() if value else "" for value in pc.cast(column, pa.large_string()).to_pylist()]
         except pa.ArrowInvalid:  # some row is not UTF-8: find out which
-            return [self._decode(row, field, value) for row, value in enumerate(column.to_pylist())]
-
-    def _decode(self, row: int, field: str, value: bytes | None) -> str:
-        try:
-            return value.decode().strip() if value else ""
-        except UnicodeDecodeError:
-            self.mark(row, not_utf8(field))
-            return ""
-
-    def numbers(self, field: str) -> npt.NDArray[np.float64]:
-        """Numbers; NaN where there is none."""
-        column = self.table[field].combine_chunks()
-        if pa.types.is_floating(column.type):
-            return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
-        return np.array([parse_number(value) for value in column.to_pylist()], dtype=np.float64)
-
-
-def parse_number(value: bytes | None) -> float:
-    try:
-        return float(value) if value else float("nan")
-    except ValueError:
-        return float("nan")
+            texts = []
+            for row, value in enumerate(column.to_pylist()):
+                try:
+                    texts.append(value.decode().strip() if value else "")
+                except UnicodeDecodeError:
+                    self.reason[row] = self.reason[row] or f"{field} is not UTF-8"
+                    texts.append("")
+            return texts
 
 
 def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
@@ -193,15 +179,11 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     keep = filter_mask(table, rules.filter)
     rows = _Rows(table.filter(pa.array(keep)) if rules.filter else table, chunk.rows[keep])
     query, title, text = rows.text("query"), rows.text("title"), rows.text("text")
-    for row, (one, other) in enumerate(zip(query, title, strict=True)):
-        if not one or not other:
-            rows.mark(row, EMPTY_QUERY if not one else EMPTY_TITLE)
-    label = _labels(rows, rules)
-    gain = _gains(rows, rules, label)
-    numeric = _numeric(rows, rules)
-    query_id = _query_ids(rows, query)
-    split = _splits(rows, rules, query_id)
-    categorical = _categorical(rows, rules)
+    rows.mark(np.array([not one for one in query], dtype=np.bool_), EMPTY_QUERY)
+    rows.mark(np.array([not one for one in title], dtype=np.bool_), EMPTY_TITLE)
+    label, gain = _labels_and_gains(rows, rules)
+    numeric, categorical = _features(rows, rules)
+    query_id, split = _queries_and_splits(rows, rules, query)
     good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
     kept = np.flatnonzero(good).tolist()
     prefix = f"{rules.partition}|{chunk.file}|"
@@ -218,57 +200,44 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
         split[good],
         slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.slices}, kept),
     )
-    bad = list(chunk.bad) + [
-        _bad_row(chunk.file, rows, row, reason) for row, reason in enumerate(rows.reason) if reason
-    ]
+    bad = list(chunk.bad)
+    for row, reason in enumerate(rows.reason):
+        if reason:
+            values = {name: rows.table[name][row].as_py() for name in rows.fields}
+            shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
+            bad.append(BadRow(chunk.file, int(rows.rows[row]), reason, shorten(str(shown))))
     return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
 
 
-def _bad_row(file: str, rows: _Rows, row: int, reason: str) -> BadRow:
-    values = {name: rows.table[name][row].as_py() for name in rows.table.column_names}
-    shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
-    return BadRow(file, int(rows.rows[row]), reason, shorten(str(shown)))
-
-
-def _labels(rows: _Rows, rules: RowRules) -> npt.NDArray[np.int16]:
-    if not rules.labels:
-        return np.full(len(rows.rows), -1, dtype=np.int16)
-    places = {name: place for place, name in enumerate(rules.labels)}
-    names = rows.text("label")
-    label = np.array([places.get(name, -1) for name in names], dtype=np.int16)
-    for row in np.flatnonzero(label < 0).tolist():
-        rows.mark(row, UNKNOWN_LABEL if names[row] else NO_LABEL)
-    return label
-
-
-def _gains(rows: _Rows, rules: RowRules, label: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
-    if not rows.has("gain"):
+def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
+    label = np.full(len(rows.rows), -1, dtype=np.int16)
+    if rules.labels:
+        places = {name: place for place, name in enumerate(rules.labels)}
+        names = rows.text("label")
+        label = np.array([places.get(name, -1) for name in names], dtype=np.int16)
+        rows.mark(np.array([not name for name in names], dtype=np.bool_) & (label < 0), NO_LABEL)
+        rows.mark(label < 0, UNKNOWN_LABEL)
+    if "gain" not in rows.fields:
         of_label = np.array([*rules.label_gains, 0.0], dtype=np.float32)  # label -1 reads the last entry
-        return of_label[label]
-    gain = rows.numbers("gain")
+        return label, of_label[label]
+    gain = numbers(rows.table["gain"].combine_chunks())
     wrong = ~((gain >= 0) & (gain <= 1))
-    for row in np.flatnonzero(wrong).tolist():
-        rows.mark(row, BAD_GAIN)
-    return np.where(wrong, 0.0, gain).astype(np.float32)
+    rows.mark(wrong, BAD_GAIN)
+    return label, np.where(wrong, 0.0, gain).astype(np.float32)
 
 
-def _numeric(rows: _Rows, rules: RowRules) -> npt.NDArray[np.float32]:
-    values = np.zeros((len(rows.rows), len(rules.numeric)), dtype=np.float32)
+def _features(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    """Numeric features, and hash ids from 1 of categories: bytes are hashed as they are, valid text or not."""
+    numeric = np.zeros((len(rows.rows), len(rules.numeric)), dtype=np.float32)
     for place, column in enumerate(rules.numeric):
         with np.errstate(over="ignore"):
-            values[:, place] = rows.numbers(NUMERIC + column).astype(np.float32)
-        for row in np.flatnonzero(~np.isfinite(values[:, place])).tolist():
-            rows.mark(row, bad_feature(column))
-    return values
-
-
-def _categorical(rows: _Rows, rules: RowRules) -> npt.NDArray[np.int32]:
-    """Hash ids from 1; 0 means missing. Bytes are hashed as they are, valid text or not."""
-    ids = np.zeros((len(rows.rows), len(rules.categorical)), dtype=np.int32)
+            numeric[:, place] = numbers(rows.table[NUMERIC + column].combine_chunks()).astype(np.float32)
+        rows.mark(~np.isfinite(numeric[:, place]), f"feature {column} is not a finite number")
+    categorical = np.zeros((len(rows.rows), len(rules.categorical)), dtype=np.int32)
     for place, info in enumerate(rules.categorical):
         values = rows.table[CATEGORICAL + info.column].to_pylist()
-        ids[:, place] = [category_id(value, info.num_ids) for value in values]
-    return ids
+        categorical[:, place] = [category_id(value, info.num_ids) for value in values]
+    return numeric, categorical
 
 
 def category_id(value: bytes | None, num_ids: int) -> int:
@@ -277,30 +246,23 @@ def category_id(value: bytes | None, num_ids: int) -> int:
     return 1 + hash63(stripped) % (num_ids - 1) if stripped else 0
 
 
-def _query_ids(rows: _Rows, queries: Sequence[str]) -> Int64s:
-    """Hash of the query id, or of the query in lower case when there is no id."""
-    ids = rows.text("query_id") if rows.has("query_id") else [""] * len(queries)
-    names = [given or query.lower() for given, query in zip(ids, queries, strict=True)]
-    hashes = {name: hash63(name) for name in set(names)}
-    return np.array([hashes[name] for name in names], dtype=np.int64)
+def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) -> tuple[Int64s, npt.NDArray[np.int8]]:
+    """The hash of the query id, or of the query in lower case when there is no id; and the split.
 
+    That is told by the split column, else by the query: all its rows land in one split, whatever the number of rows.
+    """
+    keys = [given or query.lower() for given, query in zip(rows.text("query_id"), queries, strict=True)]
+    hashes = {key: hash63(key) for key in set(keys)}
+    query_id = np.array([hashes[key] for key in keys], dtype=np.int64)
 
-def _splits(rows: _Rows, rules: RowRules, query_id: Int64s) -> npt.NDArray[np.int8]:
-    """From the split column, else by query: all rows of a query land in one split, whatever the number of rows."""
-    by_hash = _split_by_hash(query_id, rules.valid_fraction, rules.test_fraction)
-    if not rows.has("split"):
-        return by_hash
-    names = rows.text("split")
-    split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in names], dtype=np.int8)
-    for row in np.flatnonzero(split < 0).tolist():
-        rows.mark(row, UNKNOWN_SPLIT)
-    if rules.carve_valid:
-        split[(split == 0) & (by_hash == SPLITS.index("valid"))] = SPLITS.index("valid")
-    return split
-
-
-def _split_by_hash(query_id: Int64s, valid_fraction: float, test_fraction: float) -> npt.NDArray[np.int8]:
     unique, place = np.unique(query_id, return_inverse=True)
     share = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])
-    split = np.where(share < test_fraction, 2, np.where(share < test_fraction + valid_fraction, 1, 0))
-    return split.astype(np.int8)[place]
+    held_out = rules.test_fraction + rules.valid_fraction
+    by_hash = np.where(share < rules.test_fraction, 2, np.where(share < held_out, 1, 0)).astype(np.int8)[place]
+    if "split" not in rows.fields:
+        return query_id, by_hash
+    split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in rows.text("split")], dtype=np.int8)
+    rows.mark(split < 0, UNKNOWN_SPLIT)
+    if rules.carve_valid:
+        split[(split == 0) & (by_hash == SPLITS.index("valid"))] = SPLITS.index("valid")
+    return query_id, split

@@ -14,7 +14,7 @@ import xxhash
 from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, shorten
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
-from pipeline.data.validate import filter_mask, not_utf8
+from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import ID_TYPES, IdType, RawWindow
 from pipeline.embed.earlier import RowIndex
 
@@ -218,7 +218,7 @@ def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, li
         field = "text"
         second = text.decode().strip() if text else ""
     except UnicodeDecodeError:
-        return None, "", not_utf8(field)
+        return None, "", f"{field} is not UTF-8"
     if value is None or value == "":
         return None, "", NO_ID
     joined = product_text(first, second, limit)
