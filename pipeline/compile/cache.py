@@ -247,15 +247,16 @@ def compilers_of(root: str) -> list[CompilerProcess]:
     One whose environment cannot be read may be at work on any.
     """
 
-    def may_use(pid: int) -> bool:
+    found = []
+    for compiler in live_compilers():
         try:
-            return _canonical(named_cache(psutil.Process(pid).environ())) == _canonical(root)
+            if _canonical(named_cache(psutil.Process(compiler.pid).environ())) == _canonical(root):
+                found.append(compiler)
         except psutil.NoSuchProcess:
-            return False
+            continue
         except (OSError, psutil.Error):  # another user's
-            return True
-
-    return [compiler for compiler in live_compilers() if may_use(compiler.pid)]
+            found.append(compiler)
+    return found
 
 
 def named_cache(env: Mapping[str, str]) -> str:
@@ -385,7 +386,17 @@ def scan(
     stale = [] if alive else [entry.name for entry in entries if entry.is_lock_older(now_s, STALE_LOCK_S)]
     texts = _flags_texts(root, entries) if root is not None else {}
     where = storage.uri("") if root is None else f"file://{root}"
-    warning = _flags_warning(entries, flags, target, texts) if flags is not None else ""
+    warning = ""
+    names = [entry.name for entry in entries if entry.name.compiler == NEURON_COMPILER]
+    if flags is not None and names:  # told when no entry has the hash that its compiler version gives to them
+        wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
+        if not any(name.flags == wanted[name.version] for name in names):
+            suffixes = sorted({name.flags for name in names})
+            seen = ", ".join(suffix + (f" ({texts[suffix]})" if suffix in texts else "") for suffix in suffixes)
+            warning = (
+                f"flags {flags.text()!r} on {target} give hash {', '.join(sorted(set(wanted.values())))}, "
+                f"the cache holds only {seen}: every graph would be compiled again"
+            )
     return CacheReport(where, now_s, tuple(entries), tuple(stale), alive, texts, warning)
 
 
@@ -401,18 +412,3 @@ def _flags_texts(root: Path, entries: Sequence[CacheEntry]) -> dict[str, str]:
             if isinstance(tokens, list):
                 texts[entry.name.flags] = " ".join(str(token) for token in tokens)
     return texts
-
-
-def _flags_warning(entries: Sequence[CacheEntry], flags: CompilerFlags, target: str, texts: Mapping[str, str]) -> str:
-    """Told when no entry has the flags hash that its compiler version gives to `flags`."""
-    names = [entry.name for entry in entries if entry.name.compiler == NEURON_COMPILER]
-    wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
-    if not names or any(name.flags == wanted[name.version] for name in names):
-        return ""
-    seen = ", ".join(
-        suffix + (f" ({texts[suffix]})" if suffix in texts else "") for suffix in sorted({name.flags for name in names})
-    )
-    return (
-        f"flags {flags.text()!r} on {target} give hash {', '.join(sorted(set(wanted.values())))}, "
-        f"the cache holds only {seen}: every graph would be compiled again"
-    )

@@ -86,7 +86,13 @@ def repair(
     Raises ConfigError when `keep_versions` fits nothing that is there (it would empty the cache), Preempted.
     """
     entries, root = list_storage(live), live.local_path("")
-    _check_keep(entries, keep_versions)
+    if keep_versions is not None and entries and not any(entry.name.is_of(keep_versions) for entry in entries):
+        wanted = ", ".join(sorted(keep_versions)) or "the empty list of versions to keep"
+        raise ConfigError(
+            f"no entry of the compile cache is of {wanted}",
+            expected=f"at least one of {', '.join(sorted({entry.name.version_dir for entry in entries}))}",
+            next_command="trnpipe cache status",
+        )
     doctor = _Doctor(live, root, keep_versions, dry_run, stale_lock_s, compilers, clock)
     notes: list[Action] = []
     if root is None or dry_run or not entries:
@@ -133,8 +139,7 @@ class _Doctor:
                 self.live.delete(f"{key}/{lock.name}" for lock in entry.locks)
             yield Action("unlock", key, "stale lock: no compiler is alive", freed_bytes)
             entry = entry.without_locks()
-        busy = self._half_is_live(entry) if entry.state is EntryState.INCOMPLETE else ""
-        if busy:
+        if entry.state is EntryState.INCOMPLETE and (busy := self._half_is_live(entry)):
             yield Action("left alone", key, busy)
         elif is_old:
             reason = f"{entry.state}, of compiler {entry.name.version_dir}, which is not to be kept"
@@ -185,14 +190,3 @@ def _is_held(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _check_keep(entries: Collection[CacheEntry], keep_versions: Collection[str] | None) -> None:
-    if keep_versions is None or not entries or any(entry.name.is_of(keep_versions) for entry in entries):
-        return
-    wanted = ", ".join(sorted(keep_versions)) or "the empty list of versions to keep"
-    raise ConfigError(
-        f"no entry of the compile cache is of {wanted}",
-        expected=f"at least one of {', '.join(sorted({entry.name.version_dir for entry in entries}))}",
-        next_command="trnpipe cache status",
-    )

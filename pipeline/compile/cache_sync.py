@@ -44,10 +44,8 @@ from pipeline.io.storage import KeyNotFound, Storage, join_key, os_errors
 Direction = Literal["both", "pull", "push"]
 Item = TypeVar("Item")
 
-ENTRY_KIND = "compile-cache-entry"
 WITHDRAWN = b""
 NUM_ENTRY_THREADS = 4  # entries side by side; the files of each go side by side as well
-STAGING_DIR = "staging"
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def sync_cache(
             next_command="trnpipe config  # the compile section names both",
         )
     with cache_lock(root, storage.stop) as work_dir:
-        staging = work_dir / STAGING_DIR
+        staging = work_dir / "staging"
         _clear(staging)  # a dead sync's: the lock is ours
         try:
             return _Sync(root, storage, staging, direction, compiler_versions).run()
@@ -171,8 +169,14 @@ class _Sync:
         stat = self.storage.stat(_marker(name))  # before the entry is judged
         try:
             folder, size_bytes = self._fetch(name)
-        except DataError as error:
-            return self._withdraw(name, stat.etag if stat is not None else "", error.seen)
+        except DataError as error:  # make room for whoever has, or compiles, it anew; a pure pull changes nothing there
+            if self.direction == "pull":
+                action = "left there: trnpipe cache sync would withdraw it"
+            elif stat is not None and stat.etag and self.storage.write_if_match(_marker(name), WITHDRAWN, stat.etag):
+                action = "withdrawn there, to be compiled and pushed again"
+            else:
+                action = "another node has changed it meanwhile: sync again"
+            return LeftOut(name.key, "storage", error.seen, action)
         if not place_entry(self.root, name, folder):
             return LeftOut(name.key, "local", "locked meanwhile", "a compiler makes it")
         return Moved(name.key, size_bytes)
@@ -208,7 +212,7 @@ class _Sync:
             text = "\n".join(f"{file} {record.size_bytes} {record.xxh3_128}" for file, record in records.items())
             content = hash_bytes(text.encode())
             manifest = Manifest(
-                kind=ENTRY_KIND,
+                kind="compile-cache-entry",
                 created_by=f"trnpipe {__version__}",
                 fields={"entry": key},
                 files={f"{content}/{file}": record for file, record in records.items()},
@@ -228,26 +232,13 @@ class _Sync:
             won = self.storage.write_if_absent(marker, data)
         if won:
             return Moved(key, sum(record.size_bytes for record in records.values()))
-        if not self._is_named(marker, content):
+        try:  # the winner's bytes may be ours too; as text, because a damaged marker is for the next reader to judge
+            is_named = f'"{content}/'.encode() in self.storage.read_bytes(marker)
+        except KeyNotFound:
+            is_named = False
+        if not is_named:
             self.storage.delete(join_key(key, file) for file in manifest.files)
         return None
-
-    def _is_named(self, marker: str, content: str) -> bool:
-        """True when the winner's bytes are ours too. Read as text: a damaged marker is for the next reader to judge."""
-        try:
-            return f'"{content}/'.encode() in self.storage.read_bytes(marker)
-        except KeyNotFound:
-            return False
-
-    def _withdraw(self, name: EntryName, etag: str, problem: str) -> LeftOut:
-        """Make room in the storage for whoever has, or compiles, the entry anew; a pure pull changes nothing there."""
-        if self.direction == "pull":
-            action = "left there: trnpipe cache sync would withdraw it"
-        elif etag and self.storage.write_if_match(_marker(name), WITHDRAWN, etag):
-            action = "withdrawn there, to be compiled and pushed again"
-        else:
-            action = "another node has changed it meanwhile: sync again"
-        return LeftOut(name.key, "storage", problem, action)
 
 
 def place_entry(root: Path, name: EntryName, folder: Path) -> bool:

@@ -9,7 +9,6 @@ from pipeline.compile.hlo import distance
 from pipeline.core.fingerprint import fingerprint
 from pipeline.io.storage import Storage, read_record
 
-_TOLD = ("device", "flags", "replicas", "versions", "world_size")
 FOLDER = "compile-cache/graphs"
 PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
 Plan = Mapping[str, PlanValue]
@@ -62,7 +61,7 @@ class GraphManifest(BaseModel):
     @property
     def place(self) -> str:
         """Where it lies in a workspace."""
-        return _place(self.plan)
+        return f"{FOLDER}/{self.plan_id}.json"
 
     def find(self, key: str) -> GraphRecord | None:
         return next((graph for graph in self.graphs if graph.key == key), None)
@@ -78,7 +77,8 @@ def graph_key(stable_key: str, plan: Plan) -> str:
 
     torch_xla passes the optimizer's numbers as inputs on XLA:CPU; on other devices they may be constants of the graph.
     """
-    told = {name: value for name, value in plan.items() if name in _TOLD or name.startswith("train.optimizer.")}
+    compiler = ("device", "flags", "replicas", "versions", "world_size")
+    told = {name: value for name, value in plan.items() if name in compiler or name.startswith("train.optimizer.")}
     return fingerprint({"hlo": stable_key, **told})
 
 
@@ -89,7 +89,7 @@ def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
     """The manifest of exactly this plan, None when it was never compiled. Raises DataError for one that is damaged."""
-    return _read(workspace, _place(plan))
+    return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:
@@ -101,14 +101,10 @@ def load_manifests(workspace: Storage) -> list[GraphManifest]:
 def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[str]:
     """How the nearest compiled plan differs, one `name: compiled ..., now ...` a line; empty without manifests."""
     tables = []
-    for plan in (manifest.plan for manifest in manifests):
+    for plan in [manifest.plan for manifest in manifests]:
         names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
         tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
     return min(tables, key=len, default=[])
-
-
-def _place(plan: Plan) -> str:
-    return f"{FOLDER}/{fingerprint(dict(plan))}.json"
 
 
 def _read(workspace: Storage, key: str) -> GraphManifest | None:

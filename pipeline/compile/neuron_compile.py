@@ -24,6 +24,7 @@ from pipeline.compile.cache_repair import repair
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.neuron_tool import (
     LOG_NAME,
+    PROGRAM,
     LogWatch,
     NeuronLog,
     entry_key,
@@ -31,7 +32,6 @@ from pipeline.compile.neuron_tool import (
     graph_name,
     neuron_environment,
     read_log,
-    tool_command,
     wrapper_script,
 )
 from pipeline.core.errors import (
@@ -96,9 +96,6 @@ class Verdict(StrEnum):
     FAILED = "the compiler refused graphs"
 
 
-REPAIRABLE = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.LOCKED})
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One finished run. `trial_code` is None when the trial run did not end; `ended_early`: we ended it.
@@ -149,15 +146,13 @@ _BY_EXIT_CODE: dict[int, type[TrnpipeError]] = {
 def verdict_text(verdict: Verdict, attempt: Attempt) -> str:
     """One line for the record: the verdict with its figures."""
     missing = _names(attempt.missing)
-    match verdict:
-        case Verdict.TRIAL_FAILED:
-            return f"{verdict} with exit code {attempt.trial_code}"
-        case Verdict.MEMORY:
-            return f"{verdict}; {attempt.log.num_killed} compilers were killed, without a result: {missing}"
-        case Verdict.NOTHING_SEEN:
-            return str(verdict)
-        case _:
-            return f"{verdict} (exit code {attempt.exit_code}); not compiled: {missing}"
+    if verdict is Verdict.TRIAL_FAILED:
+        return f"{verdict} with exit code {attempt.trial_code}"
+    if verdict is Verdict.MEMORY:
+        return f"{verdict}; {attempt.log.num_killed} compilers were killed, without a result: {missing}"
+    if verdict is Verdict.NOTHING_SEEN:
+        return str(verdict)
+    return f"{verdict} (exit code {attempt.exit_code}); not compiled: {missing}"
 
 
 def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
@@ -190,8 +185,14 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 " more memory",
             )
         case Verdict.FAILED | Verdict.POISONED:
+            # What the compiler said last, without its long command line, which comes first.
+            said = [
+                line.partition("Failed compilation with [")[2].partition("]: ")[2] or line
+                for line in attempt.log.failures
+            ]
+            reasons = "\n".join(f"  | {line[:400]}" for line in list(dict.fromkeys(said))[-NUM_NAMED:])
             return ConfigError(
-                f"{seen}\n{_reasons(attempt)}",
+                f"{seen}\n{reasons}",
                 expected=f"graphs that neuronx-cc accepts; each was tried {config.max_retries + 1} times",
                 next_command=f"less {attempt.folder}/MODULE_*.log, and: trnpipe doctor --hlo",
             )
@@ -221,14 +222,6 @@ def log_tail(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - 200 * TAIL_LINES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(f"  | {line[:400]}" for line in lines[-TAIL_LINES:])
-
-
-def _reasons(attempt: Attempt) -> str:
-    """What the compiler said last, without its long command line, which comes first."""
-    lines = (
-        line.partition("Failed compilation with [")[2].partition("]: ")[2] or line for line in attempt.log.failures
-    )
-    return "\n".join(f"  | {line[:400]}" for line in tuple(dict.fromkeys(lines))[-NUM_NAMED:])
 
 
 def _names(entries: Sequence[str]) -> str:
@@ -308,8 +301,17 @@ class NeuronCompile:
         memory = "" if self.config.parallel else f" ({format_bytes(self.memory_bytes)} of memory)"
         self.say(f"compiling at most {self.parallel} graphs at once{memory}")
         try:
-            while self._is_to_run_again(attempt := self._attempt()):
-                continue
+            again = True
+            while again:
+                attempt = self._attempt()
+                verdict = judge(attempt)
+                mine = verdict is not Verdict.DONE
+                if mine:
+                    self._act(f"attempt {len(self.attempts)}: {verdict_text(verdict, attempt)}")
+                    self._cure(verdict, attempt)
+                again = mine if self.peers is None else self.peers.any(f"again-{len(self.attempts)}", mine)
+                if again and not mine:
+                    self.say("all is compiled here, but not on another node: running again with it")
         except BaseException as error:
             try:
                 self._repair()
@@ -330,18 +332,6 @@ class NeuronCompile:
             log=attempt.folder / LOG_NAME,
         )
 
-    def _is_to_run_again(self, attempt: Attempt) -> bool:
-        """False when no node misses a graph any more."""
-        verdict = judge(attempt)
-        mine = verdict is not Verdict.DONE
-        if mine:
-            self._act(f"attempt {len(self.attempts)}: {verdict_text(verdict, attempt)}")
-            self._cure(verdict, attempt)
-        again = mine if self.peers is None else self.peers.any(f"again-{len(self.attempts)}", mine)
-        if again and not mine:
-            self.say("all is compiled here, but not on another node: running again with it")
-        return again
-
     def _attempt(self) -> Attempt:
         """Run the tool once and gather everything it left. No process of it is alive afterwards."""
         folder = self.scratch / f"attempt-{len(self.attempts) + 1}"
@@ -350,7 +340,9 @@ class NeuronCompile:
         exit_file, script = folder / "trial-exit-code", folder / "run.sh"
         script.write_text(wrapper_script(self.command, cwd=self.cwd, exit_file=exit_file))
         script.chmod(0o755)
-        tool = tool_command(script.name, parallel=self.parallel, workdir=folder / "work")
+        # A script beside it, because the tool would parse options of the command itself.
+        workdir = f"--parallel_compile_workdir={folder / 'work'}"
+        tool = [PROGRAM, f"--num_parallel={self.parallel}", workdir, f"./{script.name}"]
         env = neuron_environment(self.env, self.config, cache_root=self.cache_root, retry_failed=bool(self.attempts))
         log_file = folder / LOG_NAME
         is_local = not self.cache_root.startswith("s3://")
@@ -389,12 +381,13 @@ class NeuronCompile:
                     self.stop.raise_if_set("compiling graphs")
                 for line in log.news():
                     self.say(line)
-                if log.counts is not None:
+                if log.counts:
+                    remaining = log.counts[0]
                     if todo < 0:  # how many there are is known once the trial run has shown them
-                        todo = log.counts.remaining
+                        todo = remaining
                         advance = shown.enter_context(progress("compiling", todo, "graphs"))
-                    advance(max(0, todo - log.counts.remaining))
-                    todo = min(todo, log.counts.remaining)
+                    advance(max(0, todo - remaining))
+                    todo = min(todo, remaining)
                 if log.is_stuck():
                     self._act("a compile waits for a lock that no running compiler holds: ended it")
                     tree.end(TOOL_S)
@@ -417,10 +410,16 @@ class NeuronCompile:
         if verdict is Verdict.MEMORY and self.parallel > 1:
             self.parallel //= 2
             self._act(f"compiling at most {self.parallel} graphs at once from now on")
-        elif verdict in REPAIRABLE and self.num_repairs < max(1, self.config.max_retries):
+        elif verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.LOCKED) and self.num_repairs < max(
+            1, self.config.max_retries
+        ):
             self.num_repairs += 1
         else:
-            self._keep_logs(attempt)
+            storage = self._cache()
+            for entry in attempt.missing:  # the compiler's own message on each goes beside our log: repair removes it
+                if storage.stat(f"{entry}/{COMPILER_LOG}"):
+                    target = attempt.folder / f"{graph_name(entry)}.log"
+                    target.write_bytes(storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
             raise verdict_error(verdict, attempt, cache_root=self.cache_root, config=self.config)
         if not self._repair() and verdict is Verdict.LOCKED:
             self._wait_for_locks(attempt)
@@ -441,14 +440,6 @@ class NeuronCompile:
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
                 raise verdict_error(Verdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
-
-    def _keep_logs(self, attempt: Attempt) -> None:
-        """Copy the compiler's own message on each failed graph beside our log: the repair removes it."""
-        storage = self._cache()
-        for entry in attempt.missing:
-            if storage.stat(f"{entry}/{COMPILER_LOG}"):
-                target = attempt.folder / f"{graph_name(entry)}.log"
-                target.write_bytes(storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
 
     def _cache(self) -> Storage:
         return open_storage(self.cache_root, stop=self.stop)

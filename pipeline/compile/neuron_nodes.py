@@ -32,15 +32,23 @@ def compile_on_neuron(
     """
     node = _Node(settings, ctx)
     with node.nodes.telling():
-        node.check_disk()
+        if node.is_local:
+            refuse_network_root(Path(node.root))
         node.exchange("pull")
         parts = scoring if ctx.world.node_rank == 0 else {}
         known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
-        if not node.nodes.any("cold", not all(map(node.is_warm, known)), timeout_s=ALL_THERE_S):
+        done = node.done()
+        # A manifest without entries is not one of Neuron's tool.
+        warm = all(one is not None and one.cache_entries and one.cache_entries.keys() <= done for one in known)
+        if not node.nodes.any("cold", not warm, timeout_s=ALL_THERE_S):
             return [one for one in known if one is not None], True
-        manifests = node.compile(plan)
-        for ranks, part in parts.items():
-            manifests += node.compile_scoring(part, ranks)
+        # This very command once more as the trial run, with the other nodes, to compile what it shows.
+        manifests = node.compile(plan, [], dict(os.environ), node.scratch, node.nodes)
+        for ranks, part in parts.items():  # the same on this machine alone, with so many ranks that evaluate and embed
+            node.say(f"compile: evaluation and embedding on {ranks} ranks")
+            env = {name: value for name, value in os.environ.items() if name != NUM_NODES_VARIABLE} | {SCORING: "1"}
+            flags = ["--launch.processes", str(ranks)]
+            manifests += node.compile(part, flags, env, node.scratch / f"scoring-{ranks}", None)
         node.exchange("push")
         node.nodes.wait("compiled")
     return manifests, False
@@ -57,10 +65,6 @@ class _Node:
         self.scratch = ctx.scratch / "compile"
         self.say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
 
-    def check_disk(self) -> None:
-        if self.is_local:
-            refuse_network_root(Path(self.root))
-
     def exchange(self, direction: Direction) -> None:
         """Get from, or give to, the other machines what is new (compile.sync_url)."""
         url, versions = self.settings.compile.sync_url, self.settings.compile.keep_versions
@@ -70,21 +74,11 @@ class _Node:
             for line in report.lines():
                 self.say(line)
 
-    def is_warm(self, known: GraphManifest | None) -> bool:
-        """True when there is nothing to compile here. A manifest without entries is not one of Neuron's tool."""
-        return known is not None and bool(known.cache_entries) and known.cache_entries.keys() <= self._done()
+    def done(self) -> set[str]:
+        entries = list_storage(open_storage(self.root))
+        return {entry.name.key for entry in entries if entry.state is EntryState.DONE}
 
-    def compile(self, plan: Plan) -> list[GraphManifest]:
-        """Run this very command once more as the trial run, with the other nodes, and compile what it shows."""
-        return self._compile(plan, [], dict(os.environ), self.scratch, self.nodes)
-
-    def compile_scoring(self, plan: Plan, ranks: int) -> list[GraphManifest]:
-        """The same on this machine alone, with so many ranks that evaluate and embed."""
-        self.say(f"compile: evaluation and embedding on {ranks} ranks")
-        env = {name: value for name, value in os.environ.items() if name != NUM_NODES_VARIABLE} | {SCORING: "1"}
-        return self._compile(plan, ["--launch.processes", str(ranks)], env, self.scratch / f"scoring-{ranks}", None)
-
-    def _compile(
+    def compile(
         self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Nodes | None
     ) -> list[GraphManifest]:
         """The manifest; none on nodes but the main."""
@@ -105,7 +99,10 @@ class _Node:
             ).run()
         except TrnpipeError as error:
             if not self.ctx.stop.is_set():  # no time for it then
-                self._give_what_is_done(error)
+                try:  # a graph that failed must not cost the others again on the next machine
+                    self.exchange("push")
+                except TrnpipeError as second:
+                    error.add_note(f"and what is compiled could not be shared: {second}")
             raise
         return [self._manifest(plan, traced, done)] if self.ctx.world.node_rank == 0 else []
 
@@ -114,13 +111,6 @@ class _Node:
         if lines:
             self.ctx.events.emit(EventName.CACHE_REPAIRED, actions=lines)
         return lines
-
-    def _give_what_is_done(self, error: TrnpipeError) -> None:
-        """A graph that failed must not cost the others again on the next machine."""
-        try:
-            self.exchange("push")
-        except TrnpipeError as second:
-            error.add_note(f"and what is compiled could not be shared: {second}")
 
     def _manifest(self, plan: Plan, trace_file: Path, done: NeuronCompileResult) -> GraphManifest:
         """What the trial run traced, with the cache entries it needs. Raises DataError when it had another plan."""
@@ -140,7 +130,3 @@ class _Node:
             f"(saving {saved_s:.0f} s of compiling)"
         )
         return traced.model_copy(update={"cache_entries": seconds})
-
-    def _done(self) -> set[str]:
-        entries = list_storage(open_storage(self.root))
-        return {entry.name.key for entry in entries if entry.state is EntryState.DONE}

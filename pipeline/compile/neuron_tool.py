@@ -53,11 +53,6 @@ def flags_warning(before: str, now: str) -> str:
     return f"NEURON_CC_FLAGS was {before!r}; the settings make it {now!r}" if before.split() != now.split() else ""
 
 
-def tool_command(script: str, *, parallel: int, workdir: Path) -> list[str]:
-    """The tool on a wrapper script beside it. Options of the run command itself would be parsed by the tool."""
-    return [PROGRAM, f"--num_parallel={parallel}", f"--parallel_compile_workdir={workdir}", f"./{script}"]
-
-
 def wrapper_script(command: Sequence[str], *, cwd: Path, exit_file: Path) -> str:
     """A shell script that runs `command` and leaves its exit code, which the tool would hide, in a file."""
     return "\n".join(
@@ -101,20 +96,6 @@ class GraphReport(BaseModel):
     compile_time: float | None = None
 
 
-Report = Mapping[str, GraphReport]
-
-
-@dataclass(frozen=True)
-class CacheCounts:
-    """The cache as a worker saw it last."""
-
-    remaining: int
-    locked: int
-    failed: int
-    done: int
-    total: int
-
-
 @dataclass(frozen=True)
 class NeuronLog:
     """A log, read to its end. Paths are as printed, each once, in order of appearance."""
@@ -134,7 +115,7 @@ class NeuronLog:
     trial_failed: bool
     redirected: bool
     nothing_to_do: bool
-    report: Report | None
+    report: Mapping[str, GraphReport] | None
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -150,13 +131,15 @@ class NeuronLog:
 
 def parse_log(text: str) -> NeuronLog:
     """Everything a log says. Unknown text is passed over."""
+    # The cheap look first: lists of hundreds of paths, with "compile" in each, come on one line.
+    maybe_killed = [line for line in text.splitlines() if "-9" in line or "kill" in line.lower() or "[F137]" in line]
     return NeuronLog(
         cache_path=next(iter(_CACHE_PATH.findall(text)), ""),
         extracted=_unique(_EXTRACTED.findall(text)),
         hits=_unique(_HIT.findall(text)),
         cached_failures=_unique(_CACHED_FAILURE.findall(text)),
         failures=_unique(line.strip() for line in text.splitlines() if _FAILURE.search(line)),
-        num_killed=sum(_says_killed(line) for line in text.splitlines()),
+        num_killed=sum(bool(COMPILER_KILLED.search(line)) for line in maybe_killed),
         has_crashed=bool(_CRASHED.search(text)),
         trial_failed="There was an error in the training script" in text,
         redirected="incompatible with torchrun redirect" in text,
@@ -204,7 +187,7 @@ class _Summary(BaseModel):
     compilation_report: dict[str, GraphReport] = {}
 
 
-def _report_in(text: str) -> Report | None:
+def _report_in(text: str) -> Mapping[str, GraphReport] | None:
     """The last complete summary in a log."""
     end = len(text)
     while (key := text.rfind('"compilation_summary"', 0, end)) >= 0:
@@ -214,11 +197,6 @@ def _report_in(text: str) -> Report | None:
                 return _Summary.model_validate(json.JSONDecoder().raw_decode(text, start)[0]).compilation_report
         end = key
     return None
-
-
-def _says_killed(line: str) -> bool:
-    # The cheap look first: lists of hundreds of paths, with "compile" in each, come on one line.
-    return ("-9" in line or "kill" in line.lower() or "[F137]" in line) and bool(COMPILER_KILLED.search(line))
 
 
 def _unique(items: Iterable[str]) -> tuple[str, ...]:
@@ -238,7 +216,8 @@ class LogWatch:
     def __init__(self, path: Path, *, is_local: bool, compilers: Compilers) -> None:
         self.path = path
         self.last_news = ""
-        self.counts: CacheCounts | None = None
+        self.counts: tuple[int, ...] = ()
+        """Graphs in the cache as a worker saw it last: remaining, locked, failed, done, all; empty before."""
         self._is_local = is_local
         self._compilers = compilers
         self._position = 0
@@ -246,32 +225,26 @@ class LogWatch:
         self._sightings = 0
 
     def news(self) -> list[str]:
-        """A line for each lock that is waited for, and one when the counts have changed. Reads what is new."""
-        text = self._read()
+        """Reads the new whole lines. A line for each lock that is waited for, and one when the counts have changed."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        self._position += len(data)
+        whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
+        text = (whole + newline).decode(errors="replace")
         waiting = _unique(name.strip(" <>,.") for name in _WAITING.findall(text))
         if waiting and self._is_local:
             self._sightings = 0 if self._compilers() else self._sightings + 1
         lines = [f"a compile waits for the lock of {name or 'a graph'}" for name in waiting]
         told = _COUNTS.findall(text)
-        counts = CacheCounts(*map(int, told[-1])) if told else None
-        if counts is not None and counts != self.counts:
+        counts = tuple(map(int, told[-1])) if told else self.counts
+        if counts != self.counts:
             self.counts = counts
-            lines.append(
-                f"graphs in the cache: {counts.done} done, {counts.remaining} to do, {counts.locked} locked, "
-                f"{counts.failed} failed"
-            )
+            remaining, locked, failed, done, _ = counts
+            lines.append(f"graphs in the cache: {done} done, {remaining} to do, {locked} locked, {failed} failed")
         self.last_news = lines[-1] if lines else self.last_news
         return lines
 
     def is_stuck(self) -> bool:
         """True when it keeps waiting for a lock while no compiler runs on this host."""
         return self._sightings >= SIGHTINGS
-
-    def _read(self) -> str:
-        """Whole lines written since the last call."""
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        self._position += len(data)
-        whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
-        return (whole + newline).decode(errors="replace")

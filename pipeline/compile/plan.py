@@ -1,6 +1,7 @@
 """What decides the graphs of a run, and the guard that holds a run against the manifest of this way of running."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 
 from pipeline.backends import is_lazy_host
@@ -15,7 +16,6 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
-_COMPILERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 # In the program but not in its graphs: values travel with the batches, or stay on the host.
 _NOT_IN_GRAPHS = {
     "start",
@@ -31,8 +31,6 @@ _NOT_IN_GRAPHS = {
     "on_deadline",
     "collective_timeout_s",
 }
-_ENCODER = {"max_positions", "layer_norm_eps", "pooling"}
-_SCHEDULE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
 
 def graph_plan(
@@ -50,7 +48,9 @@ def evaluation_plan(
     train, model = settings.train, settings.model
     fields = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
     plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in fields.items()}
-    optimizer = train.optimizer.model_dump(mode="json", exclude=_SCHEDULE)
+    optimizer = train.optimizer.model_dump(
+        mode="json", exclude={"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
+    )
     plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
     plan |= {f"train.loss.{name}": value for name, value in train.loss.model_dump(mode="json").items()}
     guard = train.guard.model_dump(mode="json", exclude={"patience"})
@@ -72,36 +72,24 @@ def embed_plan(
     model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str, world_size: int
 ) -> dict[str, PlanValue]:
     """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device with its replicas, compiler."""
-    shape = {**model.encoder.model_dump(), **model.model_dump(include=set(_ENCODER))}
+    shape = {**model.encoder.model_dump(), **model.model_dump(include={"max_positions", "layer_norm_eps", "pooling"})}
     plan: dict[str, PlanValue] = {f"model.{name}": value for name, value in shape.items()}
     fields = embed.model_dump(mode="json", include=set(GRAPH_FIELDS))
     plan |= {f"embed.{name}": value for name, value in fields.items()}
+    versions: dict[str, str] = {}
+    for name in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return plan | {
         "data.vocab_size": spec.vocab_size,
         "device": device,
-        "replicas": num_replicas(device, world_size),
+        # Devices that the runtime of one rank compiles every graph for, also one that reduces nothing. PyTorch/XLA 2.9
+        # tells the compiler their number (PjRtComputationClient::Compile), so a graph may have another cache key for
+        # another number. XLA:CPU processes are alone.
+        "replicas": 1 if is_lazy_host(device) else world_size,
         "flags": flags.flags.text(),
-        "versions": dict(_versions()),
+        "versions": versions,
     }
-
-
-def num_replicas(device: str, world_size: int) -> int:
-    """Devices that the runtime of one of `world_size` ranks compiles every graph for, also one that reduces nothing.
-
-    PyTorch/XLA 2.9 tells the compiler the number of the runtime's devices (PjRtComputationClient::Compile). So a graph
-    may have another cache key for another number. XLA:CPU processes are alone.
-    """
-    return 1 if is_lazy_host(device) else world_size
-
-
-def _versions() -> Mapping[str, str]:
-    found = {}
-    for name in _COMPILERS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 # The guard of a run: the manifest of exactly this way of running, or what is missing.

@@ -15,8 +15,6 @@ from pipeline.compile.manifest import GraphManifest, GraphRecord, Plan, graph_ke
 from pipeline.core.errors import ConfigError
 
 COMPILE = "trnpipe compile, with the same settings"
-DEBUG = "XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1"  # off by default: slower, and it may change Neuron cache keys
-ENDS_STEP = ("step", "update")  # phases
 _LOOKS = 3  # at each place, before the compile counter alone is trusted
 
 
@@ -84,7 +82,18 @@ class Recorder:
             module = parse(text)
             key = self._keys[text] = graph_key(stable_key(module), self.plan)
             if key not in self.graphs:
-                self.graphs[key] = _record(key, place, module, text)
+                counts = op_counts(module)
+                self.graphs[key] = GraphRecord(
+                    key=key,
+                    phase=place.phase,
+                    bucket=place.bucket,
+                    batch_size=place.batch_size,
+                    num_instructions=sum(counts.values()),
+                    hlo_bytes=len(text),
+                    op_counts=counts,
+                    compiles=0,
+                    compile_s=0.0,
+                )
                 self.texts[key], self.modules[key] = text, module
         self._pending = self._keys[text]
         self._seconds, count = self.counters.compile_seconds(), self.counters.compile_count()
@@ -126,21 +135,20 @@ class Guard:
         self._looks[place] += 1
         module = parse(hlo())
         if self.manifest.find(graph_key(stable_key(module), self.manifest.plan)) is None:
+            self.unknown += 1
             seen = f"after {self.steps} steps, the graph of {place} was not compiled ahead of time"
-            self._refuse(seen, self._explain(place, module))
+            expected = self._explain(place, module)
+            if self.on_unknown == "error":
+                next_command = f"{COMPILE}, or --compile.on-unknown-graph warn"
+                raise ConfigError(seen, expected=expected, next_command=next_command)
+            self.warn(f"{seen} ({expected}); it is compiled now")
 
     def after(self, place: Place) -> None:
-        self.steps += place.phase in ENDS_STEP
+        self.steps += place.phase in ("step", "update")
         count = self.counters.compile_count()
         if not self._looked and count > self._count:
             self._looks[place] -= 1  # either told apart by aliasing alone, or new: the next one is looked at
         self._count = count
-
-    def _refuse(self, seen: str, expected: str) -> None:
-        self.unknown += 1
-        if self.on_unknown == "error":
-            raise ConfigError(seen, expected=expected, next_command=f"{COMPILE}, or --compile.on-unknown-graph warn")
-        self.warn(f"{seen} ({expected}); it is compiled now")
 
     def _explain(self, place: Place, module: Module) -> str:
         """The nearest known graph, how this one differs, and the line of code the first new operation comes from."""
@@ -152,20 +160,6 @@ class Guard:
         new = next((op for op, change in changes.items() if change > 0), "")
         source = first_source(module, new) if new else ""
         known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
-        origin = f", from {source}" if source else f" ({DEBUG} tells the line of code)"
+        # Off by default: slower, and it may change Neuron cache keys.
+        origin = f", from {source}" if source else " (XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1 tells the line of code)"
         return f"{known}, the nearest graph that was; this one has {describe(changes)}{origin}"
-
-
-def _record(key: str, place: Place, module: Module, text: str) -> GraphRecord:
-    counts = op_counts(module)
-    return GraphRecord(
-        key=key,
-        phase=place.phase,
-        bucket=place.bucket,
-        batch_size=place.batch_size,
-        num_instructions=sum(counts.values()),
-        hlo_bytes=len(text),
-        op_counts=counts,
-        compiles=0,
-        compile_s=0.0,
-    )

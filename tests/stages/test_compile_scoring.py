@@ -82,7 +82,7 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
         }
     )
     monkeypatch.setattr(neuron_nodes, "NeuronCompile", tool)
-    monkeypatch.setattr(neuron_nodes._Node, "_done", lambda node: tool.done)
+    monkeypatch.setattr(neuron_nodes._Node, "done", lambda node: tool.done)
     return tool
 
 
