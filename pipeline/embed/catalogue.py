@@ -53,24 +53,18 @@ def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[W
     shards: list[WorkShard] = []
     held: list[Piece] = []
     done = rows = 0
-    for piece in _pieces(groups, rows_per_shard):
-        if rows + piece.rows > rows_per_shard:
-            shards.append(WorkShard(len(shards), done, tuple(held)))
-            held, done, rows = [], done + rows, 0
-        held.append(piece)
-        rows += piece.rows
+    for file, group, size in ((f, g, size) for f, sizes in enumerate(groups) for g, size in enumerate(sizes)):
+        parts = -(-size // rows_per_shard)
+        for part in range(parts):
+            start, end = part * size // parts, (part + 1) * size // parts
+            if rows + end - start > rows_per_shard:
+                shards.append(WorkShard(len(shards), done, tuple(held)))
+                held, done, rows = [], done + rows, 0
+            held.append(Piece(file, group, start, end - start))
+            rows += end - start
     if held:
         shards.append(WorkShard(len(shards), done, tuple(held)))
     return tuple(shards)
-
-
-def _pieces(groups: Sequence[Sequence[int]], limit: int) -> Iterator[Piece]:
-    for file, sizes in enumerate(groups):
-        for group, rows in enumerate(sizes):
-            parts = -(-rows // limit)
-            for part in range(parts):
-                start, end = part * rows // parts, (part + 1) * rows // parts
-                yield Piece(file, group, start, end - start)
 
 
 def share_of(num_shards: int, worker: int, workers: int) -> range:
@@ -192,7 +186,18 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
                 expected="text",
                 next_command="name a column of text with --embed.catalogue.title, .text or .filter",
             )
-    id_type = _id_type(schema.field(columns.id).type, columns.id, uri)
+    kind = _value_type(schema.field(columns.id).type)
+    id_type: IdType | None = None
+    if pa.types.is_integer(kind):
+        id_type = "uint64" if kind == pa.uint64() else "int64"
+    elif str(kind) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
+        id_type = "string"
+    elif not pa.types.is_null(kind):  # a column of nulls fits any type
+        raise DataError(
+            f"the id column {columns.id!r} of {uri} holds {kind}",
+            expected="text or whole numbers",
+            next_command="name another column with --embed.catalogue.id, or write the ids as text",
+        )
     return CatalogueFile(key=stat.key, etag=stat.etag, size_bytes=stat.size_bytes, groups=groups), id_type
 
 
@@ -203,26 +208,6 @@ def not_parquet(uri: str, error: Exception) -> DataError:
         expected="a whole Parquet file",
         next_command="write the file again, or set --embed.catalogue.format",
     )
-
-
-def _id_type(kind: pa.DataType, column: str, uri: str) -> IdType | None:
-    """What ids of a column become; None for a column of nulls, which fits any."""
-    kind = _value_type(kind)
-    if pa.types.is_null(kind):
-        return None
-    if pa.types.is_integer(kind):
-        return "uint64" if kind == pa.uint64() else "int64"
-    if any(test(kind) for test in (_is_text, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)):
-        return "string"
-    raise DataError(
-        f"the id column {column!r} of {uri} holds {kind}",
-        expected="text or whole numbers",
-        next_command="name another column with --embed.catalogue.id, or write the ids as text",
-    )
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
@@ -294,35 +279,33 @@ class CatalogueReader:
         record = self._catalogue.files[piece.file]
         first = sum(record.groups[: piece.group])
         try:
-            group = self._at(piece)
-            group.skip_to(piece.start)
+            group = self._group
+            if group is None or group.place != (piece.file, piece.group) or group.position > piece.start:
+                self._close()  # reading cannot go on in it
+                self._check_same(piece.file)
+                file = open_parquet(self._storage, record.key)
+                plan = self._catalogue.columns.plan(file.schema_arrow.names, self._storage.uri(record.key))
+                self._group = group = _OpenGroup(file, piece, plan, self._window_rows)
+            while group.position < piece.start:
+                group.take(piece.start - group.position)
             left = piece.rows
             while left:
                 self._storage.stop.raise_if_set(f"reading {record.key}")
                 batch = group.take(min(left, self._window_rows))
                 start = first + piece.start + piece.rows - left
-                yield RawWindow(record.key, start, _stream(as_fields(batch, group.plan, self._catalogue.id_type)))
+                fields = as_fields(batch, group.plan, self._catalogue.id_type)
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_stream(sink, fields.schema) as writer:
+                    writer.write_batch(fields)
+                yield RawWindow(record.key, start, sink.getvalue().to_pybytes())
                 left -= len(batch)
         except (pa.ArrowException, OSError, StopIteration) as error:
             self._check_same(piece.file)
             raise not_parquet(self._storage.uri(record.key), error) from error
 
-    def _at(self, piece: Piece) -> "_OpenGroup":
-        """The row group of a piece, opened anew unless reading can go on in it."""
-        open_group = self._group
-        if open_group is not None and open_group.goes_on_to(piece):
-            return open_group
-        self._close()
-        self._check_same(piece.file)
-        key = self._catalogue.files[piece.file].key
-        file = open_parquet(self._storage, key)
-        plan = self._catalogue.columns.plan(file.schema_arrow.names, self._storage.uri(key))
-        self._group = _OpenGroup(file, piece, plan, self._window_rows)
-        return self._group
-
     def _close(self) -> None:
         if self._group is not None:
-            self._group.close()
+            self._group.file.close(force=True)
             self._group = None
 
     def _check_same(self, file: int) -> None:
@@ -342,28 +325,18 @@ class _OpenGroup:
     """A row group and how far it has been read."""
 
     def __init__(self, file: pq.ParquetFile, piece: Piece, plan: ColumnPlan, window_rows: int) -> None:
-        self.plan = plan
-        self._file, self._place, self._position = file, (piece.file, piece.group), 0
+        self.plan, self.file = plan, file
+        self.place, self.position = (piece.file, piece.group), 0
         size = max(1, min(window_rows, BATCH_BYTES // row_bytes(file.metadata.row_group(piece.group), plan.inputs)))
         self._batches = file.iter_batches(size, row_groups=[piece.group], columns=plan.inputs, use_threads=False)
         self._left: pa.RecordBatch | None = None
-
-    def goes_on_to(self, piece: Piece) -> bool:
-        return self._place == (piece.file, piece.group) and self._position <= piece.start
-
-    def skip_to(self, row: int) -> None:
-        while self._position < row:
-            self.take(row - self._position)
 
     def take(self, limit: int) -> pa.RecordBatch:
         """At most `limit` rows. StopIteration when the group has fewer than its footer said."""
         batch = self._left if self._left is not None and len(self._left) else next(self._batches)
         self._left = batch.slice(limit)
-        self._position += min(limit, len(batch))
+        self.position += min(limit, len(batch))
         return batch.slice(0, limit)
-
-    def close(self) -> None:
-        self._file.close(force=True)
 
 
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
@@ -375,11 +348,3 @@ def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.Re
     ids = columns[dict(plan.pairs)["id"]]
     ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
     return fields.set_column(fields.schema.get_field_index("id"), "id", pc.cast(ids, id_type))
-
-
-def _stream(batch: pa.RecordBatch) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data

@@ -3,6 +3,7 @@
 import mmap
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,42 +49,31 @@ def find_earlier(
 
     Raises ConfigError when a cycle was named whose vectors were made in another way, DataError when it has none.
     """
-    names = [name for name in workspace.list_dirs("embeddings") if name != cycle]
-    sets = sorted(_finished(workspace, names[-MAX_CYCLES:]), key=lambda one: (one.info.generation, one.info.cycle))
-    if wanted == "auto":
-        chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)
-    else:
-        chosen = None if wanted == "none" else _named(workspace, wanted, made_by, layout)
-    return Earlier(
-        _name(sets[-1]) if sets else None,
-        _name(chosen) if chosen else None,
-        sets[-1].info.generation if sets else 0,
-    )
-
-
-def _named(workspace: Storage, cycle: str, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> VectorSet:
-    named = open_vectors(workspace, cycle)
-    if difference := _difference(named, made_by, layout):
-        raise ConfigError(
-            f"the vectors of cycle {cycle} cannot be taken over: {difference}",
-            expected="a cycle embedded with the same model and settings",
-            next_command="--embed.output.carry-over auto, or none",
-        )
-    return named
-
-
-def _finished(workspace: Storage, names: list[str]) -> Iterator[VectorSet]:
-    for name in names:
+    sets: list[VectorSet] = []
+    for name in [name for name in workspace.list_dirs("embeddings") if name != cycle][-MAX_CYCLES:]:
         try:
             manifest = read_manifest(workspace, f"embeddings/{name}")
             if manifest is not None and manifest.kind == KIND:
-                yield VectorSet(workspace, f"embeddings/{name}", manifest)
+                sets.append(VectorSet(workspace, f"embeddings/{name}", manifest))
         except DataError:  # damaged, or of another version: nothing to carry over from
             continue
-
-
-def _name(one: VectorSet) -> EarlierCycle:
-    return EarlierCycle(cycle=one.info.cycle, digest=one.manifest.digest)
+    sets.sort(key=lambda one: (one.info.generation, one.info.cycle))
+    chosen = None
+    if wanted == "auto":
+        chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)
+    elif wanted != "none":
+        chosen = open_vectors(workspace, wanted)
+        if difference := _difference(chosen, made_by, layout):
+            raise ConfigError(
+                f"the vectors of cycle {wanted} cannot be taken over: {difference}",
+                expected="a cycle embedded with the same model and settings",
+                next_command="--embed.output.carry-over auto, or none",
+            )
+    previous, carry_from = (
+        EarlierCycle(cycle=one.info.cycle, digest=one.manifest.digest) if one else None
+        for one in (sets[-1] if sets else None, chosen)
+    )
+    return Earlier(previous, carry_from, sets[-1].info.generation if sets else 0)
 
 
 def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> str:
@@ -209,21 +199,16 @@ def build_index(folder: Path, parts: Iterable[tuple[UInt64s, UInt64s]], expected
                         spill.add(records)
                         advance(len(id_hash))
                     making.mkdir(exist_ok=True)
-                    _write(making, spill, stop)
+                    with ExitStack() as stack:
+                        files = {
+                            name: stack.enter_context((making / name).open("wb")) for name in ("hash", "text", "place")
+                        }
+                        for records in spill.sorted():
+                            stop.raise_if_set("sorting the earlier vectors' ids")
+                            for name, file in files.items():
+                                file.write(np.ascontiguousarray(records[name]).tobytes())
                 making.rename(folder)
     return folder
-
-
-def _write(folder: Path, spill: HashSpill, stop: StopSignal) -> None:
-    with (
-        (folder / "hash").open("wb") as hashes,
-        (folder / "text").open("wb") as texts,
-        (folder / "place").open("wb") as places,
-    ):
-        for records in spill.sorted():
-            stop.raise_if_set("sorting the earlier vectors' ids")
-            for file, name in ((hashes, "hash"), (texts, "text"), (places, "place")):
-                file.write(np.ascontiguousarray(records[name]).tobytes())
 
 
 class RowIndex:

@@ -262,7 +262,8 @@ class Embedder:
                 figures.texts += len(window.place)
                 figures.distinct += len(window.vectors)
                 with clock.idle():
-                    vectors = _unit(window.vectors)
+                    vectors = window.vectors
+                    vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
                     yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 
         feed = self._feed(windows, open_windows, given)
@@ -356,10 +357,3 @@ def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Chec
         plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, ctx.world.world_size)
         watch = open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
     return backend, open_embedder(checkpoint, backend, settings.embed, watch, stop=ctx.stop)
-
-
-def _unit(vectors: Float32s) -> Float32s:
-    """[N, D] scaled to length one, in place."""
-    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-    vectors /= np.maximum(lengths, _TINY)[:, None]
-    return vectors

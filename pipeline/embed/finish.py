@@ -133,9 +133,20 @@ def _finish(
     limit = int(max_bad_fraction * draft.info.counts.read)
     bad = [*plan.catalogue.unreadable_sample, *(row for record in records for row in record.quarantined)]
     dropped = PartCounts()
-    for index, rows in _duplicates(draft, scratch, limit, stop).items():
+    duplicates = find_duplicates(
+        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
+        draft.ids_at,
+        folder=scratch / "embed" / f"ids-{draft.info.plan[:16]}",
+        expected=draft.info.rows,
+        limit=limit,
+        stop=stop,
+    )
+    for index, rows in duplicates.items():
         stop.raise_if_set("taking out duplicate ids")
-        bad += _quarantined(draft, index, rows[: max(0, plan.quarantine_rows - len(bad))])
+        file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
+        for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):
+            content = shorten(str({"id": name}))
+            bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=content))
         dropped += PartCounts(bad=len(rows))
         if earlier is not None:
             places = RowIndex(index_of(earlier, scratch, stop)).find(draft.hashes(index)[0][rows])
@@ -148,11 +159,17 @@ def _finish(
     files = {QUARANTINE: FileRecord(size_bytes=len(quarantine), xxh3_128=hash_bytes(quarantine))}
     manifest = _manifest(plan, records, dropped, files, deleted)
     result = VectorSet(workspace, prefix, manifest)
-    _refuse_bad_share(workspace, result.info, quarantine, max_bad_fraction)
+    counts = result.info.counts
+    if not result.info.rows or counts.bad > max_bad_fraction * counts.read:
+        key = f"cycles/{plan.cycle}/embed/refused.jsonl"
+        workspace.write_bytes(key, quarantine)
+        raise too_many_bad(counts.bad, counts.read, result.info.reasons, max_bad_fraction, workspace.uri(key))
     workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
     check_sizes(workspace, prefix, manifest)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # or another worker was first
-    _remove_superseded(workspace, prefix, manifest)
+    # Files of parts that were written again, or that an earlier plan left.
+    superseded = {name for name in names_in(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
+    workspace.delete(join_key(prefix, name) for name in sorted(superseded))
     return result
 
 
@@ -190,17 +207,6 @@ def _manifest(
     return Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
 
 
-def _duplicates(draft: VectorSet, scratch: Path, limit: int, stop: StopSignal) -> dict[int, Int64s]:
-    return find_duplicates(
-        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
-        draft.ids_at,
-        folder=scratch / "embed" / f"ids-{draft.info.plan[:16]}",
-        expected=draft.info.rows,
-        limit=limit,
-        stop=stop,
-    )
-
-
 def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
     """Write a part again without some rows, under another name: the first files stay what their record says."""
     kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
@@ -218,24 +224,6 @@ def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s
     return record.model_copy(update={"rows": len(kept), "files": there, "id_min": low, "id_max": high})
 
 
-def _quarantined(draft: VectorSet, index: int, rows: Int64s) -> list[QuarantinedRow]:
-    """Rows of a part as it was first written."""
-    file = draft.info.parts[index].files[-1]
-    return [
-        QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=shorten(str({"id": name})))
-        for row, name in zip(rows.tolist(), draft.ids_at(index, rows), strict=True)
-    ]
-
-
-def _refuse_bad_share(workspace: Storage, info: VectorSetInfo, quarantine: bytes, max_bad_fraction: float) -> None:
-    counts = info.counts
-    if info.rows and counts.bad <= max_bad_fraction * counts.read:
-        return
-    key = f"cycles/{info.cycle}/embed/refused.jsonl"
-    workspace.write_bytes(key, quarantine)
-    raise too_many_bad(counts.bad, counts.read, info.reasons, max_bad_fraction, workspace.uri(key))
-
-
 def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fraction: float, sample: str) -> DataError:
     """The one wording for a catalogue that is refused."""
     top = Counter(reasons).most_common(_TOP_REASONS)
@@ -246,9 +234,3 @@ def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fracti
         next_command=f"look at {sample}; repair the catalogue and embed it in a new cycle, or raise"
         " --embed.catalogue.max-bad-fraction",
     )
-
-
-def _remove_superseded(workspace: Storage, prefix: str, manifest: Manifest) -> None:
-    """Files of parts that were written again, or that an earlier plan left."""
-    old = {name for name in names_in(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
-    workspace.delete(join_key(prefix, name) for name in sorted(old))

@@ -97,7 +97,7 @@ def embed_shards(
             embedded()
             line.settle()
         line.settle()
-        if line.is_waiting:
+        if line.waiting:
             raise RuntimeError("the embedder ended before all windows had their vectors")
 
 
@@ -173,19 +173,15 @@ class _Held:
     def rest(self) -> Iterator[tuple[Tokens, Int64s]]:
         """What is left, if anything."""
         if self._count:
-            yield _joined(self._tokens), np.concatenate(self._rows)
+            lengths = np.concatenate([tokens.lengths for tokens in self._tokens])
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+            yield Tokens(np.concatenate([tokens.ids for tokens in self._tokens]), offsets), np.concatenate(self._rows)
         self._tokens, self._rows, self._count = [], [], 0
 
     def _hold(self, tokens: Tokens, rows: Int64s, start: int, end: int) -> None:
         self._tokens.append(tokens.part(start, end))
         self._rows.append(rows[start:end])
         self._count += end - start
-
-
-def _joined(held: list[Tokens]) -> Tokens:
-    lengths = np.concatenate([tokens.lengths for tokens in held])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Tokens(np.concatenate([tokens.ids for tokens in held]), offsets)
 
 
 # Finished parts written behind the device, one at a time; one more may wait.
@@ -253,14 +249,14 @@ class _Line:
         self, ready: Iterator[Texts | Complete], writer: PartWriter, filler: ThreadPoolExecutor, stop: StopSignal
     ) -> None:
         self._ready, self._writer, self._filler, self._stop = ready, writer, filler, stop
-        self._waiting: deque[Texts | Complete] = deque()
+        self.waiting: deque[Texts | Complete] = deque()
         self._filling: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     def windows(self) -> Iterator[Tokens]:
         for item in self._ready:
             self._stop.raise_if_set("embedding")
-            self._waiting.append(item)
+            self.waiting.append(item)
             if isinstance(item, Texts):
                 yield item.tokens
             else:
@@ -269,7 +265,7 @@ class _Line:
     def fill(self, vectors: Float32s) -> None:
         """Vectors of the first texts that wait. Raises what went wrong with those before them."""
         with self._lock:
-            first = self._waiting.popleft()
+            first = self.waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
             self._filling.append(self._filler.submit(first.part.fill, first.rows, vectors))
@@ -278,20 +274,16 @@ class _Line:
     def settle(self) -> None:
         """Hand over the parts that wait for nothing any more."""
         with self._lock:
-            while self._waiting and isinstance(first := self._waiting[0], Complete):
+            while self.waiting and isinstance(first := self.waiting[0], Complete):
                 self._wait_for_all_but(0)
                 self._writer.submit(first.part)
-                self._waiting.popleft()
+                self.waiting.popleft()
         self._writer.check()
 
     def _wait_for_all_but(self, number: int) -> None:
         while len(self._filling) > number:
             self._filling[0].result()  # one that failed stays: no part is handed over after it
             self._filling.popleft()
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
 
 
 # How it goes: lines, events, figures, and an early end when too much of the catalogue is bad.

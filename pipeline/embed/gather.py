@@ -160,13 +160,8 @@ def _first_rows(batches: Iterator[RawBatch], folder: Path, num_rows: int | None,
 def _gather(workspace: Storage, name: str, batches: Batches) -> Gathered:
     """Write the rows unless they are there. Whoever does it comes to the same files, which are never replaced."""
     prefix = f"catalogues/{name}"
-    manifest = read_manifest(workspace, prefix)
-    if manifest is None:
-        manifest = _write(workspace, prefix, batches())
-    return Gathered(prefix, GatheredInfo.model_validate(manifest.fields))
-
-
-def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Manifest:
+    if (there := read_manifest(workspace, prefix)) is not None:
+        return Gathered(prefix, GatheredInfo.model_validate(there.fields))
     files: dict[str, FileRecord] = {}
     unreadable = Counter[str]()
     sample: list[QuarantinedRow] = []
@@ -184,7 +179,7 @@ def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Mani
         files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
         held.clear()
 
-    for batch in batches:
+    for batch in batches():
         for bad in batch.bad:
             unreadable[bad.reason] += bad.count
         sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
@@ -201,29 +196,26 @@ def _write(workspace: Storage, prefix: str, batches: Iterator[RawBatch]) -> Mani
     fields = info.model_dump(mode="json")
     manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())
-    return manifest
+    return Gathered(prefix, info)
 
 
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
         gathered = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
-        return _look_at_gathered(gathered, ctx.workspace)
-    columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
-    files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-    if all(name == "parquet" for _, name in files.found):
-        return look_at(files.storage, [stat for stat, _ in files.found], columns)
-    return _look_at_gathered(gather_rows(columns, files, ctx.workspace), ctx.workspace)
-
-
-def _look_at_gathered(gathered: Gathered, workspace: Storage) -> Catalogue:
-    stats = [stat for stat in workspace.list(gathered.prefix) if stat.key.endswith(".parquet")]
+    else:
+        columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
+        files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+        if all(name == "parquet" for _, name in files.found):
+            return look_at(files.storage, [stat for stat, _ in files.found], columns)
+        gathered = gather_rows(columns, files, ctx.workspace)
+    stats = [stat for stat in ctx.workspace.list(gathered.prefix) if stat.key.endswith(".parquet")]
     if not stats:
         raise DataError(
             f"the catalogue has no row to embed ({sum(gathered.info.unreadable.values())} could not be read)",
             expected="rows with an id and a title",
             next_command="check --embed.catalogue.path (or --data.path) and the filter",
         )
-    found = look_at(workspace, stats, COLUMNS)
+    found = look_at(ctx.workspace, stats, COLUMNS)
     update = {"root": "", "unreadable": gathered.info.unreadable, "unreadable_sample": gathered.info.sample}
     return found.model_copy(update=update)

@@ -196,28 +196,22 @@ def _put(storage: Storage, plan: EmbedPlan, files: Mapping[str, bytes]) -> dict[
     last = list(files)[-1]
     there: dict[str, FileRecord] = {}
     for name, data in files.items():
-        if not storage.write_if_absent(keys[name], data):
-            found = storage.read_bytes(keys[name])
-            if found != data:
-                marker = found if name == last else _read_or_empty(storage, keys[last])
-                if _plan_of(marker) != plan.fingerprint:
-                    storage.write_bytes(keys[name], data)
-                else:
-                    data = found
+        if not storage.write_if_absent(keys[name], data) and (found := storage.read_bytes(keys[name])) != data:
+            marker = b""  # the file that says which plan the part was made for
+            if name == last:
+                marker = found
+            elif storage.stat(keys[last]):
+                marker = storage.read_bytes(keys[last])
+            try:
+                found_plan = metadata_of(pq.read_schema(io.BytesIO(marker))).get("plan", "")
+            except (pa.ArrowException, OSError):
+                found_plan = ""
+            if found_plan != plan.fingerprint:
+                storage.write_bytes(keys[name], data)
+            else:
+                data = found
         there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
     return there
-
-
-def _read_or_empty(storage: Storage, key: str) -> bytes:
-    return storage.read_bytes(key) if storage.stat(key) else b""
-
-
-def _plan_of(data: bytes) -> str:
-    """The plan that a file of a part was made for; empty for anything else."""
-    try:
-        return metadata_of(pq.read_schema(io.BytesIO(data))).get("plan", "")
-    except (pa.ArrowException, OSError):
-        return ""
 
 
 def id_range(ids: pa.Array) -> tuple[str, str]:

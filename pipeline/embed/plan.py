@@ -158,6 +158,18 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
     return plan, checkpoint
 
 
+def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
+    """The plan of the cycle, made when there is none; and the checkpoint if it had to be opened for that."""
+    plan = pinned_plan(ctx.workspace, ctx.cycle)
+    if plan is not None:
+        check_asked(plan, asked_for(settings.embed, settings.data), ctx.workspace)
+        return plan, None
+    made, checkpoint = make_plan(settings, ctx)
+    plan = pin_plan(ctx.workspace, made)
+    check_asked(plan, made.asked, ctx.workspace)
+    return plan, checkpoint if plan.model == made.model else None
+
+
 # The checkpoint that embeds: the promoted one, or the one named in the settings; pinned by the plan of the cycle.
 
 

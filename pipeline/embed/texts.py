@@ -154,7 +154,7 @@ def make_window(rules: TextRules, raw: RawWindow) -> Window:
     rows = judge_rows(rules, raw)
     place, known = np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
     if rules.index:
-        place, known = _row_index(rules.index).look_up(rows.id_hash, rows.text_hash)
+        place, known = _row_index(Path(rules.index)).look_up(rows.id_hash, rows.text_hash)
     tokenizer = _tokenizer(rules.tokenizer)
     tokens = tokenizer.encode([rows.texts[row] for row in np.flatnonzero(place < 0).tolist()])
     truncated = tokens.lengths > rules.max_tokens
@@ -178,10 +178,12 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     kept: list[int] = []
     found: list[str] = []
     bad: list[BadRow] = []
-    for row, (name, title, text) in enumerate(zip(columns["id"], columns["title"], texts, strict=True)):
-        value, joined, reason = _judge(name, title, text, limit)
+    for row, values in enumerate(zip(columns["id"], columns["title"], texts, strict=True)):
+        value, joined, reason = _judge(*values, limit)
         if reason:
-            bad.append(BadRow(raw.file, int(rows[row]), reason, _content(name, title, text)))
+            shown = [shorten(one) if isinstance(one, bytes) else one for one in values]
+            content = shorten(str(dict(zip(("id", "title", "text"), shown, strict=True))))
+            bad.append(BadRow(raw.file, int(rows[row]), reason, content))
             continue
         ids.append(value)
         kept.append(row)
@@ -225,11 +227,6 @@ def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, li
     return value, joined, "" if joined else EMPTY_TEXT
 
 
-def _content(*values: bytes | int | None) -> str:
-    parts = (shorten(value) if isinstance(value, bytes) else value for value in values)
-    return shorten(str(dict(zip(("id", "title", "text"), parts, strict=True))))
-
-
 def id_hashes(ids: Sequence[Any]) -> UInt64s:
     """Of the ids as text, so that 7 and "7" are one id."""
     return _hashes([str(value).encode() for value in ids])
@@ -253,6 +250,4 @@ def _tokenizer(data: bytes) -> WordCache:
     return WordCache(TextTokenizer(data))
 
 
-@lru_cache(maxsize=1)
-def _row_index(folder: str) -> RowIndex:
-    return RowIndex(Path(folder))
+_row_index = lru_cache(maxsize=1)(RowIndex)

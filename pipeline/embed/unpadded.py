@@ -133,20 +133,16 @@ def _attention(qkv: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
         if length >= _LONG:
             attended = F.scaled_dot_product_attention(split[0], split[1], split[2])
         else:
-            query, key, value = split.reshape(3, count * heads, length, -1).unbind(0)
-            attended = torch.bmm(_weights(query, key), value).view(count, heads, length, -1)
+            query, key, value = split.reshape(3, count * heads, length, -1).unbind(0)  # [B, T, E] each
+            query = query * query.shape[-1] ** -0.5
+            if length < _SHORT:
+                scores = torch.bmm(key, query.transpose(1, 2)).softmax(1, dtype=torch.float32)
+                weights = scores.to(query.dtype).transpose(1, 2)
+            else:
+                weights = torch.bmm(query, key.transpose(1, 2)).softmax(2, dtype=torch.float32).to(query.dtype)
+            attended = torch.bmm(weights, value).view(count, heads, length, -1)
         target.view(count, length, heads, -1).copy_(attended.transpose(1, 2))
     return result
-
-
-def _weights(query: Tensor, key: Tensor) -> Tensor:
-    """Two [B, T, E] to the softmax over keys [B, T, T]."""
-    query = query * query.shape[-1] ** -0.5
-    if query.shape[1] < _SHORT:
-        scores = torch.bmm(key, query.transpose(1, 2))
-        return scores.softmax(1, dtype=torch.float32).to(query.dtype).transpose(1, 2)
-    scores = torch.bmm(query, key.transpose(1, 2))
-    return scores.softmax(2, dtype=torch.float32).to(query.dtype)
 
 
 def _parts(values: Tensor, runs: Sequence[Run]) -> list[tuple[Tensor, Run]]:

@@ -267,14 +267,18 @@ class VectorSet:
         """Vectors [M, dim] and scales [M] of some rows of a part, as they are stored, in the order asked for."""
         vectors = np.empty((len(rows), self.layout.dim), dtype=self.layout.numpy_dtype)
         scale = np.empty(len(rows), dtype=np.float32) if self.layout.has_scale else None
-        groups, is_npy = rows // ROWS_PER_GROUP, self.layout.format == "npy"
+        groups = rows // ROWS_PER_GROUP
         with self._open(part) as file:
             for group in np.unique(groups).tolist():
                 chosen = np.flatnonzero(groups == group)
                 local = rows[chosen] - group * ROWS_PER_GROUP
                 names = [name for name in ("vector", "scale") if name in file.schema_arrow.names]
                 table = file.read_row_group(group, columns=names, use_threads=False)
-                vectors[chosen] = (self._npy_group(part, group) if is_npy else _matrix_of(table["vector"]))[local]
+                if self.layout.format == "npy":
+                    vectors[chosen] = self._npy_group(part, group)[local]
+                else:
+                    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["vector"].chunks]
+                    vectors[chosen] = np.concatenate(chunks).reshape(len(table), -1)[local]
                 if scale is not None:
                     scale[chosen] = table["scale"].to_numpy()[local]
         return vectors, scale
@@ -311,11 +315,6 @@ class VectorSet:
                 expected="the part as it was committed",
                 next_command="trnpipe embed verify; delete that folder and embed again",
             ) from error
-
-
-def _matrix_of(column: pa.ChunkedArray) -> Stored:
-    flat = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
-    return flat.reshape(len(column), -1)
 
 
 def open_vectors(storage: Storage, cycle: str) -> VectorSet:

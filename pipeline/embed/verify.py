@@ -101,14 +101,20 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
     worst = 0.0
     with progress("verifying vectors", vectors.info.rows, "rows") as advance:
         for part, info in enumerate(vectors.info.parts):
-            name = info.files[-1]
-            problems += [f"{name}: {problem}" for problem in _schema_problems(vectors, part)]
+            name, schema = info.files[-1], vectors.schema(part)
+            expected = vectors.layout.columns(with_vectors=vectors.layout.format == "parquet")
+            if [(f.name, f.type) for f in schema] != [(f.name, f.type) for f in expected]:
+                problems.append(f"{name}: columns {schema.names}, expected {expected.names}")
+            metadata = metadata_of(schema)
+            for field, value in {"plan": vectors.info.plan, "checkpoint_digest": vectors.info.model.digest}.items():
+                if (found := metadata.get(field)) != value:
+                    problems.append(f"{name}: its {field} is {found}, that of the manifest {value}")
             ids: list[pa.Array] = []
             for batch, values in vectors.blocks(part):
                 stop.raise_if_set("verifying vectors")
-                distance, found = _block_problems(batch, values, norm_tolerance)
+                distance, wrong = _block_problems(batch, values, norm_tolerance)
                 worst = max(worst, distance)
-                problems += [f"{name}: {problem}" for problem in found]
+                problems += [f"{name}: {problem}" for problem in wrong]
                 ids.append(batch["id"])
                 advance(len(batch))
             rows = sum(map(len, ids))
@@ -118,19 +124,6 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
                 problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
     seen = f"{vectors.info.rows:,} vectors finite, length at most {worst:.1e} from 1"
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
-
-
-def _schema_problems(vectors: VectorSet, part: int) -> list[str]:
-    schema = vectors.schema(part)
-    expected = vectors.layout.columns(with_vectors=vectors.layout.format == "parquet")
-    problems = []
-    if [(f.name, f.type) for f in schema] != [(f.name, f.type) for f in expected]:
-        problems.append(f"columns {schema.names}, expected {expected.names}")
-    metadata = metadata_of(schema)
-    for name, value in {"plan": vectors.info.plan, "checkpoint_digest": vectors.info.model.digest}.items():
-        if metadata.get(name) != value:
-            problems.append(f"its {name} is {metadata.get(name)}, that of the manifest {value}")
-    return problems
 
 
 def _block_problems(batch: pa.RecordBatch, values: Float32s, norm_tolerance: float) -> tuple[float, list[str]]:
@@ -319,7 +312,11 @@ def check_catalogue(
             elif changed := int((texts[there] != found_texts).sum()):
                 problems.append(f"{name}: {changed:,} vectors are of another text")
     lost = np.concatenate(missing)
-    elsewhere = _num_elsewhere(vectors, lost[:_MAX_MISSING])
+    looked_for = lost[:_MAX_MISSING]
+    in_other = np.zeros(len(looked_for), dtype=np.bool_)  # duplicates that were taken out: their part lacks them
+    for part in range(len(vectors.info.parts) if len(looked_for) else 0):
+        in_other |= np.isin(looked_for, vectors.hashes(part)[0])
+    elsewhere = int(in_other.sum())
     bad += elsewhere
     if len(lost) > elsewhere:
         problems.append(f"{len(lost) - elsewhere:,} ids of the catalogue have no vector")
@@ -328,14 +325,6 @@ def check_catalogue(
         problems.append(f"{read:,} rows read and {bad:,} bad, the manifest says {counts.read:,} and {counts.bad:,}")
     seen = f"{read - bad:,} ids with their texts, {bad:,} bad rows, as in the catalogue"
     return judge("catalogue", problems, seen), picked[: 2 * sample]
-
-
-def _num_elsewhere(vectors: VectorSet, missing: UInt64s) -> int:
-    """How many ids that their part lacks are in another: duplicates that were taken out."""
-    found = np.zeros(len(missing), dtype=np.bool_)
-    for part in range(len(vectors.info.parts) if len(missing) else 0):
-        found |= np.isin(missing, vectors.hashes(part)[0])
-    return int(found.sum())
 
 
 # Stored vectors against the same texts embedded again, in fp32 on the CPU, whatever device made them.

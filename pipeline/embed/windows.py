@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pipeline.backends import Batch
@@ -181,20 +180,20 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
                     packing.row, high, side="right", sorter=order
                 )
             ]
-            row = packing.row[texts] - low
-            start = row * shape.length + packing.start[texts]
-            inside = _within(lengths[texts])
-            target = np.repeat(start, lengths[texts]) + inside
-            yield HostBatch(
-                {
-                    "tokens": _filled(shape, pad_id, target, take(tokens, texts).ids),
-                    "positions": _filled(shape, 0, target, inside),
-                    "segments": _filled(shape, 0, target, np.repeat(packing.slot[texts] + 1, lengths[texts])),
-                },
-                texts,
-                row * shape.texts + packing.slot[texts],
-                lengths[texts],
-            )
+            row, size = packing.row[texts] - low, lengths[texts]
+            ends = np.cumsum(size)
+            inside = np.arange(ends[-1]) - np.repeat(ends - size, size)  # 0, 1, 2, ... for each text anew
+            target = np.repeat(row * shape.length + packing.start[texts], size) + inside
+            batch: Batch = {}
+            for name, empty, values in (
+                ("tokens", pad_id, take(tokens, texts).ids),
+                ("positions", 0, inside),
+                ("segments", 0, np.repeat(packing.slot[texts] + 1, size)),
+            ):
+                flat = np.full(shape.rows * shape.length, empty, dtype=np.int32)
+                flat[target] = values
+                batch[name] = torch.from_numpy(flat.reshape(shape.rows, shape.length))
+            yield HostBatch(batch, texts, row * shape.texts + packing.slot[texts], size)
 
 
 def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch]:
@@ -205,16 +204,3 @@ def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch
         padded[: len(ids)] = ids
         batch = {"ids": torch.from_numpy(padded)}
         yield HostBatch(batch, texts, np.arange(len(texts)), tokens.lengths[texts])
-
-
-def _within(lengths: Int64s) -> Int64s:
-    """0, 1, 2, ... for each text anew. [n] -> [sum]."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-
-
-def _filled(shape: RowShape, empty: int, target: Int64s, values: npt.NDArray[np.integer]) -> torch.Tensor:
-    """int32 [rows, length]: `values` at the flat places `target`, `empty` elsewhere."""
-    flat = np.full(shape.rows * shape.length, empty, dtype=np.int32)
-    flat[target] = values
-    return torch.from_numpy(flat.reshape(shape.rows, shape.length))

@@ -15,16 +15,7 @@ from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes
 from pipeline.embed.parts import finished_parts
-from pipeline.embed.plan import (
-    EmbedPlan,
-    asked_for,
-    catalogue_storage,
-    check_asked,
-    make_plan,
-    open_pinned,
-    pin_plan,
-    pinned_plan,
-)
+from pipeline.embed.plan import EmbedPlan, catalogue_storage, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import VectorSet, open_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -47,13 +38,51 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
     worker, workers = worker_of(settings.embed, ctx.world, os.environ)
-    plan, checkpoint = _plan(settings, ctx)
-    if (vectors := _finished_vectors(ctx, plan)) is not None:
-        return _already(ctx, plan, vectors, started)
+    plan, checkpoint = cycle_plan(settings, ctx)
+
+    def result(figures: dict[str, Figure], vectors: VectorSet | None = None) -> StageResult:
+        """`vectors`: those of the whole cycle, once all parts are there."""
+        return ctx.finish(
+            NAME,
+            started,
+            inputs={"plan": plan.fingerprint, "catalogue": plan.catalogue.digest, "checkpoint": plan.model.digest},
+            outputs={"embeddings": vectors.prefix} if vectors is not None else {},
+            figures=figures | (_totals(vectors) if vectors is not None else {}),
+        )
+
+    prefix = vectors_prefix(ctx.cycle)
+    if read_manifest(ctx.workspace, prefix) is not None:
+        vectors = open_vectors(ctx.workspace, ctx.cycle)
+        if vectors.info.plan != plan.fingerprint:
+            raise ConfigError(
+                f"{ctx.workspace.uri(prefix)} holds vectors that another plan led to",
+                expected="no vectors, or those of this cycle's plan",
+                next_command=f"another --cycle, or delete {ctx.workspace.uri(prefix)}",
+            )
+        ctx.console.info(f"embed: done already, {vectors.info.rows:,} vectors in {ctx.workspace.uri(prefix)}")
+        earlier = ctx.earlier(NAME)
+        if earlier is None:  # killed between the two
+            earlier = store_result(ctx.workspace, result({}, vectors))
+        return earlier.model_copy(update={"status": "already_done"})
     done = finished_parts(ctx.workspace, plan)
     share = [plan.shards[index] for index in share_of(len(plan.shards), worker, workers)]
     todo = [shard for shard in share if shard.index not in done]
-    _tell_start(ctx, plan, len(done), len(todo), f"worker {worker} of {workers}")
+    carry_from = plan.carry_from.cycle if plan.carry_from else None
+    ctx.console.info(
+        f"embed: {plan.catalogue.rows:,} rows in {len(plan.shards)} parts, {len(done)} done | "
+        f"worker {worker} of {workers}: {len(todo)} to do"
+        + (f", unchanged rows from cycle {carry_from}" if carry_from else "")
+    )
+    ctx.events.emit(
+        EventName.EMBED_STARTED,
+        plan=plan.fingerprint,
+        rows=plan.catalogue.rows,
+        parts=len(plan.shards),
+        done=len(done),
+        todo=len(todo),
+        checkpoint=plan.model.place,
+        carry_from=carry_from,
+    )
     figures: dict[str, Figure] = {}
     if todo:
         checkpoint = checkpoint or open_pinned(plan.model, settings, ctx)
@@ -61,72 +90,44 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         done = finished_parts(ctx.workspace, plan)
     if missing := len(plan.shards) - len(done):
         Console().info(f"embed: worker {worker} of {workers} is done, the others have {missing} parts to do")
-        return _result(ctx, plan, started, figures | {"parts_missing": missing})
+        return result(figures | {"parts_missing": missing})
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
-    result = _result(ctx, plan, started, figures | _totals(vectors), vectors)
-    _tell_end(ctx, vectors, result)
-    return store_result(ctx.workspace, result)
-
-
-def _plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
-    """The plan of the cycle, made when there is none; and the checkpoint if it had to be opened for that."""
-    plan = pinned_plan(ctx.workspace, ctx.cycle)
-    if plan is not None:
-        check_asked(plan, asked_for(settings.embed, settings.data), ctx.workspace)
-        return plan, None
-    made, checkpoint = make_plan(settings, ctx)
-    plan = pin_plan(ctx.workspace, made)
-    check_asked(plan, made.asked, ctx.workspace)
-    return plan, checkpoint if plan.model == made.model else None
-
-
-def _finished_vectors(ctx: StageContext, plan: EmbedPlan) -> VectorSet | None:
-    """What this plan has led to already. Raises ConfigError when the place is taken by vectors of another."""
-    prefix = vectors_prefix(ctx.cycle)
-    if read_manifest(ctx.workspace, prefix) is None:
-        return None
-    vectors = open_vectors(ctx.workspace, ctx.cycle)
-    if vectors.info.plan == plan.fingerprint:
-        return vectors
-    raise ConfigError(
-        f"{ctx.workspace.uri(prefix)} holds vectors that another plan led to",
-        expected="no vectors, or those of this cycle's plan",
-        next_command=f"another --cycle, or delete {ctx.workspace.uri(prefix)}",
-    )
+    ended = result(figures, vectors)
+    _tell_end(ctx, vectors, ended)
+    return store_result(ctx.workspace, ended)
 
 
 def _embed(
     settings: Settings, ctx: StageContext, plan: EmbedPlan, checkpoint: Checkpoint, todo: list[WorkShard], *, total: int
 ) -> dict[str, Figure]:
     """Embed shards; figures of how it went."""
-    stop = ctx.stop
-    earlier = open_earlier(ctx.workspace_after_stop, plan.carry_from) if plan.carry_from else None
-    index = str(index_of(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, stop)) if plan.carry_from else ""
-    rules = TextRules(
-        tokenizer=checkpoint.tokenizer(),
-        max_tokens=plan.max_tokens,
-        id_type=plan.layout.id_type,
-        filter=tuple(plan.catalogue.columns.filter.items()),
-        index=index,
-    )
+    earlier, index = None, ""
+    if plan.carry_from:
+        earlier = open_earlier(ctx.workspace_after_stop, plan.carry_from)
+        index = str(index_of(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, ctx.stop))
     flow = Flow(
         plan=plan,
         catalogue=catalogue_storage(plan, settings, ctx),
         workspace=ctx.workspace_after_stop,
-        rules=rules,
-        windows=worker_processes(settings.embed.tokenise_processes, stop),
+        rules=TextRules(
+            tokenizer=checkpoint.tokenizer(),
+            max_tokens=plan.max_tokens,
+            id_type=plan.layout.id_type,
+            filter=tuple(plan.catalogue.columns.filter.items()),
+            index=index,
+        ),
+        windows=worker_processes(settings.embed.tokenise_processes, ctx.stop),
         earlier=earlier,
-        stop=stop,
+        stop=ctx.stop,
     )
     backend, embedder = open_device_embedder(settings, ctx, checkpoint)
-    done = total - sum(shard.rows for shard in todo)
     watch = EmbedWatch(
         ctx,
         plan,
         embedder.figures,
         total=total,
-        done=done,
+        done=total - sum(shard.rows for shard in todo),
         price_usd_per_hour=_price(settings, ctx, backend),
         max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
     )
@@ -149,23 +150,6 @@ def _price(settings: Settings, ctx: StageContext, backend: Backend) -> float | N
     if backend.is_neuron and instance is not None:
         return price / instance.num_cores
     return None if given is None else price / ctx.world.local_world_size
-
-
-def _tell_start(ctx: StageContext, plan: EmbedPlan, done: int, todo: int, who: str) -> None:
-    carry = f", unchanged rows from cycle {plan.carry_from.cycle}" if plan.carry_from else ""
-    ctx.console.info(
-        f"embed: {plan.catalogue.rows:,} rows in {len(plan.shards)} parts, {done} done | {who}: {todo} to do{carry}"
-    )
-    ctx.events.emit(
-        EventName.EMBED_STARTED,
-        plan=plan.fingerprint,
-        rows=plan.catalogue.rows,
-        parts=len(plan.shards),
-        done=done,
-        todo=todo,
-        checkpoint=plan.model.place,
-        carry_from=plan.carry_from.cycle if plan.carry_from else None,
-    )
 
 
 def _tell_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
@@ -194,28 +178,3 @@ def _totals(vectors: VectorSet) -> dict[str, Figure]:
         "parts": len(info.parts),
         "size_bytes": vectors.manifest.size_bytes,
     }
-
-
-def _already(ctx: StageContext, plan: EmbedPlan, vectors: VectorSet, started: datetime) -> StageResult:
-    ctx.console.info(f"embed: done already, {vectors.info.rows:,} vectors in {ctx.workspace.uri(vectors.prefix)}")
-    result = ctx.earlier(NAME)
-    if result is None:  # killed between the two
-        result = store_result(ctx.workspace, _result(ctx, plan, started, _totals(vectors), vectors))
-    return result.model_copy(update={"status": "already_done"})
-
-
-def _result(
-    ctx: StageContext,
-    plan: EmbedPlan,
-    started: datetime,
-    figures: dict[str, Figure],
-    vectors: VectorSet | None = None,
-) -> StageResult:
-    """`vectors`: those of the whole cycle, once all parts are there."""
-    return ctx.finish(
-        NAME,
-        started,
-        inputs={"plan": plan.fingerprint, "catalogue": plan.catalogue.digest, "checkpoint": plan.model.digest},
-        outputs={"embeddings": vectors.prefix} if vectors is not None else {},
-        figures=figures,
-    )

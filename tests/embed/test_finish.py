@@ -108,15 +108,15 @@ def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
     case, catalogue = Case(tmp_path), with_repeats(tmp_path)
     plan = case.plan(catalogue)
     case.work(plan)
-    find, published = finish_module._duplicates, []
+    find, published = finish_module.find_duplicates, []
 
     def overtaken(*args: Any, **more: Any) -> Any:
         found = find(*args, **more)
-        monkeypatch.setattr(finish_module, "_duplicates", find)
+        monkeypatch.setattr(finish_module, "find_duplicates", find)
         published.append(case.finish(plan))
         return found
 
-    monkeypatch.setattr(finish_module, "_duplicates", overtaken)
+    monkeypatch.setattr(finish_module, "find_duplicates", overtaken)
     assert case.finish(plan).manifest == published[0].manifest
     verify_dir(case.workspace, "embeddings/c1", deep=True)
 
