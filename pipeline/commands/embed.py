@@ -78,6 +78,20 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
         picked.extend(found)
         return check
 
+    def sample() -> Check:
+        if not picked:
+            return skipped("sample", "no text was picked: the catalogue was not read, or embed.verify.sample is 0")
+        checkpoint = open_pinned(vectors.info.model, settings, ctx)
+        fp32 = settings.embed.model_copy(update={"precision": "fp32"})
+        return check_sample(
+            vectors,
+            picked,
+            TextTokenizer(checkpoint.tokenizer()),
+            open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
+            max_tokens=int(str(vectors.info.made_by["max_tokens"])),
+            min_cosine=config.min_cosine,
+        )
+
     def previous() -> Check:
         name = vectors.info.previous
         if name is None:
@@ -91,7 +105,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
         "numbers": lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop),
         "unique": lambda: check_unique(vectors, ctx.scratch, ctx.stop),
         "catalogue": catalogue,
-        "sample": lambda: _sample(settings, ctx, vectors, picked),
+        "sample": sample,
         "drift": previous,
         "ann": lambda: check_ann(
             vectors,
@@ -102,19 +116,3 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
         ),
     }
     return [partial(guarded, name, check) for name, check in checks.items()]
-
-
-def _sample(settings: Settings, ctx: StageContext, vectors: VectorSet, picked: list[Picked]) -> Check:
-    if not picked:
-        return skipped("sample", "no text was picked: the catalogue was not read, or embed.verify.sample is 0")
-    checkpoint = open_pinned(vectors.info.model, settings, ctx)
-    fp32 = settings.embed.model_copy(update={"precision": "fp32"})
-    limit = vectors.info.made_by["max_tokens"]
-    return check_sample(
-        vectors,
-        picked,
-        TextTokenizer(checkpoint.tokenizer()),
-        open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
-        max_tokens=int(str(limit)),
-        min_cosine=settings.embed.verify.min_cosine,
-    )

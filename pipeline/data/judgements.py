@@ -59,7 +59,13 @@ def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: Sto
     passes = -(-int(gains.sum()) // _ROWS_AT_ONCE)
     for number in range(passes):
         first, last = number * _IDS // passes, (number + 1) * _IDS // passes - 1
-        _, low, high = _by_query(_queries(folder, shards, first, last, stop))
+        queries = []  # of one bucket of one shard after the other
+        for _, arrays in _buckets(folder, shards, stop):
+            ids = np.asarray(arrays["query_id"])
+            chosen = (ids >= first) & (ids <= last)
+            bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
+            queries.append(_by_query([(ids[chosen], bins, bins)]))
+        _, low, high = _by_query(queries)
         best += np.bincount(high, minlength=_STEPS + 1)
         worst += np.bincount(low, minlength=_STEPS + 1)
     return JudgedSplit(
@@ -79,17 +85,6 @@ def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Ite
         for bucket, count in enumerate(shard.rows):
             if count:
                 yield bucket, {name: arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain")}
-
-
-def _queries(
-    folder: Path, shards: Sequence[ShardInfo], first: int, last: int, stop: StopSignal
-) -> Iterator[tuple[Int64s, Bins, Bins]]:
-    """Queries with an id from `first` to `last`, of one bucket of one shard after the other."""
-    for _, arrays in _buckets(folder, shards, stop):
-        ids = np.asarray(arrays["query_id"])
-        chosen = (ids >= first) & (ids <= last)
-        bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
-        yield _by_query([(ids[chosen], bins, bins)])
 
 
 def _by_query(pieces: Iterable[tuple[Int64s, Bins, Bins]]) -> tuple[Int64s, Bins, Bins]:

@@ -40,12 +40,10 @@ class QuarantinedRow(Record):
 
 
 def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    """Bad rows as they are kept."""
     return tuple(QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content) for row in rows)
 
 
 def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
-    """One JSON line per row."""
     return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
 
 
@@ -161,10 +159,6 @@ class ColumnPlan:
     pairs: tuple[tuple[str, str], ...]
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        return tuple(field for field, _ in self.pairs)
-
-    @property
     def inputs(self) -> list[str]:
         """Input columns to read, each once."""
         return list(dict.fromkeys(column for _, column in self.pairs))
@@ -249,6 +243,5 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Input columns as a batch of fields."""
     arrays = [as_field(columns[column], field) for field, column in plan.pairs]
-    return pa.RecordBatch.from_arrays(arrays, names=list(plan.fields))
+    return pa.RecordBatch.from_arrays(arrays, names=[field for field, _ in plan.pairs])

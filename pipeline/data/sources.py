@@ -94,7 +94,6 @@ def open_files(
 def choose_files(
     storage: Storage, stats: Sequence[ObjectStat], wanted: str, path: str, setting: str = "--data.path"
 ) -> Files:
-    """Those of `stats` that can be read."""
     found: list[tuple[ObjectStat, str]] = []
     for stat in stats:
         name = suffix_format(stat.key)
@@ -215,8 +214,6 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 
 
 class SyntheticSource:
-    """The built-in catalogue."""
-
     fixed_labels: Mapping[str, float] = {}
 
     def __init__(self, config: DataConfig) -> None:
@@ -243,8 +240,6 @@ class SyntheticSource:
 
 
 class FileSource:
-    """Parquet, CSV and JSON lines files."""
-
     fixed_labels: Mapping[str, float] = {}
 
     def __init__(self, config: DataConfig, storage: Storage, partitions: tuple[Partition, ...]) -> None:

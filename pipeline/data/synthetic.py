@@ -82,15 +82,8 @@ BRANDS: tuple[str, ...] = (
     "Kastor", "Lumetra", "Mardek", "Norvane", "Ostrava", "Pelion", "Quintel", "Rovanta", "Solvey", "Tremaine",
 )  # fmt: skip
 FILLERS: tuple[str, ...] = (
-    "new",
-    "2024 model",
-    "official",
-    "boxed",
-    "free delivery",
-    "uk plug",
-    "best price",
-    "sealed",
-)
+    "new", "2024 model", "official", "boxed", "free delivery", "uk plug", "best price", "sealed",
+)  # fmt: skip
 WISHES: tuple[str, ...] = ("cheap", "best", "buy", "for home", "deal", "good")
 
 

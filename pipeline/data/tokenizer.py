@@ -59,7 +59,6 @@ class Tokens:
         return np.diff(self.offsets)
 
     def part(self, start: int, stop: int) -> "Tokens":
-        """Texts `start` to `stop`."""
         first, last = self.offsets[start], self.offsets[stop]
         return Tokens(self.ids[first:last], self.offsets[start : stop + 1] - first)
 
@@ -209,7 +208,6 @@ class PairTokens:
 
 
 def pair_tokens(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> PairTokens:
-    """Give every pair its bucket."""
     bucket = assign_buckets(query.lengths, product.lengths, buckets)
     query_size = np.array([shape.query_tokens for shape in buckets])[bucket]
     product_size = np.array([shape.product_tokens for shape in buckets])[bucket]

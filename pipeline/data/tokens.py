@@ -158,8 +158,6 @@ def select_partitions(
 
 @dataclass(frozen=True)
 class TokenSet:
-    """One committed partition."""
-
     prefix: str
     info: TokenSetInfo
 

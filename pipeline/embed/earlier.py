@@ -35,8 +35,6 @@ class EarlierCycle(Record):
 
 @dataclass(frozen=True)
 class Earlier:
-    """What was finished before this cycle."""
-
     previous: EarlierCycle | None = None
     carry_from: EarlierCycle | None = None
     generation: int = 0
@@ -134,7 +132,6 @@ class HashSpill:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, records: Records) -> None:
-        """Write records out."""
         with os_errors("writing", f"file://{self._folder}"):
             if not self._bits:
                 self._files[0].write(records.tobytes())

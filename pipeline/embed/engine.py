@@ -39,8 +39,6 @@ PHASE = "embed"
 
 
 class RowEncoder(nn.Module):
-    """A TextEncoder for rows of several texts."""
-
     def __init__(self, encoder: TextEncoder) -> None:
         super().__init__()
         self.encoder = encoder
@@ -180,8 +178,6 @@ _TINY = np.float32(1e-12)
 
 @dataclass
 class EmbedFigures:
-    """What an embedder has done so far."""
-
     texts: int = 0
     distinct: int = 0
     """Texts that went to the device: those that are equal within a window go once."""
@@ -300,8 +296,6 @@ class Embedder:
 
 
 class _Clock:
-    """Counts the time of a stream."""
-
     def __init__(self, figures: EmbedFigures) -> None:
         self._figures, self._last = figures, time.monotonic()
 

@@ -171,7 +171,6 @@ class _Held:
             self._hold(tokens, rows, start, len(rows))
 
     def rest(self) -> Iterator[tuple[Tokens, Int64s]]:
-        """What is left, if anything."""
         if self._count:
             lengths = np.concatenate([tokens.lengths for tokens in self._tokens])
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

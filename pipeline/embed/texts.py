@@ -136,7 +136,6 @@ class Window:
     truncated: Bools
 
     def keep(self, rows: Bools) -> "Window":
-        """Some rows of a window."""
         fresh, one = rows[self.place < 0], self.rows
         kept = replace(
             one,

@@ -215,8 +215,6 @@ class VectorSetInfo(Record):
 
 
 class VectorSet:
-    """The vectors of one finished cycle."""
-
     def __init__(self, storage: Storage, prefix: str, manifest: Manifest) -> None:
         self.storage, self.prefix, self.manifest = storage, prefix, manifest
         try:
@@ -254,7 +252,6 @@ class VectorSet:
         )
 
     def ids_at(self, part: int, rows: Int64s) -> list[Any]:
-        """The ids of some rows of a part."""
         found: list[Any] = []
         start = 0
         for batch in self.columns(part, ["id"]):

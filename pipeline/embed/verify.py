@@ -256,8 +256,6 @@ _MAX_MISSING = 100_000
 
 @dataclass(frozen=True)
 class Picked:
-    """A text of the sample."""
-
     part: int
     id_hash: int
     text: str

@@ -107,7 +107,6 @@ class RowShape:
     texts: int
 
     def blank(self) -> Batch:
-        """A batch without a text."""
         names = ("tokens", "positions", "segments")
         return {name: torch.zeros(self.rows, self.length, dtype=torch.int32) for name in names}
 
