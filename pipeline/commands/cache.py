@@ -62,8 +62,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall, *, host:
 
 
 def _status(settings: Settings, live: Storage, say: Say, host: Host) -> int:
-    report = _say_report(settings, live, say, host)
-    for warning in report.warnings:
+    for warning in _say_report(settings, live, say, host).warnings:
         say(f"warning: {warning}")
     return EXIT_OK
 
@@ -154,21 +153,19 @@ def _say_report(settings: Settings, live: Storage, say: Say, host: Host) -> Cach
     report = scan(live, compilers=host.compilers, flags=config.flags, target=config.target, clock=host.clock)
     for line in report.lines():
         say(line)
-    if not report.entries:
-        lines = list(_manifest_lines(settings, live.stop, report.now_s))
-        for line in lines or ["nothing is compiled yet: trnpipe compile"]:
-            say(line)
-    return report
-
-
-def _manifest_lines(settings: Settings, stop: StopSignal, now_s: float) -> Iterator[str]:
-    workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    if report.entries:
+        return report
+    workspace = open_storage(settings.workspace, retry=settings.storage, stop=live.stop)
     sizes = {stat.key: stat.size_bytes for stat in workspace.list(FOLDER)}
-    for manifest in load_manifests(workspace):
+    manifests = load_manifests(workspace)
+    for manifest in manifests:
         path = workspace.local_path(manifest.place)
-        age_s = now_s - path.stat().st_mtime if path is not None and path.exists() else None
-        yield (
+        age_s = report.now_s - path.stat().st_mtime if path is not None and path.exists() else None
+        say(
             f"graphs {manifest.plan_id[:12]} | {manifest.plan.get('device', 'unknown device')}"
             f" | {len(manifest.graphs)} graphs, {format_duration(manifest.compile_s)} compiling"
             f" | manifest {format_bytes(sizes.get(manifest.place))}, age {format_duration(age_s)}"
         )
+    if not manifests:
+        say("nothing is compiled yet: trnpipe compile")
+    return report

@@ -22,35 +22,14 @@ from pipeline.registry.history import read_pointer
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
-TO, FORMAT, MAX_TOKENS, SHAPES, BATCH_SIZE = "--to", "--format", "--max-tokens", "--shapes", "--batch-size"
+SHAPES, BATCH_SIZE = "--shapes", "--batch-size"
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
-    to, format_ = _asked(call)
-    with open_context(settings, stop) as ctx, atomic.temp_dir(ctx.scratch / "export") as scratch:
-        atomic.sweep_temps(ctx.scratch)
-        checkpoint, prefix = _checkpoint(settings, ctx, call, ctx.scratch / "exported")
-        plan = _plan(settings, ctx, checkpoint, prefix, call)
-        check_plan(checkpoint, plan)
-        fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
-        with destination(
-            to, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
-        ) as new:
-            record = write_export(checkpoint, plan, new, stop)
-            size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
-        say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
-        for program in record.programs:
-            say(f"  {program.file}: {program.text}, {' and '.join(str(list(one.shape)) for one in program.inputs)}")
-        say(f"committed: {to}, {format_bytes(size_bytes)}; its README.md tells how to load it")
-    return EXIT_OK
-
-
-def _asked(call: ToolCall) -> tuple[str, Format]:
-    """Where to, and as what. Raises ConfigError for what is missing, unknown or of no use together."""
-    to, asked = call.options.get(TO, ""), call.options.get(FORMAT, FORMATS[0])
+    to, asked = call.options.get("--to", ""), call.options.get("--format", FORMATS[0])
     if not to:
         raise ConfigError("no folder to export to is given", expected="--to DIR", next_command="trnpipe export --help")
     format_ = next((known for known in FORMATS if known == asked), None)
@@ -65,7 +44,22 @@ def _asked(call: ToolCall) -> tuple[str, Format]:
             expected=f"it with {PROGRAMS}",
             next_command=f"leave {idle[0]} out",
         )
-    return to, format_
+    with open_context(settings, stop) as ctx, atomic.temp_dir(ctx.scratch / "export") as scratch:
+        atomic.sweep_temps(ctx.scratch)
+        checkpoint, prefix = _checkpoint(settings, ctx, call, ctx.scratch / "exported")
+        plan = _plan(settings, ctx, checkpoint, prefix, format_, call)
+        check_plan(checkpoint, plan)
+        fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
+        with destination(
+            to, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
+        ) as new:
+            record = write_export(checkpoint, plan, new, stop)
+            size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
+        say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
+        for program in record.programs:
+            say(f"  {program.file}: {program.text}, {' and '.join(str(list(one.shape)) for one in program.inputs)}")
+        say(f"committed: {to}, {format_bytes(size_bytes)}; its README.md tells how to load it")
+    return EXIT_OK
 
 
 def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir: Path) -> tuple[Checkpoint, str]:
@@ -94,7 +88,9 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir
     return checkpoint, pointer.checkpoint
 
 
-def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
+def _plan(
+    settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, format_: Format, call: ToolCall
+) -> ExportPlan:
     state = checkpoint.state
     # Those of the data that the checkpoint was trained on, while it is there; else of the settings.
     prepared = find_prepared(replace(ctx, cycle=state.cycle))
@@ -108,8 +104,8 @@ def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix:
     batch_size = _number(call, BATCH_SIZE, 1)
     shapes = call.options.get(SHAPES)
     return ExportPlan(
-        format=_asked(call)[1],
-        max_tokens=_number(call, MAX_TOKENS, known),
+        format=format_,
+        max_tokens=_number(call, "--max-tokens", known),
         shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there

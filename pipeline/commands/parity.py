@@ -10,7 +10,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.parity.compare import INSTALL, RecordedSide, Side, compare_sides, lines_of, plot_svg
+from pipeline.parity.compare import INSTALL, RecordedSide, compare_sides, lines_of, plot_svg
 from pipeline.parity.record import load_side, make_task, parse_side, record_side, sides_text
 from pipeline.settings import Settings
 
@@ -23,7 +23,20 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     words = call.arguments
     sides = [parse_side(word, settings.train.precision) for word in words]
     to = call.options.get("--to", "")
-    _check_words(words, sides, to)
+    if to and len(words) > 1:
+        raise ConfigError(
+            "--to with two sides",
+            expected="one side to record there",
+            next_command=f"trnpipe parity {words[0]} --to {to}",
+        )
+    if sides == [None]:
+        raise ConfigError(
+            f"{words[0]!r} is no backend, and a recorded side alone has nothing to be compared with",
+            expected=sides_text(),
+            next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
+        )
+    if len(words) == 2 and (words[0] == words[1] or (sides[0] is not None and sides[0] == sides[1])):
+        raise ConfigError(f"both sides are {words[0]}", expected=f"two different ones: {sides_text()}")
     with open_context(settings, stop) as ctx:
         # What was recorded before is read first: a folder without a record is found before hours of training.
         recorded = {word: _load(word, ctx) for word, side in zip(words, sides, strict=True) if side is None}
@@ -59,24 +72,6 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             next_command="see in parity.json where they part; the bars are the settings of parity",
         )
     return EXIT_OK
-
-
-def _check_words(words: tuple[str, ...], sides: list[Side | None], to: str) -> None:
-    """Raises ConfigError for what cannot be meant."""
-    if to and len(words) > 1:
-        raise ConfigError(
-            "--to with two sides",
-            expected="one side to record there",
-            next_command=f"trnpipe parity {words[0]} --to {to}",
-        )
-    if sides == [None]:
-        raise ConfigError(
-            f"{words[0]!r} is no backend, and a recorded side alone has nothing to be compared with",
-            expected=sides_text(),
-            next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
-        )
-    if len(words) == 2 and (words[0] == words[1] or (sides[0] is not None and sides[0] == sides[1])):
-        raise ConfigError(f"both sides are {words[0]}", expected=f"two different ones: {sides_text()}")
 
 
 def _load(place: str, ctx: StageContext) -> RecordedSide:

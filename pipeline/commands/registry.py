@@ -109,7 +109,13 @@ def _show(registry: _Registry, say: Say) -> int:
     prefix = registry.named or (pointer.checkpoint if pointer else "")
     entries = read_history(registry.workspace, registry.model)
     # A checkpoint of production that is gone must not hide the history that leads back to a good one.
-    ancestors, lost = _lineage(registry, prefix) if prefix else ((), "")
+    ancestors: tuple[Ancestor, ...] = ()
+    lost = ""
+    if prefix:
+        try:
+            ancestors = lineage(registry.workspace, prefix)
+        except CheckpointError as error:
+            lost = error.seen
     if lost and registry.named:
         raise CheckpointError(lost, expected="a committed checkpoint", next_command="trnpipe registry show")
     if registry.named:
@@ -162,14 +168,6 @@ ACTIONS: Mapping[str, Callable[[_Registry, Say], int]] = {
 }
 
 
-def _lineage(registry: _Registry, prefix: str) -> tuple[tuple[Ancestor, ...], str]:
-    """The lineage, and what is wrong with the checkpoint itself when it has none."""
-    try:
-        return lineage(registry.workspace, prefix), ""
-    except CheckpointError as error:
-        return (), error.seen
-
-
 def _dump(entry: Entry | None) -> dict[str, Any] | None:
     return None if entry is None else entry.model_dump(mode="json")
 
@@ -212,11 +210,11 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
             parts.append(f"the lineage ends here: {ancestor.note}")
         yield f"  {' | '.join(map(one_line, parts))}"
         if ancestor.figures:
-            yield f"    {', '.join(f'{name} {_number(value)}' for name, value in ancestor.figures.items())}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value.is_integer() and value > 1 else f"{value:.4f}"
+            figures = [
+                f"{name} {value:,.0f}" if value.is_integer() and value > 1 else f"{name} {value:.4f}"
+                for name, value in ancestor.figures.items()
+            ]
+            yield f"    {', '.join(figures)}"
 
 
 def _history_lines(entries: tuple[Entry, ...]) -> Iterator[str]:

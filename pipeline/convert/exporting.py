@@ -101,10 +101,7 @@ def check_free(storage: Storage, name: str) -> None:
 # A folder that `transformers.AutoModel` and `sentence_transformers.SentenceTransformer` open.
 
 WEIGHTS, HEAD = "model.safetensors", "relevance_head.safetensors"
-SPECIAL_TOKENS = "special_tokens_map.json"
-_POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
-# The names up to sentence-transformers 5.3, which later versions read too.
-_MODULES = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", _NORMALIZE))
+_POOLING = "1_Pooling"
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -124,7 +121,7 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int) -> 
     if parsed.token_to_id("[MASK]") is not None:
         special["mask_token"] = "[MASK]"  # noqa: S105 - a token of text
     (folder / TOKENIZER).write_bytes(_framed(parsed, tokenizer))
-    _write_json(folder / SPECIAL_TOKENS, special)
+    _write_json(folder / "special_tokens_map.json", special)
     _write_json(
         folder / TOKENIZER_CONFIG,
         {
@@ -154,25 +151,8 @@ def _framed(parsed: tokenizers.Tokenizer, tokenizer: TextTokenizer) -> bytes:
     return parsed.to_str().encode()
 
 
-def write_sentence_settings(folder: Path, state: TrainState, max_tokens: int) -> None:
-    """The modules of sentence-transformers: encoder, pooling, unit length."""
-    modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for index, (name, path) in enumerate(_MODULES)
-    ]
-    _write_json(folder / MODULES, modules)
-    _write_json(folder / SENTENCE, {"max_seq_length": max_tokens, "do_lower_case": False})
-    (folder / _POOLING).mkdir()
-    pooling = {key: mode == state.model.pooling for key, mode in LEGACY.items()}
-    _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **pooling})
-    _write_json(folder / MODEL, {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"})
-
-
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-STATE_DICT = "model.pt"
 
 
 @dataclass(frozen=True)
@@ -249,12 +229,23 @@ def _write_weights_as(
     if plan.format == "torch":
         buffer = BytesIO()  # torch reports a full disk as a RuntimeError
         torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, buffer)
-        (folder / STATE_DICT).write_bytes(buffer.getbuffer())
-        return (STATE_DICT,)
+        (folder / "model.pt").write_bytes(buffer.getbuffer())
+        return ("model.pt",)
     encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
     write_weights(folder / WEIGHTS, encoder)
     write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
     (folder / CONFIG).write_text(hf_config(state.model, state.inputs))
     if plan.format == "sentence-transformers":
-        write_sentence_settings(folder, state, plan.max_tokens)
+        # Its modules: encoder, pooling, unit length. The names up to release 5.3, which later ones read too.
+        named = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize"))
+        modules = [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for index, (name, path) in enumerate(named)
+        ]
+        _write_json(folder / MODULES, modules)
+        _write_json(folder / SENTENCE, {"max_seq_length": plan.max_tokens, "do_lower_case": False})
+        (folder / _POOLING).mkdir()
+        modes = {key: mode == state.model.pooling for key, mode in LEGACY.items()}
+        _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **modes})
+        _write_json(folder / MODEL, {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"})
     return WEIGHTS, HEAD

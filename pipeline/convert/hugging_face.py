@@ -164,7 +164,7 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
             expected="Transformer, Pooling and perhaps Normalize, of sentence-transformers",
             next_command="import a model of these modules",
         )
-    folder, pooling = (f"{found}/" if (found := folder_key(module.path)) else "" for module in modules[:2])
+    folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
     prompts = source.json(MODEL, _Model).prompts if source.has(MODEL) else {}
     used = ", ".join(f"{name} {text!r}" for name, text in sorted(prompts.items()) if text)
@@ -172,33 +172,28 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
     notes = [f"sentence-transformers puts a prompt before texts ({used}); trnpipe does not"] if used else []
     if "Normalize" not in kinds:
         notes.append("sentence-transformers leaves these vectors at their length; here they have length one")
+    found = source.json(f"{pooling}config.json", _Pooling)
+    extra = found.model_extra or {}
+    modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
+    mode = modes[0] if isinstance(modes, tuple) and len(modes) == 1 else modes
+    if mode not in POOLINGS:
+        raise ConfigError(
+            f"{source.where(f'{pooling}config.json')}: pooling {mode if isinstance(mode, str) else ' + '.join(mode)}",
+            expected="one of " + ", ".join(POOLINGS),
+            next_command="import a model with that pooling",
+        )
     return SentenceSettings(
         folder,
-        _pooling(source, f"{pooling}config.json"),
+        cast(Pooling, mode),
         sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
         sentence.do_lower_case,
         tuple(notes),
     )
 
 
-def _pooling(source: Source, name: str) -> Pooling:
-    found = source.json(name, _Pooling)
-    extra = found.model_extra or {}
-    modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
-    mode = modes[0] if isinstance(modes, tuple) and len(modes) == 1 else modes
-    if mode not in POOLINGS:
-        raise ConfigError(
-            f"{source.where(name)}: pooling {mode if isinstance(mode, str) else ' + '.join(mode)}",
-            expected="one of " + ", ".join(POOLINGS),
-            next_command="import a model with that pooling",
-        )
-    return cast(Pooling, mode)
-
-
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BERT = ("BertTokenizer", "BertTokenizerFast")
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_PROBE = ("A sample text", "")
 
 
 class TokenizerJson(_Foreign):
@@ -252,7 +247,8 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
             "strip_accents": config.strip_accents,
             "lowercase": config.do_lower_case,
         }
-    if lowercase and not _lower_cases(wanted):
+    parts_of_it = (wanted or {}).get("normalizers") or [wanted or {}]
+    if lowercase and not any(part.get("type") == "Lowercase" or part.get("lowercase") for part in parts_of_it):
         before = wanted["normalizers"] if wanted and wanted["type"] == "Sequence" else [wanted] if wanted else []
         wanted = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *before]}
     if wanted != content.get("normalizer"):
@@ -265,17 +261,12 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
     return ForeignTokenizer(tokenizer, None if longest is None or longest > 2**31 else int(longest), tuple(notes))
 
 
-def _lower_cases(normalizer: dict[str, Any] | None) -> bool:
-    parts = (normalizer or {}).get("normalizers") or [normalizer or {}]
-    return any(part.get("type") == "Lowercase" or part.get("lowercase") for part in parts)
-
-
 def _check_frame(tokenizer: TextTokenizer, where: str) -> None:
     """The tokens around a text must be ours: [CLS] before it and [SEP] after it."""
     theirs = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
     theirs.no_truncation()
     theirs.no_padding()
-    for text in _PROBE:
+    for text in ("A sample text", ""):
         found, expected = theirs.encode(text).ids, tokenizer.encode([text]).ids.tolist()
         if found != expected:
             raise ConfigError(

@@ -239,7 +239,14 @@ def store_import(
     workspace: Storage, model: ForeignModel, *, settings_hash: str, code_version: str, scratch: Path
 ) -> tuple[Checkpoint, bool]:
     """The verified checkpoint, and whether it was there already. `scratch`: an empty folder of one's own."""
-    parts = _identity(model)
+    parts = {  # what decides the checkpoint, by name
+        "origin": fingerprint(model.origin.fingerprint),
+        "tokenizer": fingerprint(model.tokenizer.fingerprint),
+        "model": fingerprint(model.config.model_dump(mode="json")),
+        "inputs": fingerprint(model.spec.model_dump(mode="json")),
+        "max_tokens": fingerprint(model.max_tokens),
+        "new_head": fingerprint(model.new_head),
+    }
     # Stands for a cycle: of the folder or file, and of the content, so that no two imports meet.
     last = re.sub(r"[^A-Za-z0-9_-]+", "-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"import-{last[:40] or 'model'}-{fingerprint(parts)[:8]}"
@@ -270,16 +277,3 @@ def store_import(
     snapshot = Snapshot(state, to_hf(model.weights), {}, described, model.tokenizer.data)  # no moments
     commit_snapshot(workspace, snapshot, scratch / "saving")
     return open_checkpoint(workspace, prefix, scratch / "verified"), False
-
-
-def _identity(model: ForeignModel) -> dict[str, str]:
-    """What decides the checkpoint, by name."""
-    parts = {
-        "origin": model.origin.fingerprint,
-        "tokenizer": model.tokenizer.fingerprint,
-        "model": model.config.model_dump(mode="json"),
-        "inputs": model.spec.model_dump(mode="json"),
-        "max_tokens": model.max_tokens,
-        "new_head": model.new_head,
-    }
-    return {part: fingerprint(value) for part, value in parts.items()}

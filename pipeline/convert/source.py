@@ -163,19 +163,19 @@ def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
 
     Raises CheckpointError naming the tensor or the code in the file that is refused.
     """
-    found = _from_safetensors(path, source) if path.name.endswith(SAFETENSORS_SUFFIX) else _from_torch(path, source)
+    found: Mapping[str, Tensor]
+    if path.name.endswith(SAFETENSORS_SUFFIX):
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{source}: {error}", expected="a safetensors file", next_command="copy it again, or export it again"
+            ) from error
+    else:
+        found = _from_torch(path, source)
     if not found:
         raise CheckpointError(f"{source} holds no tensor", expected="the weights of a model")
     return {name: _checked(name, tensor, source) for name, tensor in found.items() if not name.endswith(_COUNTERS)}
-
-
-def _from_safetensors(path: Path, source: str) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{source}: {error}", expected="a safetensors file", next_command="copy it again, or export it again"
-        ) from error
 
 
 def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:

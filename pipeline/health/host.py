@@ -8,7 +8,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -332,7 +332,23 @@ class HostChecks:
             groups.setdefault(disk.device, (disk, []))[1].append(place)
         for disk, places in groups.values():
             needed = sum(minimum_gib[purpose] for purpose in {place.purpose for place in places}) * GIB
-            yield _disk_result(disk, places, needed)
+            names = " + ".join(place.name for place in places)
+            figures = {"free_bytes": disk.free_bytes, "total_bytes": disk.total_bytes}
+            seen = f"{names}: {format_bytes(disk.free_bytes)} of {format_bytes(disk.total_bytes)} free"
+            if disk.free_bytes >= needed:
+                yield CheckResult("disk", Verdict.PASS, seen, figures=figures)
+                continue
+            folders = ", ".join(str(place.folder) for place in places)
+            if disk.total_bytes < needed:  # an empty one of this size would not do either
+                verdict = Verdict.FIX
+                advice = (
+                    "a larger volume in the launch template, or lower --health.min-free-cache-gib and"
+                    " --health.min-free-checkpoint-gib"
+                )
+            else:
+                verdict, advice = Verdict.RETRY, f"du -xh --max-depth=2 {places[0].folder} on that machine"
+            expected = f"at least {format_bytes(needed)}"
+            yield CheckResult("disk", verdict, f"{seen} at {folders}", expected, advice, figures)
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
         """A small object goes to the workspace and comes back. What denies it says so as an error."""
@@ -350,7 +366,13 @@ class HostChecks:
             self.workspace.delete([key])
             deleted = self.host.clock()
             ctx.doing = f"looking for probes of killed processes in {self.workspace.root}"
-            self.workspace.delete(self._old_probes())
+            found = [stat.key for stat in self.workspace.list(self.probes.rpartition("/")[0])]
+            # Keys hold the time they were written at.
+            times = {
+                one: one.removeprefix(self.probes).partition("-")[0] for one in found if one.startswith(self.probes)
+            }
+            oldest = time.time() - PROBE_LIFE_S
+            self.workspace.delete(one for one, text in times.items() if text.isdecimal() and int(text) < oldest)
         except BaseException:
             with suppress(TrnpipeError):  # the first error says more
                 self.after_stop.delete([key])
@@ -377,13 +399,6 @@ class HostChecks:
             )
         seen = f"{1000 * slowest:.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
-
-    def _old_probes(self) -> list[str]:
-        """Keys hold the time they were written at."""
-        folder = self.probes.rpartition("/")[0]
-        keys = [stat.key for stat in self.workspace.list(folder) if stat.key.startswith(self.probes)]
-        times = {key: key.removeprefix(self.probes).partition("-")[0] for key in keys}
-        return [key for key, text in times.items() if text.isdecimal() and int(text) < time.time() - PROBE_LIFE_S]
 
     @property
     def _needed_on_neuron(self) -> Verdict:
@@ -427,27 +442,6 @@ def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_ne
 
 def _is_port(text: str) -> bool:
     return text.isdecimal() and 0 < int(text) < 65_536
-
-
-def _disk_result(disk: Disk, places: Iterable[Place], needed: float) -> CheckResult:
-    names = " + ".join(place.name for place in places)
-    figures = {"free_bytes": disk.free_bytes, "total_bytes": disk.total_bytes}
-    seen = f"{names}: {format_bytes(disk.free_bytes)} of {format_bytes(disk.total_bytes)} free"
-    if disk.free_bytes >= needed:
-        return CheckResult("disk", Verdict.PASS, seen, figures=figures)
-    folders = ", ".join(str(place.folder) for place in places)
-    too_small = disk.total_bytes < needed
-    return CheckResult(
-        "disk",
-        Verdict.FIX if too_small else Verdict.RETRY,  # an empty one of this size would not do either
-        f"{seen} at {folders}",
-        f"at least {format_bytes(needed)}",
-        "a larger volume in the launch template, or lower --health.min-free-cache-gib and"
-        " --health.min-free-checkpoint-gib"
-        if too_small
-        else f"du -xh --max-depth=2 {folders.partition(',')[0]} on that machine",
-        figures,
-    )
 
 
 def _figure(limit: float) -> float | str:

@@ -313,7 +313,11 @@ def judge_devices(
     if instance.num_devices and len(found) > instance.num_devices:
         return result(Verdict.FIX, f"{len(found)} devices", next_command="correct the instance type in settings")
     for device in devices:
-        cores = _core_counts(device, instance)
+        # Right values of nc_count: logical cores, or physical ones as some versions count on trn2.
+        physical, told, cores = instance.device_cores, device.logical_neuroncore_config, set[int]()
+        if physical is not None:
+            configs = (told,) if told in instance.core_configs else instance.core_configs
+            cores = {physical // config for config in configs if config} | {physical}
         if cores and device.nc_count not in cores:
             seen = f"neuron{device.neuron_device} has {device.nc_count} cores"
             return result(Verdict.RETRY, seen, " or ".join(map(str, sorted(cores))), _ELSEWHERE)
@@ -369,15 +373,6 @@ def check_neuron_ls(
         return (without_answer(DEVICES, run, instance),)
     unmapped = numbered(sysfs, "neuron") - numbered(dev, "neuron")
     return judge_devices(devices, instance or NeuronInstance("this machine"), unmapped=unmapped), held
-
-
-def _core_counts(device: Device, instance: NeuronInstance) -> set[int]:
-    """Right values of nc_count: logical cores, or physical ones as some versions count on trn2."""
-    physical, told = instance.device_cores, device.logical_neuroncore_config
-    if physical is None:
-        return set()
-    configs = (told,) if told in instance.core_configs else instance.core_configs
-    return {physical // config for config in configs if config} | {physical}
 
 
 def _names(indices: Iterable[int]) -> str:

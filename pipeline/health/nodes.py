@@ -89,7 +89,22 @@ def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeRe
     """The same reports, annotated where a rank ran slower than its peers on all nodes."""
     reports = tuple(reports)
     slow = slow_ranks({rank: round_s for report in reports for rank, round_s in _rounds(report)}, ratio)
-    return tuple(replace(one, results=(*one.results, *_slow(one, slow, ratio))) for one in reports) if slow else reports
+    annotated = []
+    for report in reports:
+        # "Cores" that are this host's share its processors with each other and with whatever else runs.
+        shared = any(one.figures.get(SHARED) for one in report.results)
+        found = [
+            CheckResult(
+                "slow core",
+                Verdict.WARN if shared else Verdict.RETRY,
+                f"rank {rank} takes {slow[rank]:.1f} times as long as its peers for the same products",
+                f"at most {ratio:g} times",
+                "this job elsewhere; look for throttling and for other processes on that machine",
+            )
+            for rank in sorted({rank for rank, _ in _rounds(report)} & slow.keys())
+        ]
+        annotated.append(replace(report, results=(*report.results, *found)))
+    return tuple(annotated)
 
 
 def slow_ranks(round_s: Mapping[int, float], ratio: float) -> dict[int, float]:
@@ -110,19 +125,6 @@ def _rounds(report: NodeReport) -> Iterator[tuple[int, float]]:
         for name, value in result.figures.items() if result.name == BURN else ():
             if match := _RANK_ROUND.fullmatch(name):
                 yield int(match[1]), float(value)
-
-
-def _slow(report: NodeReport, slow: Mapping[int, float], ratio: float) -> Iterator[CheckResult]:
-    # "Cores" that are this host's share its processors with each other and with whatever else runs.
-    shared = any(one.figures.get(SHARED) for one in report.results)
-    for rank in sorted({rank for rank, _ in _rounds(report)} & slow.keys()):
-        yield CheckResult(
-            "slow core",
-            Verdict.WARN if shared else Verdict.RETRY,
-            f"rank {rank} takes {slow[rank]:.1f} times as long as its peers for the same products",
-            f"at most {ratio:g} times",
-            "this job elsewhere; look for throttling and for other processes on that machine",
-        )
 
 
 # An operation that is less exact than expected: a defect of one core, or all that such cores can do.
@@ -157,26 +159,27 @@ def with_shared_errors(reports: Sequence[NodeReport], num_ranks: int) -> tuple[N
 
     One rank alone cannot tell: its verdict stays.
     """
-    found = [_errors(result) for report in reports for result in report.results if _is_beyond(result)]
+    beyond = [result.figures for report in reports for result in report.results if _is_beyond(result)]
+    found = [{name: float(one[_error_figure(name)]) for name in str(one[BEYOND]).split(", ")} for one in beyond]
     if num_ranks < 2 or len(found) != num_ranks or any(one != found[0] for one in found):
         return tuple(reports)
-    (wrong, *_), shared = found, []
+    wrong = found[0]
     same = f"{_errors_text(wrong)}; the same on all {num_ranks} ranks"
+    if max(wrong.values()) > GROSS_ERROR:
+        verdict, seen = Verdict.FIX, f"{same}: no core but what runs on them"
+        advice = "compiler and its flags as in docs/neuron.md; then trnpipe parity against the CPU"
+    else:
+        verdict, seen = Verdict.WARN, f"{same}: a tolerance, not a defect"
+        advice = f"{_tolerances_flag(wrong)}, once trnpipe parity passes"
+    shared = []
     for report in reports:
         first = next((one for one in report.results if _is_beyond(one)), None)
         rest = [one for one in report.results if one is first or not _is_beyond(one)]
-        shared.append(
-            replace(report, results=tuple(_softened(one, wrong, same) if one is first else one for one in rest))
-        )
+        results = [
+            replace(one, verdict=verdict, seen=seen, next_command=advice) if one is first else one for one in rest
+        ]
+        shared.append(replace(report, results=tuple(results)))
     return tuple(shared)
-
-
-def _softened(result: CheckResult, wrong: Mapping[str, float], same: str) -> CheckResult:
-    if max(wrong.values()) > GROSS_ERROR:
-        fix = "compiler and its flags as in docs/neuron.md; then trnpipe parity against the CPU"
-        return replace(result, verdict=Verdict.FIX, seen=f"{same}: no core but what runs on them", next_command=fix)
-    advice = f"{_tolerances_flag(wrong)}, once trnpipe parity passes"
-    return replace(result, verdict=Verdict.WARN, seen=f"{same}: a tolerance, not a defect", next_command=advice)
 
 
 def _error_figure(operation: str) -> str:
@@ -186,10 +189,6 @@ def _error_figure(operation: str) -> str:
 
 def _is_beyond(result: CheckResult) -> bool:
     return result.name == OPERATIONS_CHECK and BEYOND in result.figures
-
-
-def _errors(result: CheckResult) -> dict[str, float]:
-    return {name: float(result.figures[_error_figure(name)]) for name in str(result.figures[BEYOND]).split(", ")}
 
 
 def _errors_text(errors: Mapping[str, float]) -> str:
@@ -213,7 +212,15 @@ def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) 
     if nodes.num_nodes == 1:
         return (mine,)
     texts, absent = nodes.exchange(phase, to_json(mine).encode(), timeout_s=wait_s)
-    reports = {rank: _report_of(rank, text) for rank, text in texts.items()}
+    reports: dict[int, NodeReport] = {}
+    for rank, text in texts.items():
+        try:
+            reports[rank] = from_json(text, f"the report of node {rank}")
+        except DataError as error:  # another version of us has written it, which is a fault of its own
+            expected = "a report as this version writes it"
+            advice = "name the image by its digest, so that all nodes run the same version"
+            fault = CheckResult("report", Verdict.FIX, one_line(error.seen), expected, advice)
+            reports[rank] = NodeReport(rank, NOT_SEEN, (fault,))
     for rank, reason in absent.items():
         report, seen = reports.get(rank, NodeReport(rank, NOT_SEEN, ())), one_line(f"no report, {reason}")
         expected = f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}"
@@ -223,14 +230,3 @@ def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) 
     if absent:
         nodes.fail(one_line(f"no report, {next(iter(absent.values()))}"))
     return tuple(reports[rank] for rank in sorted(reports))
-
-
-def _report_of(rank: int, text: bytes) -> NodeReport:
-    """One that cannot be read was written by another version of us, which is a fault of its own."""
-    try:
-        return from_json(text, f"the report of node {rank}")
-    except DataError as error:
-        expected = "a report as this version writes it"
-        advice = "name the image by its digest, so that all nodes run the same version"
-        fault = CheckResult("report", Verdict.FIX, one_line(error.seen), expected, advice)
-        return NodeReport(rank, NOT_SEEN, (fault,))

@@ -134,7 +134,12 @@ class RankChecks:
         check = partial(check_collectives, sizes_bytes=sizes)
         ctx.doing = "in a collective"
         if 1 < world.local_world_size < world.world_size:
-            yield (within := check(self._in_node(ranks)))
+            size = world.local_world_size
+            nodes = [range(first, first + size) for first in ranks.ranks[::size]]
+            groups = [dist.new_group(list(node)) for node in nodes]  # every rank makes all of them, as torch wants it
+            mine = world.rank // size
+            in_node = replace(ranks, ranks=nodes[mine], group=groups[mine], name="collectives in the node")
+            yield (within := check(in_node))
             if within.verdict > Verdict.PASS:
                 return  # the others name this rank
         yield (across := check(ranks, minimum_gb_s=minimum_gb_s))
@@ -146,14 +151,6 @@ class RankChecks:
             yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
         if process_group(self.backend_name):
             dist.destroy_process_group()  # nccl warns of a leak where a process ends without
-
-    def _in_node(self, ranks: Ranks) -> Ranks:
-        """The ranks of this node. Every rank makes the groups of all nodes, as torch wants it."""
-        size = self.world.local_world_size
-        nodes = [range(first, first + size) for first in ranks.ranks[::size]]
-        groups = [dist.new_group(list(node)) for node in nodes]
-        mine = self.world.rank // size
-        return replace(ranks, ranks=nodes[mine], group=groups[mine], name="collectives in the node")
 
 
 def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeReport:

@@ -69,8 +69,6 @@ BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 RECORD, SCORES, WORK = "record.json", "scores", "work"
 EVENTS, MARK, CYCLE = "events.jsonl", "run", "parity"
-SCORE_PARTS, VECTOR_PARTS = PARTS = ("scores", "vectors")
-"""Where rows lie, below the work of a side, until all are done."""
 SPLIT: Split = "valid"
 _POLL_S, _SAVE_EVERY_S = 0.2, 60.0
 
@@ -296,7 +294,13 @@ def record(task: SideTask, stop: StopSignal, console: Console) -> SideRecord:
         root, prefix = task.checkpoint
         source = open_storage(root, retry=task.settings.storage, stop=stop)
         checkpoint = open_checkpoint(source, prefix, task.shared_scratch / "parent")
-        inputs = _inputs(task, workspace, checkpoint)
+        # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
+        inputs = gather_inputs(workspace, task.token_sets, checkpoint, task.train, task.model, task.negatives)
+        selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
+        buckets = inputs.sets[0].info.buckets
+        mined = inputs.negatives.digest if inputs.negatives else ""
+        identity = identity_parts(task.train, task.model, inputs.spec, selection, buckets, checkpoint.digest, mined)
+        inputs = replace(inputs, selection=selection, identity=identity)
         if read_manifest(place, SCORES) is None:
             rows = open_rows(workspace, inputs.sets, SPLIT, task.scratch / "tokens")
             scores = _SideScorer(task, checkpoint, rows, inputs, place, stop, console).run()
@@ -313,16 +317,6 @@ def _check_label(task: SideTask, place: Storage, found: str) -> None:
             expected=f"nothing, or {task.label}",
             next_command="name another folder with --to, or delete that one",
         )
-
-
-def _inputs(task: SideTask, workspace: Storage, checkpoint: Checkpoint) -> RunInputs:
-    """All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same."""
-    inputs = gather_inputs(workspace, task.token_sets, checkpoint, task.train, task.model, task.negatives)
-    selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
-    buckets = inputs.sets[0].info.buckets
-    negatives = inputs.negatives.digest if inputs.negatives else ""
-    identity = identity_parts(task.train, task.model, inputs.spec, selection, buckets, checkpoint.digest, negatives)
-    return replace(inputs, selection=selection, identity=identity)
 
 
 def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSignal, console: Console) -> None:
@@ -383,7 +377,7 @@ def _finish(task: SideTask, place: Storage, inputs: RunInputs, scores: ScoreSet,
         finished=datetime.now(UTC),
     )
     place.write_bytes(RECORD, made.model_dump_json(indent=1).encode() + b"\n")
-    for name in ("checkpoints", *PARTS):
+    for name in ("checkpoints", "scores", "vectors"):  # rows lie in the last two until all are done
         place.delete_prefix(f"{WORK}/{name}/")
     console.info(f"parity: {task.side.name} is recorded in {place.root}")
     return made
@@ -459,8 +453,8 @@ class _SideScorer:
             backend.step_boundary(list(both.values()))
             return both
 
-        scored = self._score(backend, logits, order, SCORE_PARTS)
-        embedded = self._score(backend, pairs, self._sample(order), VECTOR_PARTS)
+        scored = self._score(backend, logits, order, "scores")
+        embedded = self._score(backend, pairs, self._sample(order), "vectors")
         info = ScoreInfo(
             role="parity",
             checkpoint=self.checkpoint.uri,

@@ -4,7 +4,7 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.backends import Backend, lazy_device_name
+from pipeline.backends import lazy_device_name
 from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
@@ -69,16 +69,6 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
-    _tell(ctx, backend, manifest, recorder)
-    if driven:
-        atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
-        return _result(ctx, manifest, started)
-    store_texts(ctx.workspace, recorder.texts)
-    return _publish(ctx, manifest, started)
-
-
-def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder: Recorder) -> None:
-    """One line a graph, and what the lint found."""
     for graph in manifest.graphs:
         shape = f"{graph.batch_size} x {graph.bucket}" if graph.bucket else "-"
         ctx.console.info(
@@ -89,6 +79,11 @@ def _tell(ctx: StageContext, backend: Backend, manifest: GraphManifest, recorder
         ctx.console.warn(f"more than one graph was compiled at {place}")
     for finding in (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators())):
         ctx.console.warn(str(finding))
+    if driven:
+        atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
+        return _result(ctx, manifest, started)
+    store_texts(ctx.workspace, recorder.texts)
+    return _publish(ctx, manifest, started)
 
 
 def _already(ctx: StageContext, known: GraphManifest, started: datetime) -> StageResult:

@@ -28,14 +28,24 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     models = find_models(settings, ctx, sets)
     inputs = models.inputs(settings, ctx, sets)
     earlier = ctx.earlier(NAME)
-    if earlier is not None and _still_holds(earlier, inputs) and not _left_to_do(settings, models, earlier):
-        standing = "promoted" if earlier.figures.get("promoted") else "passed, and not promoted"
-        ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
-        return earlier.model_copy(update={"status": "already_done"})
+    if earlier is not None:
+        promoted = bool(earlier.figures.get("promoted"))
+        # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
+        loose = {"code_version"} | ({"incumbent"} if promoted else set())
+        before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
+        # It passed, was not promoted, and now should be.
+        wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
+        if before == now and (promoted or not wanted):
+            standing = "promoted" if promoted else "passed, and not promoted"
+            ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
+            return earlier.model_copy(update={"status": "already_done"})
     known = load_report(ctx.workspace, ctx.cycle)
     if models.is_incumbent:
-        if earlier is None and known is not None and _promoted_by(models.pointer, known):
-            return _finish(settings, ctx, models, known, models.pointer, started)  # killed just before
+        pointer = models.pointer
+        judged = known and (known.candidate.digest, verdict_key(known.cycle))
+        if earlier is None and known and pointer and (pointer.digest, pointer.verdict) == judged:
+            # In production because of this report: killed just before the result.
+            return _finish(settings, ctx, models, known, pointer, started)
         return _nothing_new(ctx, models, inputs, earlier, started)
     report = known if known is not None and known.inputs == inputs else None
     if report is None:
@@ -47,25 +57,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     for line in table_lines(report):
         ctx.console.info(line)
     return _conclude(settings, ctx, models, report, started)
-
-
-def _still_holds(earlier: StageResult, inputs: dict[str, str]) -> bool:
-    """The same question was answered and acted on. What was promoted is the incumbent now, or has been."""
-    loose = {"code_version"} | ({"incumbent"} if earlier.figures.get("promoted") else set())
-    before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
-    return before == now
-
-
-def _left_to_do(settings: Settings, models: Models, earlier: StageResult) -> bool:
-    """It passed, was not promoted, and now should be."""
-    wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
-    return wanted and not earlier.figures.get("promoted")
-
-
-def _promoted_by(pointer: Pointer | None, report: EvaluationReport) -> bool:
-    """The candidate of this report is in production because of it."""
-    judged = report.candidate.digest
-    return pointer is not None and (pointer.digest, pointer.verdict) == (judged, verdict_key(report.cycle))
 
 
 def _report_uri(ctx: StageContext) -> str:

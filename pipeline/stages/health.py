@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,25 +39,20 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        return _result(ctx, [_check_rank(settings, ctx, Path(folder))], started)
+        from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
+
+        seed = zlib.crc32(ctx.cycle.encode())  # of all nodes; another one in each cycle
+        checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
+        report = report_rank(checks, Path(folder), ctx.stop)
+        if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when a peer is gone
+            sys.stdout.flush()
+            os._exit(EXIT_OK)  # the report says the rest
+        return _result(ctx, (report,), started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded() as temporary:
         reports = _Node(settings, ctx, nodes).check(temporary)
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
-
-
-def _check_rank(settings: Settings, ctx: StageContext, folder: Path) -> NodeReport:
-    """Ends the process where something is wrong: a thread may hang, and gloo aborts when a peer is gone."""
-    from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
-
-    seed = zlib.crc32(ctx.cycle.encode())  # of all nodes; another one in each cycle
-    checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
-    report = report_rank(checks, folder, ctx.stop)
-    if report.verdict >= Verdict.RETRY:
-        sys.stdout.flush()
-        os._exit(EXIT_OK)  # the report says the rest
-    return report
 
 
 class _Node:
@@ -72,13 +66,20 @@ class _Node:
 
     def check(self, temporary: Path) -> Reports:
         """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
-        tools, with_ranks = self._tools(), self._config.wants("cores", "collectives")
-        host_limit_s, limit_s = (
-            tools_limit_s(tools, self._config),
-            ranks_limit_s(self._config, on_neuron=self._on_neuron),
+        # Tools of what this machine should be; no Neuron tool is expected on any other.
+        expected = self._config.expected_instance or self._identity.instance_type
+        tools = tool_checks(
+            neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None,
+            self._config,
+            num_nodes=self._ctx.world.world_size,
+            processes=self._settings.launch.processes,
+            on_neuron=self._on_neuron,
         )
+        with_ranks = self._config.wants("cores", "collectives")
+        host_limit_s = tools_limit_s(tools, self._config)
         reports = self._meet("hosts", self._host(tools), host_limit_s, is_last=not with_ranks)
         if with_ranks:
+            limit_s = ranks_limit_s(self._config, on_neuron=self._on_neuron)
             reports = self._meet("ranks", self._ranks(temporary / "ranks", limit_s), limit_s, is_last=True)
         return reports
 
@@ -108,17 +109,6 @@ class _Node:
             if (error := gang_error([self._report])) is not None:
                 raise error from None
             raise
-
-    def _tools(self) -> tuple[Check, ...]:
-        """For what this machine should be; no Neuron tool is expected on any other."""
-        expected = self._config.expected_instance or self._identity.instance_type
-        return tool_checks(
-            neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None,
-            self._config,
-            num_nodes=self._ctx.world.world_size,
-            processes=self._settings.launch.processes,
-            on_neuron=self._on_neuron,
-        )
 
     def _host(self, tools: tuple[Check, ...]) -> Results:
         settings, ctx, rank = self._settings, self._ctx, self._ctx.world.node_rank
@@ -170,8 +160,7 @@ class _TimeLimit(StopSignal):
         return self.is_set()
 
 
-def _result(ctx: StageContext, reports: Iterable[NodeReport], started: datetime) -> StageResult:
-    reports = tuple(reports)
+def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResult:
     figures: dict[str, Figure] = {
         "nodes": len(reports),
         "checks": sum(len(report.results) for report in reports),

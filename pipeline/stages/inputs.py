@@ -18,21 +18,13 @@ def find_parent(settings: Settings, ctx: StageContext) -> Checkpoint | None:
     if settings.train.start != "incumbent":
         place = start_place(settings.train.start, settings, ctx.workspace)
         return None if place is None else open_checkpoint(*place, cache_dir)
-    prefix = _pinned_incumbent(settings, ctx)
-    return None if prefix is None else open_checkpoint(ctx.workspace, prefix, cache_dir)
-
-
-def _pinned_incumbent(settings: Settings, ctx: StageContext) -> str | None:
-    """The model that was promoted when this cycle first mined negatives or trained.
-
-    A promotion in between, even of this very cycle, must not change what a later attempt starts from. The first writer
-    wins, so all ranks agree.
-    """
+    # The model that was promoted when this cycle first mined negatives or trained: a promotion in between, even of this
+    # very cycle, must not change what a later attempt starts from. The first writer wins, so all ranks agree.
     key = f"cycles/{ctx.cycle}/train/parent.json"
     pin = json.dumps({"checkpoint": incumbent_prefix(ctx.workspace, settings.model_name)})
     ctx.workspace.write_if_absent(key, pin.encode())
     pinned = json.loads(ctx.workspace.read_bytes(key))["checkpoint"]
-    return None if pinned is None else str(pinned)
+    return None if pinned is None else open_checkpoint(ctx.workspace, str(pinned), cache_dir)
 
 
 @dataclass(frozen=True)
