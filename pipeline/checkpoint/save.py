@@ -99,36 +99,34 @@ class CheckpointWriter:
 
     def _saved(self, snapshot: Snapshot) -> bool:
         """Save and tell; False when it failed in an expected way."""
-        step = snapshot.state.step
+        step, store, size_bytes = snapshot.state.step, self._store, 0
         started = time.monotonic()
         try:
-            size_bytes = self._save(snapshot)
+            is_whole = False
+            if step in store.steps():
+                try:
+                    store.open(step)
+                    is_whole = True  # an earlier attempt saved these very bytes
+                except CheckpointError:
+                    store.delete(step)
+            if not is_whole:
+                folder = self._staging / f"step-{step}"
+                manifest = commit_snapshot(store.storage, snapshot, folder, before_commit=self._before_commit)
+                size_bytes = manifest.size_bytes
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
-            self._store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
+            store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
             return False
         self.last_saved, self.failure = step, ""
-        self._store.emit(
+        store.emit(
             EventName.CHECKPOINT_SAVED,
             step=step,
-            prefix=prefix_of(self._store.cycle, step),
+            prefix=prefix_of(store.cycle, step),
             size_bytes=size_bytes,
             seconds=round(time.monotonic() - started, 3),
         )
         return True
-
-    def _save(self, snapshot: Snapshot) -> int:
-        step = snapshot.state.step
-        if step in self._store.steps():
-            try:
-                self._store.open(step)
-                return 0  # an earlier attempt saved these very bytes
-            except CheckpointError:
-                self._store.delete(step)
-        return commit_snapshot(
-            self._store.storage, snapshot, self._staging / f"step-{step}", before_commit=self._before_commit
-        ).size_bytes
 
     def _prune(self, snapshot: Snapshot) -> None:
         """Delete what retention lets go. A failure leaves the save as it is; the next one prunes again."""

@@ -73,8 +73,6 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
 
 
 class CheckpointStore:
-    """The checkpoints of one cycle."""
-
     def __init__(self, storage: Storage, cycle: str, *, cache_dir: Path, emit: Emit) -> None:
         self.storage = storage
         self.cycle = cycle

@@ -206,8 +206,6 @@ class Scored:
 
 @dataclass
 class Baselines:
-    """The baselines of one evaluation."""
-
     settings: Settings
     ctx: StageContext
     sets: list[TokenSet]

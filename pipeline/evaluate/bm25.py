@@ -84,7 +84,6 @@ class Ranked:
     scores: Float64s
 
     def part(self, start: int, stop: int) -> "Ranked":
-        """Queries `start` to `stop`."""
         return Ranked(self.items[start:stop], self.scores[start:stop])
 
 

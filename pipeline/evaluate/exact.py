@@ -81,9 +81,15 @@ class ExactTopK:
             if k <= scores.shape[1] and bool((self._items[part, -1] < 0).any()):
                 # Those below the k best of this block by more than both can be off are not among the k best either.
                 least = torch.maximum(least, torch.topk(scores, k, dim=1).values[:, -1].double() - 2 * slack)
-            row, column = _at_least(scores, least.float())
-            rows.append(row)
-            columns.append(column + start)
+            # Those that reach the least of their query, columns ascending within a row: groups first, then inside them.
+            least = least.float()[:, None]
+            whole = scores.shape[1] - scores.shape[1] % _GROUP
+            grouped = scores[:, :whole].reshape(len(scores), -1, _GROUP)
+            row, group = torch.nonzero(grouped.amax(dim=2) >= least, as_tuple=True)
+            hit, place = torch.nonzero(grouped[row, group] >= least[row], as_tuple=True)
+            last_row, last = torch.nonzero(scores[:, whole:] >= least, as_tuple=True)
+            rows.append(torch.cat([row[hit], last_row]))
+            columns.append(torch.cat([group[hit] * _GROUP + place, last + whole]) + start)
             if sum(map(len, rows)) >= k * len(queries):  # a higher least score is worth the merge
                 self._take_in(part, first, items, torch.cat(rows), torch.cat(columns))
                 rows, columns = [], []
@@ -126,16 +132,6 @@ def exact_scores(queries: Float32s, items: Float32s) -> Float64s:
     _check(queries, "query")
     _check(items, "item")
     return (_whole(torch.from_numpy(queries)) * _whole(torch.from_numpy(items))).sum(dim=1).numpy()
-
-
-def _at_least(scores: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of scores [R, n] that reach their row's `least` [R], columns ascending within a row."""
-    whole = scores.shape[1] - scores.shape[1] % _GROUP
-    grouped = scores[:, :whole].reshape(len(scores), -1, _GROUP)
-    row, group = torch.nonzero(grouped.amax(dim=2) >= least[:, None], as_tuple=True)
-    hit, place = torch.nonzero(grouped[row, group] >= least[row][:, None], as_tuple=True)
-    last_row, last = torch.nonzero(scores[:, whole:] >= least[:, None], as_tuple=True)
-    return torch.cat([row[hit], last_row]), torch.cat([group[hit] * _GROUP + place, last + whole])
 
 
 def _first_k(scores: Tensor, items: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -109,28 +109,23 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
     check_data(candidate, sets, "candidate", "prepare the data with its settings, or name another --evaluate.candidate")
     found = read_pointer(ctx.workspace, settings.model_name)
     pointer = found[0] if found else None
-    compared = _compared(settings, ctx, pointer)
+    compared, named, cache = None, config.incumbent, ctx.scratch / "incumbent"
+    if named not in (NONE, PRODUCTION):
+        compared = open_checkpoint(*locate(named, settings, ctx.workspace), cache)
+    elif named == PRODUCTION and pointer is not None:
+        try:
+            compared = open_checkpoint(ctx.workspace, pointer.checkpoint, cache)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"what is in production cannot be opened: {error.seen}",
+                expected=error.expected,
+                next_command="trnpipe registry rollback; or --evaluate.incumbent none with --evaluate.force-reason"
+                " TEXT",
+            ) from error
     if compared is not None:
         hint = "--evaluate.incumbent none, and --evaluate.force-reason to promote on record"
         check_data(compared, sets, "incumbent", hint)
     return Models(candidate, in_workspace, pointer, compared, config.incumbent == PRODUCTION or pointer is None)
-
-
-def _compared(settings: Settings, ctx: StageContext, pointer: Pointer | None) -> Checkpoint | None:
-    named = settings.evaluate.incumbent
-    if named == NONE or (named == PRODUCTION and pointer is None):
-        return None
-    cache = ctx.scratch / "incumbent"
-    if named != PRODUCTION or pointer is None:
-        return open_checkpoint(*locate(named, settings, ctx.workspace), cache)
-    try:
-        return open_checkpoint(ctx.workspace, pointer.checkpoint, cache)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"what is in production cannot be opened: {error.seen}",
-            expected=error.expected,
-            next_command="trnpipe registry rollback; or --evaluate.incumbent none with --evaluate.force-reason TEXT",
-        ) from error
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:

@@ -58,7 +58,6 @@ class ModelReport(Record):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics of rows and of retrieval by name."""
         return self.metrics.values | (self.retrieval.values if self.retrieval else {})
 
 
@@ -139,7 +138,6 @@ _NOTHING = "-"
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
-    """The table, hybrid search, the slices, the verdict."""
     baselines = [one for one in report.baselines if not one.missing]
     # Each end of an interval holds alone with the one-sided confidence, so both together with less.
     interval = f"{2 * report.verdict.confidence - 1:.0%} interval"

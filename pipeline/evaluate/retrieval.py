@@ -68,11 +68,19 @@ def search(
     embedded = list(counted(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
     queries = [_cut(whole, width) for width in widths]
+    firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
+
+    def items() -> Iterator[Tokens]:
+        for first, window in task.items(lambda number: number % world.world_size == world.rank):
+            firsts.append(first)
+            yield window
+
     failure, best = "", []
     try:
         best = [ExactTopK(one, k) for one in queries]
-        for first, vectors in _vectors_of(task, embed, lambda number: number % world.world_size == world.rank):
+        for vectors in embed(items()):
             stop.raise_if_set("searching the catalogue")
+            first = firsts.popleft()
             for nearest, width in zip(best, widths, strict=True):
                 nearest.add(first, _cut(vectors, width))
             advance(len(vectors) * world.world_size)
@@ -87,8 +95,8 @@ def search(
         merged = ExactTopK(one, k)
         for _, pairs in found:
             merged.merge(*pairs[place])
-        scores, items = merged.found()
-        ranked.append(Ranked(items, scores))
+        scores, numbers = merged.found()
+        ranked.append(Ranked(numbers, scores))
     return ranked
 
 
@@ -96,34 +104,19 @@ def _cut(vectors: Float32s, width: int) -> Float32s:
     return shorten_vectors(vectors, width or vectors.shape[1])
 
 
-def _vectors_of(task: RetrievalTask, embed: Embed, mine: Callable[[int], bool]) -> Iterator[tuple[int, Float32s]]:
-    """Windows of item vectors; the embedder reads ahead, so the numbers wait for their vectors."""
-    firsts: deque[int] = deque()
-
-    def tokens() -> Iterator[Tokens]:
-        for first, window in task.items(mine):
-            firsts.append(first)
-            yield window
-
-    for vectors in embed(tokens()):
-        yield firsts.popleft(), vectors
-
-
-# Vectors of texts with the encoder of a checkpoint, opened when the first text comes.
-
-
+@dataclass
 class Vectors:
-    """Windows of texts to unit vectors [n, D]."""
+    """Windows of texts to unit vectors [n, D], with the encoder of a checkpoint: opened when the first text comes."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, backend: Backend, config: EmbedConfig, watch: GraphWatch, stop: StopSignal
-    ) -> None:
-        self._checkpoint, self._backend, self._config = checkpoint, backend, config
-        self._watch, self._stop = watch, stop
+    checkpoint: Checkpoint
+    backend: Backend
+    config: EmbedConfig
+    watch: GraphWatch
+    stop: StopSignal
 
     @cached_property
     def _embedder(self) -> Embedder:
-        return open_embedder(self._checkpoint, self._backend, self._config, self._watch, stop=self._stop)
+        return open_embedder(self.checkpoint, self.backend, self.config, self.watch, stop=self.stop)
 
     def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
         return self._embedder.stream(windows)

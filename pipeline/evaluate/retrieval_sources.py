@@ -38,8 +38,6 @@ class Queries:
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """What is searched for, and where."""
-
     queries: Queries
     tuning: Queries | str
     """Queries of the valid split, from which the weight of hybrid search is chosen; or why there are none."""
@@ -82,8 +80,6 @@ _OPTIONAL_TEXT = "text"
 
 @dataclass(frozen=True)
 class CatalogueFile:
-    """The files of a catalogue."""
-
     config: RetrievalConfig
     files: Files
 
@@ -169,13 +165,14 @@ class CatalogueFile:
         if config.text in names or config.text != _OPTIONAL_TEXT:
             pairs.append(("text", config.text))
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
-        return match_columns(pairs, names, uri, self._setting).only(fields)
 
-    def _setting(self, field: str) -> str:
-        name = field.replace("_", "-")
-        if field.startswith(FILTER):
-            name = "queries" if field.removeprefix(FILTER) in self.config.queries else "valid-queries"
-        return f"--evaluate.retrieval.{name}"
+        def setting(field: str) -> str:
+            name = field.replace("_", "-")
+            if field.startswith(FILTER):
+                name = "queries" if field.removeprefix(FILTER) in config.queries else "valid-queries"
+            return f"--evaluate.retrieval.{name}"
+
+        return match_columns(pairs, names, uri, setting).only(fields)
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,6 @@ def _find_leak(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of one rank."""
-
     settings: Settings
     ctx: StageContext
     models: Models
@@ -193,7 +191,6 @@ class Evaluation:
     baselines: Baselines
 
     def run(self) -> EvaluationReport | None:
-        """Score, search and judge. Raises Preempted with what is done saved."""
         ours = self._side("candidate", self.models.candidate)
         theirs = None if self.models.compared is None else self._side("incumbent", self.models.compared)
         if not self.ctx.world.is_main:

@@ -139,7 +139,6 @@ class PartStore:
         return place, found
 
     def commit(self, start: int, arrays: Arrays) -> None:
-        """Publish the rows from `start` on."""
         folder = self.scratch / "part"
         stage_arrays(folder, FILE, arrays)
         fields = {"start": start, "stop": start + len(next(iter(arrays.values())))}
@@ -278,7 +277,6 @@ def joined(parts: list[Arrays]) -> Arrays:
 
 
 def by_sample_id(parts: list[Arrays]) -> Arrays:
-    """Rows of all parts, so that nothing depends on how they were cut."""
     every = joined(parts)
     ascending = np.argsort(every["sample_id"], kind="stable")
     return {name: values[ascending] for name, values in every.items()}

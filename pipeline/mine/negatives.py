@@ -34,8 +34,6 @@ class NegativesInfo(Record):
 
 @dataclass(frozen=True)
 class NegativeSet:
-    """Committed negatives."""
-
     prefix: str
     info: NegativesInfo
     digest: str

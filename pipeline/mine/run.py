@@ -62,13 +62,11 @@ class Parts:
         return first, min(self.total, first + self.rows_per_part)
 
     def done(self) -> set[int]:
-        """Numbers of the pieces that are committed."""
         root = join_key(self.prefix, self.kind)
         names = (name for name in self.workspace.list_dirs(root) if name.isdecimal())
         return {int(name) for name in names if read_manifest(self.workspace, join_key(root, name)) is not None}
 
     def commit(self, index: int, array: npt.NDArray[np.generic], fields: Mapping[str, int] | None = None) -> None:
-        """Publish the rows of a piece."""
         folder = empty_folder(self.scratch / self.kind)
         np.save(folder / "part.npy", array)
         commit_dir(self.workspace, folder, self._key(index), kind=f"mined-{self.kind}", fields=dict(fields or {}))
@@ -131,7 +129,17 @@ def vector_search(
     Memory: vectors of a piece of queries, their `depth` best, and one chunk of items; the items' vectors are mapped.
     Raises Preempted.
     """
-    _make_vectors(parts, items, stop, worker, workers)
+    # This worker's share of the pieces, then whatever is missing: no worker waits for another that may be dead, at the
+    # price that some pieces are made twice at the end.
+    count, done = len(parts), parts.done()
+    own = worker * count // workers, (worker + 1) * count // workers
+    with progress("vectors of products", parts.total, "products") as advance:
+        for index in [*range(own[0], count), *range(own[0])]:
+            first_item, end_item = parts.rows(index)
+            if index not in done and (own[0] <= index < own[1] or index not in parts.done()):
+                stop.raise_if_set(f"embedding products; {_KEPT}")
+                parts.commit(index, items(first_item, end_item))
+            advance(end_item - first_item)
     maps: dict[int, Float32s] = {}
 
     def chunks() -> Iterator[tuple[int, Float32s]]:
@@ -158,24 +166,6 @@ def vector_search(
         return Candidates(scores / UNIT, found, best / UNIT)
 
     return search
-
-
-def _make_vectors(parts: Parts, items: Vectors, stop: StopSignal, worker: int, workers: int) -> None:
-    """Vectors of all items: this worker's share of the pieces, then whatever is missing.
-
-    So no worker waits for another that may be dead; the price is that some pieces are made twice at the end.
-    """
-    count = len(parts)
-    first = worker * count // workers
-    done = parts.done()
-    with progress("vectors of products", parts.total, "products") as advance:
-        for index in [*range(first, count), *range(first)]:
-            start, end = parts.rows(index)
-            is_own = first <= index < (worker + 1) * count // workers
-            if index not in done and (is_own or index not in parts.done()):
-                stop.raise_if_set(f"embedding products; {_KEPT}")
-                parts.commit(index, items(start, end))
-            advance(end - start)
 
 
 def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], depth: int, stop: StopSignal) -> Search:

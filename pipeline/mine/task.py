@@ -7,6 +7,7 @@ each judged pair after.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.tokens import TokenSet, select_partitions
 from pipeline.embed.plan import longest_text
@@ -42,13 +43,11 @@ class Judged:
     positive: Bools
 
     def part(self, start: int, stop: int) -> "Judged":
-        """Of queries `start` to `stop`."""
         first, last = self.offsets[start], self.offsets[stop]
         return Judged(self.offsets[start : stop + 1] - first, self.items[first:last], self.positive[first:last])
 
     @property
     def query(self) -> Int64s:
-        """Which query each item belongs to."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def holds(self, items: Int64s) -> Bools:
@@ -133,13 +132,11 @@ class MiningTask:
         return len(self.products)
 
     def queries(self, start: int, stop: int) -> Tokens:
-        """Texts of queries `start` to `stop`."""
         pools, numbers = locate(self.rows.sizes, self.query_row[start:stop])
         arrays = self.rows.read(pools, numbers, len(self.rows.sizes) - 1, ("query",))
         return to_tokens(arrays["query"], self.rows.pad_id)
 
     def items(self, start: int, stop: int) -> Tokens:
-        """Texts of items `start` to `stop`."""
         return self.products.tokens(start, stop)
 
     def item_texts(self, tokenizer: bytes, stop: StopSignal) -> Iterator[str]:
@@ -166,7 +163,18 @@ def make_task(
 
     What is judged in any partition is no negative. Raises Preempted.
     """
-    table = _read(rows, stop)
+    # Query, hash of the product, gain and partition of every row, in the order of their numbers.
+    types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
+    parts: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
+    with progress("reading judgements", sum(rows.sizes), "rows") as advance:
+        for bucket, numbers in rows.blocks():
+            stop.raise_if_set("reading judgements")
+            arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, tuple(types))
+            arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
+            for name, values in arrays.items():
+                parts[name].append(values)
+            advance(len(numbers))
+    table = {name: np.concatenate(found) for name, found in parts.items()}
     positive = table["gain"] >= np.float32(positive_gain)
     asked = np.unique(table["query_id"][positive])
     asked = asked[np.isin(asked, table["query_id"][np.isin(table["partition"], partitions)])]
@@ -175,34 +183,14 @@ def make_task(
     first = order[np.searchsorted(table["query_id"], asked, sorter=order)]
     place = np.minimum(np.searchsorted(asked, table["query_id"]), max(0, len(asked) - 1))
     mine = asked[place] == table["query_id"] if len(asked) else np.zeros(len(order), dtype=np.bool_)
-    items = products.numbers_of(table["product"][mine])
-    return MiningTask(rows, asked, first, products, _judged(place[mine], items, positive[mine], len(asked)))
-
-
-def _judged(query: Int64s, items: Int64s, positive: npt.NDArray[np.bool_], num_queries: int) -> Judged:
-    """Pairs that came several times count once, as positive when one of them is."""
+    query, items, positive = place[mine], products.numbers_of(table["product"][mine]), positive[mine]
+    # Pairs that came several times count once, as positive when one of them is.
     order = np.lexsort((~positive, items, query))
     query, items, positive = query[order], items[order], positive[order]
     new = items != NONE
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=num_queries))]).astype(np.int64)
-    return Judged(offsets, items[new], positive[new])
-
-
-def _read(rows: TokenRows, stop: StopSignal) -> Arrays:
-    """Query, hash of the product, gain and partition of every row, in the order of their numbers."""
-    fields = ("query_id", "product", "gain", "partition")
-    parts: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in fields}
-    with progress("reading judgements", sum(rows.sizes), "rows") as advance:
-        for bucket, numbers in rows.blocks():
-            stop.raise_if_set("reading judgements")
-            arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, fields)
-            arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
-            for name, values in arrays.items():
-                parts[name].append(values)
-            advance(len(numbers))
-    types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
-    return {name: np.concatenate([np.zeros(0, dtype=types[name]), *found]) for name, found in parts.items()}
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(asked)))]).astype(np.int64)
+    return MiningTask(rows, asked, first, products, Judged(offsets, items[new], positive[new]))
 
 
 # From the best products of each query to its hard negatives. Pure. The margins are those of Moreira et al.,
@@ -245,7 +233,12 @@ def choose_negatives(found: Candidates, judged: Judged, config: MineConfig) -> t
     is_judged = judged.holds(found.items)
     unjudged = real & ~is_judged
     passed = unjudged & (np.cumsum(unjudged, axis=1) <= config.skip_top)
-    above = unjudged & ~passed & (found.scores > _ceiling(found.best_positive, config)[:, None])
+    ceiling, best = np.full(len(found.items), np.inf), found.best_positive  # the highest score of a negative, [Q]
+    if config.relative_margin is not None:
+        ceiling = np.minimum(ceiling, best - config.relative_margin * np.abs(best))
+    if config.absolute_margin is not None:
+        ceiling = np.minimum(ceiling, best - config.absolute_margin)
+    above = unjudged & ~passed & (found.scores > ceiling[:, None])
     left = unjudged & ~passed & ~above
     left &= np.cumsum(left, axis=1) <= config.negatives_per_query
     negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
@@ -253,13 +246,3 @@ def choose_negatives(found: Candidates, judged: Judged, config: MineConfig) -> t
     negatives[query, (np.cumsum(left, axis=1) - 1)[query, place]] = found.items[query, place]
     counts = (len(negatives), left, is_judged, passed, above)
     return negatives, Counts(*(int(np.sum(count)) for count in counts))
-
-
-def _ceiling(best_positive: Float64s, config: MineConfig) -> Float64s:
-    """The highest score of a negative, [Q]."""
-    ceiling = np.full(len(best_positive), np.inf)
-    if config.relative_margin is not None:
-        ceiling = np.minimum(ceiling, best_positive - config.relative_margin * np.abs(best_positive))
-    if config.absolute_margin is not None:
-        ceiling = np.minimum(ceiling, best_positive - config.absolute_margin)
-    return ceiling

@@ -70,7 +70,9 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
     """
     result: dict[str, Tensor] = {}
-    weights = _without_scaling(template) | dict(weights)
+    # Scale and shift of features as models had them before they were kept: none.
+    fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
+    weights = {name: fill(template[name].shape) for name, fill in fills.items() if name in template} | dict(weights)
     for name, tensor in _expected(template).items():
         found = weights.get(name)
         if found is None or found.shape != tensor.shape:
@@ -94,18 +96,18 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     return result
 
 
-def _without_scaling(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scale and shift of features as models had them before they were kept: none."""
-    fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
-    return {name: fill(template[name].shape) for name, fill in fills.items() if name in template}
-
-
 def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
     """The encoder's part of a foreign BERT/MiniLM checkpoint (with or without the `bert.` prefix), in our names.
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
     """
-    prefixed = _renamed(weights, lambda name: PREFIX + _modern(name.removeprefix(PREFIX)), source)
+
+    def modern(name: str) -> str:
+        for old, new in _OLD_NORM.items():  # layer norms of checkpoints converted from TensorFlow
+            name = name.replace(old, new)
+        return PREFIX + name.removeprefix(PREFIX)
+
+    prefixed = _renamed(weights, modern, source)
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
     known = _expected(encoder).keys()
     unknown = sorted(n for n in prefixed.keys() - known if not n.removeprefix(PREFIX).startswith(_OPTIONAL))
@@ -157,13 +159,6 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
             )
         result[new] = tensor
     return result
-
-
-def _modern(name: str) -> str:
-    """Layer norms of checkpoints converted from TensorFlow are called gamma and beta."""
-    for old, new in _OLD_NORM.items():
-        name = name.replace(old, new)
-    return name
 
 
 def hf_config(config: ModelConfig, spec: InputSpec) -> str:

@@ -193,5 +193,4 @@ def start_values(config: LossConfig) -> dict[str, Tensor]:
 
 
 def temperature_of(log_scale: Tensor) -> Tensor:
-    """fp32 [1] -> [1]."""
     return torch.exp(-log_scale)

@@ -80,7 +80,6 @@ class Gang:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world.world_size > 1:
             with _peers("waiting for the other ranks"):
                 dist.barrier()

@@ -27,17 +27,17 @@ class Interface:
     name: str
     address: str
 
-    @property
-    def is_reachable(self) -> bool:
-        """Whether another machine can be answered from it."""
-        address = ipaddress.IPv4Address(self.address)
-        return not (_LOCAL_ONLY.fullmatch(self.name) or address.is_link_local or address.is_loopback)
-
 
 def own_interface() -> Interface:
     """The interface of the default route; the first reachable one where there is no such route. Raises ConfigError."""
     routes = ROUTES.read_text() if ROUTES.exists() else ""  # Linux alone has it
-    return choose_interface(_interfaces(), default_routes(routes))
+    found = [
+        Interface(name, address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
+    return choose_interface(found, default_routes(routes))
 
 
 def own_address() -> str:
@@ -51,7 +51,11 @@ def choose_interface(found: Sequence[Interface], routed: Sequence[str]) -> Inter
     The order of the system says nothing: in a task of Amazon ECS the link to the agent (169.254.172.0/22) comes before
     the interface of the task. Raises ConfigError when no interface is reachable from other machines.
     """
-    reachable = [interface for interface in found if interface.is_reachable]
+    reachable = []  # from other machines
+    for interface in found:
+        address = ipaddress.IPv4Address(interface.address)
+        if not (_LOCAL_ONLY.fullmatch(interface.name) or address.is_link_local or address.is_loopback):
+            reachable.append(interface)
     for name in routed:
         for interface in reachable:
             if interface.name == name:
@@ -91,17 +95,7 @@ def gang_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[
 
 
 def has_efa(devices: Path = EFA_DEVICES) -> bool:
-    """Whether this container has EFA devices."""
     return any(devices.glob("uverbs*"))
-
-
-def _interfaces() -> list[Interface]:
-    return [
-        Interface(name, address.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-    ]
 
 
 # Where the nodes of one run meet: this machine alone, or the nodes of an AWS Batch multi-node job.

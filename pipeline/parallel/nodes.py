@@ -49,7 +49,16 @@ class Nodes:
         self.storage.write_bytes(self._key(f"{phase}/node-{self.rank}.{'yes' if mine else 'no'}"), b"")
         limit_s = min(timeout_s, self.timeout_s)
         deadline, poll_s = self.clock() + limit_s, FIRST_POLL_S
-        while len(answers := self._answers(phase)) < self.num_nodes:
+        while True:
+            names = self._names()
+            answers = {
+                rank: f"{phase}/node-{rank}.yes" in names
+                for rank in range(self.num_nodes)
+                if names & {f"{phase}/node-{rank}.yes", f"{phase}/node-{rank}.no"}
+            }
+            if len(answers) == self.num_nodes:  # what failed after all had come is for the next phase
+                return any(answers.values())
+            self._raise_for_failed(names)
             missing = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in answers)
             if self.clock() > deadline:
                 raise TransientError(
@@ -60,7 +69,6 @@ class Nodes:
             if self.stop.wait(min(poll_s, limit_s)):
                 self.stop.raise_if_set(f"waiting for node {missing}")
             poll_s = min(MAX_POLL_S, poll_s * 1.5)
-        return any(answers.values())
 
     def exchange(self, phase: str, mine: bytes, *, timeout_s: float) -> tuple[dict[int, bytes], dict[int, str]]:
         """(what each node brings to this phase, by rank; of those that did not come in time, why).
@@ -82,7 +90,6 @@ class Nodes:
         return found, failed or dict.fromkeys(absent, late)
 
     def fail(self, reason: str) -> None:
-        """End the wait of the other nodes."""
         self.storage.write_bytes(self._key(f"node-{self.rank}.failed"), reason.encode())
 
     def check(self) -> None:
@@ -102,18 +109,6 @@ class Nodes:
                 except Exception as second:
                     error.add_note(f"and the other nodes could not be told: {second}")
             raise
-
-    def _answers(self, phase: str) -> dict[int, bool]:
-        """What each node that is there has answered."""
-        names = self._names()
-        answers = {
-            rank: f"{phase}/node-{rank}.yes" in names
-            for rank in range(self.num_nodes)
-            if names & {f"{phase}/node-{rank}.yes", f"{phase}/node-{rank}.no"}
-        }
-        if len(answers) < self.num_nodes:  # what failed after all had come is for the next phase
-            self._raise_for_failed(names)
-        return answers
 
     def _raise_for_failed(self, names: set[str]) -> None:
         for rank in range(self.num_nodes):

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -216,8 +217,14 @@ def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
 def _parent(workspace: Storage, named: Parent) -> tuple[Known | None, str]:
     """The parent in this workspace, or why there is none."""
     own = named.uri.startswith(f"{workspace.root}/")
+    # Where it may be in this workspace: there, or below checkpoints/ of a workspace that was moved.
+    moved = CHECKPOINTS + named.uri.rpartition(f"/{CHECKPOINTS}")[2] if f"/{CHECKPOINTS}" in named.uri else None
     notes = []
-    for place in _places(workspace, named.uri):
+    for place in dict.fromkeys(place for place in (key_in(workspace, named.uri), moved) if place):
+        try:
+            check_prefix(place)
+        except ConfigError:  # a name from outside that leads nowhere here
+            continue
         try:
             found = read_checkpoint(workspace, place)
         except CheckpointError as error:
@@ -227,17 +234,6 @@ def _parent(workspace: Storage, named: Parent) -> tuple[Known | None, str]:
             return found, ""
         notes.append(f"{place} has other content by now: {found.digest[:12]}, not {named.digest[:12]}")
     return None, notes[0] if own and notes else "it is in another workspace"
-
-
-def _places(workspace: Storage, uri: str) -> Iterator[str]:
-    """Where a checkpoint of this URI may be in this workspace: there, or below checkpoints/ of a workspace moved."""
-    moved = CHECKPOINTS + uri.rpartition(f"/{CHECKPOINTS}")[2] if f"/{CHECKPOINTS}" in uri else None
-    tails = (key_in(workspace, uri), moved)
-    for tail in dict.fromkeys(tail for tail in tails if tail):
-        try:
-            yield check_prefix(tail)
-        except ConfigError:  # a name from outside that leads nowhere here
-            continue
 
 
 def _ancestor(workspace: Storage, known: Known, before: Mapping[str, str]) -> Ancestor:
@@ -265,7 +261,11 @@ def _figures(workspace: Storage, known: Known) -> dict[str, float]:
         found[f"valid_{state.best.metric}"] = state.best.value
     if not _CYCLE.fullmatch(state.cycle):  # it names a folder next
         return found
-    found |= _training_figures(workspace, known)
+    # What training said, when this is its checkpoint; the reader of a stage's result is a layer above.
+    with suppress(KeyNotFound, ValueError, KeyError, TypeError, AttributeError):  # no result, or not one of ours
+        result = json.loads(workspace.read_bytes(f"cycles/{state.cycle}/train/result.json"))
+        if result["outputs"]["checkpoint"] == known.prefix:
+            found |= {name: value for name, value in result["figures"].items() if name.startswith(HOLDOUTS)}
     try:
         verdict = load_verdict(workspace, state.cycle)
     except DataError:  # it is reported where it decides something; here it is one source of three
@@ -277,14 +277,3 @@ def _figures(workspace: Storage, known: Known) -> dict[str, float]:
         for name, value in found.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
-
-
-def _training_figures(workspace: Storage, known: Known) -> dict[str, Any]:
-    """Holdout metrics in the result of the train stage, when this is its checkpoint; its reader is a layer above."""
-    try:
-        result = json.loads(workspace.read_bytes(f"cycles/{known.state.cycle}/train/result.json"))
-        if result["outputs"]["checkpoint"] != known.prefix:
-            return {}
-        return {name: value for name, value in result["figures"].items() if name.startswith(HOLDOUTS)}
-    except (KeyNotFound, ValueError, KeyError, TypeError, AttributeError):  # none, or not one of ours
-        return {}

@@ -142,7 +142,6 @@ class Entry(Record):
         return self
 
     def line(self) -> bytes:
-        """Its line in history.jsonl."""
         return self.model_dump_json().encode() + b"\n"
 
 
@@ -168,7 +167,6 @@ def parse_entry(data: bytes | str) -> Entry:
 
 
 def changes_of(entries: Sequence[Entry]) -> tuple[Pointer, ...]:
-    """The changes of production among entries, in order."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
 
@@ -240,20 +238,16 @@ def stored_decision(
             reasons.append(error.seen)
             continue
         if verdict is not None and verdict.candidate.digest == candidate.digest:
-            reason = _misfit(verdict, model, incumbent)
+            reason = ""  # why the verdict does not count here
+            if verdict.model != model:
+                reason = f"it was judged as a model {verdict.model}, not {model}"
+            elif verdict.incumbent != incumbent:
+                judged, now = (place.checkpoint if place else "nothing" for place in (verdict.incumbent, incumbent))
+                same = " (other content)" if judged == now else ""
+                reason = f"it was judged against {judged} in production, which is {now} now{same}"
             decision = verdict.decision()
             return decision.model_copy(update={"passed": False, "reasons": (reason,)}) if reason else decision
     return Decision(passed=False, reasons=(*reasons, f"no verdict of {candidate.checkpoint} is stored"))
-
-
-def _misfit(verdict: StoredVerdict, model: str, incumbent: Place | None) -> str:
-    """Why the verdict does not count here; empty when it does."""
-    if verdict.model != model:
-        return f"it was judged as a model {verdict.model}, not {model}"
-    judged, now = (place.checkpoint if place else "nothing" for place in (verdict.incumbent, incumbent))
-    same = " (other content)" if judged == now else ""
-    differs = verdict.incumbent != incumbent
-    return f"it was judged against {judged} in production, which is {now} now{same}" if differs else ""
 
 
 # Who is at work, for the record.

@@ -162,6 +162,10 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
+        watch: GraphWatch = NoWatch()
+        if backend.is_lazy:  # graphs are held against the manifest of this way of running
+            graphs = graph_plan(settings, inputs.spec, valid.buckets, share, backend.device_name())
+            watch = open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
         program = open_program(
             model,
             backend,
@@ -170,7 +174,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
             gang,
             figure_rows=settings.log.every_steps,
             buckets=valid.buckets,
-            watch=_graph_watch(settings, ctx, inputs, valid.buckets, share, backend),
+            watch=watch,
         )
         template = model.state_dict()  # without content: the program has taken the model over
 
@@ -248,21 +252,6 @@ def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRow
     cache = ctx.scratch / "tokens"
     new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
     return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
-
-
-def _graph_watch(
-    settings: Settings,
-    ctx: StageContext,
-    inputs: RunInputs,
-    buckets: tuple[Bucket, ...],
-    share: RankShare,
-    backend: Backend,
-) -> GraphWatch:
-    """What holds graphs against the manifest of this way of running."""
-    if not backend.is_lazy:
-        return NoWatch()
-    plan = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
-    return open_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
 
 
 def _state_at_start(settings: Settings, ctx: StageContext, inputs: RunInputs, max_steps: int) -> TrainState:

@@ -37,7 +37,6 @@ class RunInputs:
 
     @property
     def parent_record(self) -> Parent | None:
-        """How the parent is named in the lineage."""
         if self.parent is None:
             return None
         state = self.parent.state
@@ -99,23 +98,19 @@ def gather_inputs(
         parent_watermark=parent.state.watermark if parent else None,
         parent_partitions=parent.state.partitions if parent else {},
     )
-    mined = _mined(workspace, sets, negatives) if train.mined_per_query else None
+    mined = None
+    if train.mined_per_query:
+        mined = None if negatives is None else find_negatives(workspace, negatives)
+        if mined is None:
+            raise ConfigError(
+                "train.mined_per_query asks for mined negatives, and none were mined for this cycle",
+                expected="the result of the mine stage",
+                next_command=f"{MINE}, with the settings of this run, or --train.mined-per-query 0",
+            )
+        check_negatives(mined, [one.info.fingerprint for one in sets], workspace)
     digests = parent.digest if parent else "", mined.digest if mined else ""
     identity = identity_parts(train, model, spec, selection, info.buckets, *digests)
     return RunInputs(tuple(sets), selection, spec, parent, mined, identity)
-
-
-def _mined(workspace: Storage, sets: Sequence[TokenSet], prefix: str | None) -> NegativeSet:
-    """The negatives at `prefix`. Raises ConfigError when there are none, DataError when they are of other data."""
-    found = None if prefix is None else find_negatives(workspace, prefix)
-    if found is None:
-        raise ConfigError(
-            "train.mined_per_query asks for mined negatives, and none were mined for this cycle",
-            expected="the result of the mine stage",
-            next_command=f"{MINE}, with the settings of this run, or --train.mined-per-query 0",
-        )
-    check_negatives(found, [one.info.fingerprint for one in sets], workspace)
-    return found
 
 
 def _longest(info: TokenSetInfo) -> int:

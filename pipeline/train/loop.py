@@ -87,8 +87,6 @@ def add_digests(digests: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Interval:
-    """Figures of the steps since the last reading."""
-
     steps: int
     seconds: float
     data_wait_s: float
@@ -135,7 +133,6 @@ class Pace:
         return interval
 
     def resume(self) -> None:
-        """Start the next interval now."""
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
@@ -146,8 +143,6 @@ Ended = Literal["complete", "stopped", "late", "converged"]
 
 
 class Standing(NamedTuple):
-    """What an evaluation says of the run."""
-
     is_best: bool
     is_enough: bool = False
     """Going on is not expected to help: training ends here."""
@@ -177,8 +172,6 @@ class Cadence:
 
 
 class TrainLoop:
-    """One run of a program from the first step of a stream to its last."""
-
     def __init__(
         self,
         program: TrainProgram,
@@ -255,15 +248,14 @@ class TrainLoop:
             self._pace.waited(max(0.0, ready_at - asked_at))
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             micros.append(batch)
-        self.program.step(micros, seeds=self._seeds() if self.program.has_dropout else ())
+        seeds: list[int] = []
+        if self.program.has_dropout:  # by step and micro-step, so that a run that was stopped draws the same numbers
+            purpose = (self.config.seed, _DROPOUT, self.step, self.gang.world.rank)
+            seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
+        self.program.step(micros, seeds=seeds)
         self._digests.append(digest)
         self._pace.step_done(tokens)
         self.step += 1
-
-    def _seeds(self) -> list[int]:
-        """Of dropout, by step and micro-step, so that a run that was stopped draws the same numbers."""
-        rank, micros = self.gang.world.rank, range(self.stream.accumulation)
-        return [stream_key(self.config.seed, _DROPOUT, self.step, rank, micro) % 2**31 for micro in micros]
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -289,7 +281,10 @@ class TrainLoop:
         self._digests = []
         if not figures or not self.values_are_real:
             return False
-        self._check_order([int(row["step"]) for row in figures])
+        # The step numbers that came with the batches tell when one was lost or swapped on the way.
+        seen, due = [int(row["step"]) for row in figures], list(range(self.step - len(figures) + 1, self.step + 1))
+        if seen != due:
+            raise RuntimeError(f"the device saw the batches of steps {seen} where {due} were due")
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config, self.step, self.max_steps)
@@ -342,12 +337,6 @@ class TrainLoop:
         if left_s is None or self.config.on_deadline == "warn":
             return False
         return self.gang.agree_now(left_s <= 0)
-
-    def _check_order(self, seen: list[int]) -> None:
-        """The step numbers that came with the batches. Raises RuntimeError when one was lost or swapped on the way."""
-        expected = list(range(self.step - len(seen) + 1, self.step + 1))
-        if seen != expected:
-            raise RuntimeError(f"the device saw the batches of steps {seen} where {expected} were due")
 
     def _note_compiles(self) -> None:
         compiles = self.backend.compile_count()

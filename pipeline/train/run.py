@@ -43,7 +43,10 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
     """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
     settings, ctx = run.settings, run.ctx
     _announce(run)
-    best = BestStep(run, rungs)
+    best, deadline, deadline_s = BestStep(run, rungs), settings.train.deadline, None
+    if deadline is not None:
+        aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
+        deadline_s = (aware - datetime.now(UTC)).total_seconds()
     with _scalars(run) as scalars:
         loop = TrainLoop(
             program=run.program,
@@ -53,7 +56,7 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
             console=ctx.console,
             cadence=Cadence(settings.log.every_steps, settings.train.evaluate_every, settings.checkpoint.every_steps),
             hooks=Hooks(best.evaluate, best.save, scalars, ctx.events.emit),
-            deadline_s=_seconds_to(settings.train.deadline),
+            deadline_s=deadline_s,
             skipped=run.start.skipped,
         )
         ended = loop.run()
@@ -61,9 +64,18 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
             run.saver.wait_saved(loop.step)
             ctx.stop.set("another rank")  # keeps the reason of our own signal, if there was one
             ctx.stop.raise_if_set(f"training; step {loop.step} of {run.max_steps} is saved")
-        if rungs is not None:
-            return _finish_trial(run, best, loop.step, is_over=ended == "converged")
-        return _finish(run, best, loop.step, late=ended == "late")
+        if rungs is None:
+            return _finish(run, best, loop.step, late=ended == "late")
+        # Of a trial nothing is kept but its figures, and the test split is not looked at.
+        try:
+            if ended != "converged":
+                best.evaluate(loop.step)
+        except (Preempted, TransientError):  # must not cost the steps since the last checkpoint
+            best.save(loop.step)
+            raise
+        finally:
+            run.saver.writer.wait()
+        return Outcome("", loop.step, loop.step, False, {})
 
 
 def _announce(run: Run) -> None:
@@ -143,7 +155,6 @@ class BestStep:
         return Standing(is_best, is_hopeless or is_enough)
 
     def save(self, step: int) -> None:
-        """Hand a checkpoint of this step to the background."""
         self.run.saver.save(step, self.best)
 
 
@@ -172,19 +183,6 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
                 seconds=round(time.monotonic() - started, 3),
             )
     return Outcome(prefix_of(run.ctx.cycle, chosen), chosen, step, late, holdouts)
-
-
-def _finish_trial(run: Run, best: BestStep, step: int, *, is_over: bool) -> Outcome:
-    """Of a trial nothing is kept but its figures, and the test split is not looked at."""
-    try:
-        if not is_over:
-            best.evaluate(step)
-    except (Preempted, TransientError):  # must not cost the steps since the last checkpoint
-        best.save(step)
-        raise
-    finally:
-        run.saver.writer.wait()
-    return Outcome("", step, step, False, {})
 
 
 def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
@@ -228,10 +226,3 @@ def _scalars(run: Run) -> Iterator[Callable[[int, dict[str, float]], None]]:
     local = run.ctx.workspace.local_path(f"cycles/{run.ctx.cycle}/tensorboard")
     with closing(TensorBoardSink(local or run.ctx.scratch / "tensorboard")) as sink:
         yield sink.scalars
-
-
-def _seconds_to(deadline: datetime | None) -> float | None:
-    if deadline is None:
-        return None
-    aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
-    return (aware - datetime.now(UTC)).total_seconds()

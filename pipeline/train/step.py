@@ -232,7 +232,6 @@ class TrainProgram:
         return [*guard, *self._served, *chain.from_iterable(vectors), self._figures]
 
     def _optimizer_state(self) -> dict[str, list[Tensor]]:
-        """By its names in a checkpoint."""
         vectors = {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
         if self.average.tensors:
             vectors["masters"] = self._masters

@@ -74,12 +74,6 @@ def _tokens(lengths: Sequence[int], width: int, spec: InputSpec) -> np.ndarray[t
     return np.where(real, other, spec.pad_id).astype(np.int32)
 
 
-def texts_of_row(length: int, products: int, largest: Bucket) -> Bucket:
-    """Tokens of a query and of each of `products` products that together fill a row of `length` tokens."""
-    each = max(1, -(-(length - largest.query_tokens) // products))
-    return Bucket(length - products * each, each)
-
-
 def _nothing(*args: object, **kwargs: object) -> None:
     """A trial leaves no figures and no events."""
 
@@ -149,24 +143,23 @@ class Trial:
         """As many groups in rows of every length: a bucket for each, of texts that fill it."""
         slots, mined = self.train.candidates_per_query, self.train.mined_per_query
         lengths = rows_of_batch(self.train, self.buckets)
-        texts = [texts_of_row(length, slots + mined, self.buckets[-1]) for length in lengths]
-        shapes = [self.buckets[-1]] * len(lengths)
+        largest, products = self.buckets[-1], slots + mined
+        each = [max(1, -(-(length - largest.query_tokens) // products)) for length in lengths]
+        texts = [Bucket(length - products * tokens, tokens) for length, tokens in zip(lengths, each, strict=True)]
+        shapes = [largest] * len(lengths)
         rows = TrialRows(self.spec, shapes, STEPS_PER_BUCKET * self.train.global_batch_size, slots, texts)
+        # As many mined products for every query as training has slots for, all as long as its own.
+        queries = np.arange(sum(rows.sizes) // slots, dtype=np.int64)
+        negatives = np.repeat((queries * slots)[:, None], mined, axis=1)
+        seed = self.train.seed
         return GroupedRows.of(
             rows,
             slots=slots,
             lengths=lengths,
             positive_gain=self.train.loss.positive_gain,
-            seed=self.train.seed,
-            mined=self._mined(rows) if mined else None,
+            seed=seed,
+            mined=MinedProducts(rows, self.spec.pad_id, queries, negatives, mined, seed) if mined else None,
         )
-
-    def _mined(self, rows: TrialRows) -> MinedProducts:
-        """As many products for every query as training has slots for, all as long as its own."""
-        slots = self.train.mined_per_query
-        queries = np.arange(sum(rows.sizes) // rows.slots, dtype=np.int64)
-        products = np.repeat((queries * rows.slots)[:, None], slots, axis=1)
-        return MinedProducts(rows, self.spec.pad_id, queries, products, slots, self.train.seed)
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""

@@ -37,8 +37,6 @@ _SECONDS, _STARTS = "seconds", "starts"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial as it stands in the journal."""
-
     number: int
     state: State
     values: Mapping[str, Value]
@@ -55,32 +53,50 @@ class TrialRecord:
 
 
 class Journal:
-    """The journal of one search."""
-
     def __init__(
         self, path: Path, name: str, ranges: Mapping[str, Range], start: Mapping[str, Value], band: Hyperband, seed: int
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         lock = _KernelLock(str(path))
-        _drop_torn_line(path, lock)
-        self._distributions = {name: _distribution(one) for name, one in ranges.items()}
-        self._study = _open_study(
-            name,
-            JournalStorage(JournalFileBackend(str(path), lock_obj=lock)),
-            _SeededSampler(seed, start),
-            _Pruner(band),
-        )
+        # A line without an end is what a killed writer left: the next one would be joined to it, and neither be read.
+        lock.acquire()
+        try:
+            with path.open("ab+") as file:
+                file.seek(0)
+                data = file.read()
+                if not data.endswith(b"\n"):
+                    file.truncate(data.rfind(b"\n") + 1)
+        finally:
+            lock.release()
+        self._distributions: dict[str, BaseDistribution] = {}
+        for setting, allowed in ranges.items():
+            if isinstance(allowed, Choices):
+                self._distributions[setting] = CategoricalDistribution(allowed.texts)
+            elif isinstance(allowed, Floats):
+                self._distributions[setting] = FloatDistribution(allowed.low, allowed.high, log=allowed.log)
+            else:
+                self._distributions[setting] = IntDistribution(allowed.low, allowed.high)
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+        sampler, pruner = _SeededSampler(seed, start), _Pruner(band)
+        try:
+            self._study = optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
+        except KeyError:
+            self._study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                sampler=sampler,
+                pruner=pruner,
+                direction="maximize",
+                load_if_exists=True,  # another worker may have been faster
+            )
 
     def records(self) -> list[TrialRecord]:
-        """Every trial, by number."""
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def begin(self) -> "OpenTrial":
-        """A new trial with the values to try."""
         return self._open(self._study.ask())
 
     def resume(self, number: int) -> "OpenTrial":
-        """A trial that is running in the journal."""
         (found,) = [one for one in self._study.get_trials(deepcopy=False) if one.number == number]
         return self._open(Trial(self._study, found._trial_id))
 
@@ -91,8 +107,6 @@ class Journal:
 
 
 class OpenTrial:
-    """A running trial of this process."""
-
     def __init__(self, study: Study, trial: Trial) -> None:
         self._study, self._trial = study, trial
         self.number = trial.number
@@ -196,41 +210,6 @@ class _KernelLock(JournalFileOpenLock):
 
     def release(self) -> None:
         os.close(self._descriptor)
-
-
-def _open_study(name: str, storage: JournalStorage, sampler: BaseSampler, pruner: BasePruner) -> Study:
-    try:
-        return optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
-    except KeyError:
-        return optuna.create_study(
-            study_name=name,
-            storage=storage,
-            sampler=sampler,
-            pruner=pruner,
-            direction="maximize",
-            load_if_exists=True,  # another worker may have been faster
-        )
-
-
-def _drop_torn_line(path: Path, lock: _KernelLock) -> None:
-    """A line without an end is what a killed writer left: the next one would be joined to it, and neither be read."""
-    lock.acquire()
-    try:
-        with path.open("ab+") as file:
-            file.seek(0)
-            data = file.read()
-            if not data.endswith(b"\n"):
-                file.truncate(data.rfind(b"\n") + 1)
-    finally:
-        lock.release()
-
-
-def _distribution(allowed: Range) -> BaseDistribution:
-    if isinstance(allowed, Choices):
-        return CategoricalDistribution(allowed.texts)
-    if isinstance(allowed, Floats):
-        return FloatDistribution(allowed.low, allowed.high, log=allowed.log)
-    return IntDistribution(allowed.low, allowed.high)
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:

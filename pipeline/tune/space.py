@@ -42,7 +42,6 @@ class Space:
         return Settings.model_validate(tree)
 
     def typed(self, values: Mapping[str, Value]) -> dict[str, JsonValue]:
-        """The values as the settings have them: a choice is no longer text."""
         tree = self.apply(values).model_dump(mode="json")
         return {name: _leaf(tree, name) for name in values}
 
@@ -68,9 +67,25 @@ def open_space(settings: Settings) -> Space:
     space = Space(settings, {name: parse_range(texts[name]) for name in sorted(texts)})
     for name, allowed in space.ranges.items():
         leaf = _searchable(name)
-        _check_kind(leaf, allowed, texts[name])
+        kinds, right = leaf.takes.split("|"), ""
+        if isinstance(allowed, Floats) and "float" not in kinds:
+            right = "int LOW HIGH, or one of A B ..." if "int" in kinds else "one of A B ..."
+        elif isinstance(allowed, Integers) and not {"int", "float"} & set(kinds):
+            right = "one of A B ..."
+        elif isinstance(allowed, Choices) and "null" in allowed.texts:
+            right = "values that a TOML file can hold, which null is not"
+        if right:
+            raise ConfigError(f"tune.space {name} = {texts[name]!r}: the setting is {leaf.takes}", expected=right)
         for value in ends_of(allowed):
-            _check_value(space, leaf, value, texts[name])
+            try:
+                space.apply({name: value})
+            except ValidationError as error:
+                reason = error.errors(include_url=False)[0]["msg"]
+                raise ConfigError(
+                    f"tune.space {name} = {texts[name]!r}: {value}: {reason[:1].lower()}{reason[1:]}",
+                    expected=f"{leaf.takes} - {leaf.field.description}",
+                    next_command=f"correct it under [tune.space], or --tune.space.{name}",
+                ) from None
     return space
 
 
@@ -109,31 +124,6 @@ def _searchable(name: str) -> Leaf:
             next_command="take it out; tune.steps, tune.min_steps and tune.metric say how trials are trained",
         )
     return leaf
-
-
-def _check_kind(leaf: Leaf, allowed: Range, text: str) -> None:
-    kinds = leaf.takes.split("|")
-    if isinstance(allowed, Floats) and "float" not in kinds:
-        right = "int LOW HIGH, or one of A B ..." if "int" in kinds else "one of A B ..."
-    elif isinstance(allowed, Integers) and not {"int", "float"} & set(kinds):
-        right = "one of A B ..."
-    elif isinstance(allowed, Choices) and "null" in allowed.texts:
-        right = "values that a TOML file can hold, which null is not"
-    else:
-        return
-    raise ConfigError(f"tune.space {leaf.name} = {text!r}: the setting is {leaf.takes}", expected=right)
-
-
-def _check_value(space: Space, leaf: Leaf, value: Value, text: str) -> None:
-    try:
-        space.apply({leaf.name: value})
-    except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(
-            f"tune.space {leaf.name} = {text!r}: {value}: {reason[:1].lower()}{reason[1:]}",
-            expected=f"{leaf.takes} - {leaf.field.description}",
-            next_command=f"correct it under [tune.space], or --tune.space.{leaf.name}",
-        ) from None
 
 
 def _leaf(tree: Mapping[str, Any], name: str) -> Any:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -72,7 +72,6 @@ class StudyTable(Record):
 
 
 def rows_of(records: Sequence[TrialRecord], space: Space, max_steps: int) -> tuple[TrialRow, ...]:
-    """Rows, best first."""
     rows = (
         TrialRow(
             trial=record.number,
@@ -85,18 +84,18 @@ def rows_of(records: Sequence[TrialRecord], space: Space, max_steps: int) -> tup
         )
         for record in records
     )
-    return tuple(sorted(rows, key=_rank))
-
-
-def _rank(row: TrialRow) -> tuple[int, int, float, int]:
     order: dict[State, int] = {"complete": 0, "running": 1, "pruned": 1, "failed": 2}
-    step = max(row.metric_by_step, default=0)
-    return order[row.state], -step, -row.metric_by_step.get(step, 0.0), row.trial
+
+    def rank(row: TrialRow) -> tuple[int, int, float, int]:
+        step = max(row.metric_by_step, default=0)
+        return order[row.state], -step, -row.metric_by_step.get(step, 0.0), row.trial
+
+    return tuple(sorted(rows, key=rank))
 
 
 def lines_of(table: StudyTable) -> list[str]:
-    """The table as text: a heading, then a line a trial."""
-    names = _short(list(table.space))
+    last = [name.rpartition(".")[2] for name in table.space]  # a name is shortened where no other ends in the same word
+    names = [name if last.count(word) > 1 else word for name, word in zip(table.space, last, strict=True)]
     heading = ["trial", "state", *(f"step {step}" for step in table.rungs), "time", *names]
     cells = [heading]
     for row in table.trials:
@@ -117,21 +116,6 @@ def lines_of(table: StudyTable) -> list[str]:
     return [f"search {table.name}: {table.metric} on valid, best first", *lines, *reasons]
 
 
-def best_settings(table: StudyTable, best: TrialRow) -> str:
-    """The best trial's values as a file for `--config`."""
-    comments = (
-        f"Trial {best.trial} of search {table.name}, the best of {len(table.trials)} by {table.metric} on valid:",
-        f"{best.metric:.6f} after {table.rungs[-1]} steps. For --config, after the files of the search.",
-    )
-    return best_toml(best.settings, comments)
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """The last word of each name where no other has the same."""
-    last = [name.rpartition(".")[2] for name in names]
-    return [name if last.count(word) > 1 else word for name, word in zip(names, last, strict=True)]
-
-
 def shown(value: JsonValue) -> str:
     """A setting's value, numbers to three figures."""
     if isinstance(value, float):
@@ -147,16 +131,28 @@ def run_study(settings: Settings, ctx: StageContext) -> StudyTable:
 
     Raises TrnpipeError; ConfigError when no trial has come to a figure.
     """
-    _check_alone(settings, ctx)
+    ranks = max(settings.launch.processes, ctx.world.world_size)
+    if ranks > 1:
+        raise ConfigError(
+            f"a search in {ranks} ranks",
+            expected="one process, on one device; trials run side by side in more workers",
+            next_command="leave out --launch.processes, and start the command once for each device",
+        )
     folder = study_folder(settings, ctx)
     space, prepared = open_space(settings), load_prepared(ctx)
+    known = get_args(TrainConfig.model_fields["metric"].annotation)
+    metric = settings.tune.metric or settings.train.metric
+    if metric not in known:
+        raise ConfigError(
+            f"tune.metric is {metric}", expected=f"one of {', '.join(known)}", next_command=f"--tune.metric {known[0]}"
+        )
     basis = Basis(
         space=space,
         token_sets=prepared.token_sets,
         negatives=mined_negatives(ctx),
         tokenizer=ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json"),
         parent=find_parent(settings, ctx),
-        metric=metric_of(settings),
+        metric=metric,
     )
     make_dirs(folder)
     _pin(settings, basis, folder, ctx)
@@ -192,27 +188,6 @@ def study_folder(settings: Settings, ctx: StageContext) -> Path:
     return inside
 
 
-def metric_of(settings: Settings) -> str:
-    """What is made high. Raises ConfigError for a metric that training does not know."""
-    known = get_args(TrainConfig.model_fields["metric"].annotation)
-    metric = settings.tune.metric or settings.train.metric
-    if metric not in known:
-        raise ConfigError(
-            f"tune.metric is {metric}", expected=f"one of {', '.join(known)}", next_command=f"--tune.metric {known[0]}"
-        )
-    return metric
-
-
-def _check_alone(settings: Settings, ctx: StageContext) -> None:
-    ranks = max(settings.launch.processes, ctx.world.world_size)
-    if ranks > 1:
-        raise ConfigError(
-            f"a search in {ranks} ranks",
-            expected="one process, on one device; trials run side by side in more workers",
-            next_command="leave out --launch.processes, and start the command once for each device",
-        )
-
-
 def _pin(settings: Settings, basis: Basis, folder: Path, ctx: StageContext) -> None:
     """A search is continued with what it was started with: the first process writes that down.
 
@@ -246,16 +221,25 @@ class _Study:
     folder: Path
     basis: Basis
     journal: Journal
-    _started: float = field(init=False, default_factory=time.monotonic)
-    _done: int = field(init=False, default=0)
-    """Trials that ended here."""
 
     def run(self) -> StudyTable:
-        """Trials until none is left for this process."""
-        self._sweep()
+        # A kill may have come between the end of a trial and its clearing.
+        for record in self.journal.records():
+            place = None if record.is_running else self._place(record.number)
+            if place is not None and place.step():
+                with atomic.if_free(place.lock) as is_free:
+                    if is_free:
+                        place.clear()
+        started, done = time.monotonic(), 0
         while self._one():
-            self._done += 1
-            self._tell(self._store())
+            done, table = done + 1, self._store()
+            over, each_s = len(table.trials) - table.num_running, (time.monotonic() - started) / done
+            left_s = each_s * max(0, table.num_trials - over) / max(1, table.num_running + 1)
+            best = "none yet" if table.best is None else f"{table.best.metric:.4f} (trial {table.best.trial})"
+            self.ctx.console.info(
+                f"tune: {over} of {table.num_trials} trials | best {table.metric} {best}"
+                f" | {format_duration(each_s)} a trial | eta {format_duration(left_s)}"
+            )
         table = self._store()
         if table.best is None and not table.num_running:
             raise ConfigError(
@@ -297,15 +281,6 @@ class _Study:
         held.enter_context(atomic.if_free(self._place(opened.number).lock))
         return opened
 
-    def _sweep(self) -> None:
-        """Clear trials that are over: a kill may have come between their end and that."""
-        for record in self.journal.records():
-            place = None if record.is_running else self._place(record.number)
-            if place is not None and place.step():
-                with atomic.if_free(place.lock) as is_free:
-                    if is_free:
-                        place.clear()
-
     def _place(self, number: int) -> TrialFolder:
         name = f"trial-{number}"
         return TrialFolder(self.folder / name, self.ctx.scratch / "tune" / self.settings.tune.name / name)
@@ -313,10 +288,26 @@ class _Study:
     def _store(self) -> StudyTable:
         """Table and best settings beside the journal, and in a workspace that is elsewhere."""
         with atomic.exclusive(self.folder / "lock", self.ctx.stop):
-            table = self._table()
+            tune = self.settings.tune
+            table = StudyTable(
+                name=tune.name,
+                metric=self.basis.metric,
+                space={name: tune.space[name] for name in self.basis.space.ranges},
+                seed=tune.seed,
+                rungs=tune.hyperband.rungs,
+                num_trials=tune.trials,
+                settings_hash=self.ctx.settings_hash,
+                code_version=self.ctx.code_version,
+                trials=rows_of(self.journal.records(), self.basis.space, tune.steps),
+            )
             files = {TABLE: table.model_dump_json(indent=1).encode() + b"\n"}
-            if table.best is not None:
-                files[BEST] = best_settings(table, table.best).encode()
+            if (best := table.best) is not None:
+                comments = (
+                    f"Trial {best.trial} of search {table.name}, the best of {len(table.trials)} by {table.metric}"
+                    " on valid:",
+                    f"{best.metric:.6f} after {table.rungs[-1]} steps. For --config, after the files of the search.",
+                )
+                files[BEST] = best_toml(best.settings, comments).encode()
             places = [(open_storage(str(self.folder)), "")]
             if self.ctx.workspace.local_path("") is None:
                 places.append((self.ctx.workspace, f"tune/{table.name}/"))
@@ -324,28 +315,3 @@ class _Study:
                 for name, data in files.items():
                     storage.write_bytes(f"{prefix}{name}", data)
         return table
-
-    def _table(self) -> StudyTable:
-        tune = self.settings.tune
-        return StudyTable(
-            name=tune.name,
-            metric=self.basis.metric,
-            space={name: tune.space[name] for name in self.basis.space.ranges},
-            seed=tune.seed,
-            rungs=tune.hyperband.rungs,
-            num_trials=tune.trials,
-            settings_hash=self.ctx.settings_hash,
-            code_version=self.ctx.code_version,
-            trials=rows_of(self.journal.records(), self.basis.space, tune.steps),
-        )
-
-    def _tell(self, table: StudyTable) -> None:
-        """How far the search is, with its rate and when it will be over at this process's pace."""
-        over = len(table.trials) - table.num_running
-        each_s = (time.monotonic() - self._started) / self._done
-        left_s = each_s * max(0, table.num_trials - over) / max(1, table.num_running + 1)
-        best = "none yet" if table.best is None else f"{table.best.metric:.4f} (trial {table.best.trial})"
-        self.ctx.console.info(
-            f"tune: {over} of {table.num_trials} trials | best {table.metric} {best}"
-            f" | {format_duration(each_s)} a trial | eta {format_duration(left_s)}"
-        )

@@ -40,7 +40,6 @@ class Basis:
     metric: str
 
     def settings(self, opened: OpenTrial) -> Settings:
-        """Those of one trial."""
         return self.of_trial(self.space.apply(opened.record.values))
 
     def of_trial(self, settings: Settings) -> Settings:
@@ -80,7 +79,6 @@ class TrialFolder:
 
     @property
     def lock(self) -> Path:
-        """Held by the process that works on the trial."""
         return self.folder / "lock"
 
     def step(self) -> int:

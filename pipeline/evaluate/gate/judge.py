@@ -44,7 +44,6 @@ from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows
 
 
 def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
-    """One check a floor, by the measured value."""
     checks = []
     for text, bound in config.floors.items():
         name = MetricName.parse(text)
@@ -165,37 +164,30 @@ def baseline_checks(
         if one.missing
     ]
     open_ones: list[Comparison] = []
-    for comparison in _baseline_comparisons(candidate, baselines, config):
-        if isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured):
-            theirs = f"{comparison.baseline} has {comparison.incumbent.value:.4f}"
-            checks.append(comparison.check(worse, f"the candidate has none ({comparison.candidate.reason}), {theirs}"))
-        elif reason := not_comparable(comparison, config.min_queries):
-            checks.append(comparison.check("skipped", reason))
-        else:
-            open_ones.append(comparison)
-    confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
-    for of_retrieval in (False, True):  # queries of their own, so draws of their own
-        group = [one for one in open_ones if one.metric.of_retrieval is of_retrieval]
-        found = _differences(group, config, seed, f"baselines of {'retrieval' if of_retrieval else 'rows'}")
-        checks += [judge_baseline(one, found[one.name], confidence, worse) for one in group]
-    return checks, confidence
-
-
-def _baseline_comparisons(candidate: Side, baselines: Sequence[Baseline], config: GateConfig) -> list[Comparison]:
-    """Every metric that either side of it has, of what the baseline does."""
-    found = []
-    for baseline in baselines:
-        rows = candidate.rows if baseline.rows is None else baseline.rows
-        theirs = Side(rows, candidate.config, baseline.threshold, baseline.retrieval)
-        check_same_holdout(candidate, theirs)
+    for one in baselines:
+        rows = candidate.rows if one.rows is None else one.rows
+        other = Side(rows, candidate.config, one.threshold, one.retrieval)
+        check_same_holdout(candidate, other)
         for text, allowed in config.baseline_drops.items():
             name = MetricName.parse(text)
-            if (baseline.retrieval if name.of_retrieval else baseline.rows) is None:
+            if (one.retrieval if name.of_retrieval else one.rows) is None:
                 continue
-            sides = (candidate.measure(name), theirs.measure(name))
-            if any(isinstance(side, Measured) for side in sides):
-                found.append(Comparison(name, allowed, *sides, baseline=baseline.name))
-    return found
+            ours, theirs = candidate.measure(name), other.measure(name)
+            comparison = Comparison(name, allowed, ours, theirs, baseline=one.name)
+            if isinstance(ours, Missing):
+                if isinstance(theirs, Measured):
+                    reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
+                    checks.append(comparison.check(worse, reason))
+            elif reason := not_comparable(comparison, config.min_queries):
+                checks.append(comparison.check("skipped", reason))
+            else:
+                open_ones.append(comparison)
+    confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
+    for of_retrieval in (False, True):  # queries of their own, so draws of their own
+        group = [each for each in open_ones if each.metric.of_retrieval is of_retrieval]
+        found = _differences(group, config, seed, f"baselines of {'retrieval' if of_retrieval else 'rows'}")
+        checks += [judge_baseline(each, found[each.name], confidence, worse) for each in group]
+    return checks, confidence
 
 
 def judge(

@@ -56,8 +56,6 @@ _AREAS: dict[str, tuple[Area, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A metric that could be computed."""
-
     value: float
     statistic: Statistic
 

@@ -130,62 +130,41 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
     _check(query_id, ranked, judged)
     order = np.argsort(query_id)
     query_id, ranked = query_id[order], ranked[order]
-    known = _best_gains(query_id, judged)
-    gain = _gains_of(ranked, known)
+    num_queries = len(query_id)
+    # Judged pairs of the queries asked for [J], by query (its position) and item; of a pair told twice the best gain.
+    place = np.minimum(np.searchsorted(query_id, judged.query_id), num_queries - 1)
+    asked = query_id[place] == judged.query_id
+    query, item, known = place[asked], judged.item_id[asked], judged.gain[asked]
+    order = np.lexsort((-known, item, query))
+    query, item, known = query[order], item[order], known[order]
+    new = np.ones(len(query), dtype=bool)
+    new[1:] = (query[1:] != query[:-1]) | (item[1:] != item[:-1])
+    query, item, known = query[new], item[new], known[new]
+    # Gains of what was found [Q, K], 0 where nobody judged. Items become positions, so that a pair is one number.
+    gain, items = np.zeros(ranked.shape), np.unique(item)
+    if len(items):
+        keys = query * len(items) + np.searchsorted(items, item)
+        place = np.minimum(np.searchsorted(items, ranked), len(items) - 1)
+        wanted = np.arange(num_queries)[:, None] * len(items) + place
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        gain = np.where((items[place] == ranked) & (keys[at] == wanted), known[at], 0.0)
+    best_first = known[np.lexsort((-known, query))]
+    rank = np.arange(len(query)) - np.searchsorted(query, np.arange(num_queries))[query]
     least = config.relevant_gain if config.relevant_gain is not None else judged.gain.max(initial=0.0)
     least = max(least - GAIN_TOLERANCE, np.finfo(np.float64).tiny)  # an item without gain is never relevant
     hit = gain >= least
-    relevant = np.bincount(known.query, known.gain >= least, minlength=len(query_id)).astype(np.float64)
+    relevant = np.bincount(query, known >= least, minlength=num_queries).astype(np.float64)
     values: dict[str, Float64s] = {}
     for k in (k for k in config.retrieval_at if k <= ranked.shape[1]):
         found = hit[:, :k].sum(axis=1).astype(np.float64)
         values[f"{RETRIEVAL}recall@{k}"] = divided(found, relevant)
-        values[f"{RETRIEVAL}ndcg@{k}"] = _ndcg(gain, known, k, len(query_id))
+        discount = np.where(rank < k, discounts(k)[np.minimum(rank, k - 1)], 0.0)
+        ideal = np.bincount(query, best_first * discount, minlength=num_queries).astype(np.float64)
+        values[f"{RETRIEVAL}ndcg@{k}"] = divided(gain[:, :k] @ discounts(k), ideal)
         values[f"{RETRIEVAL}success@{k}"] = np.where(relevant > 0, found > 0, np.nan)
     first = np.where(hit.any(axis=1), 1.0 / (hit.argmax(axis=1) + 1.0), 0.0)
     values[f"{RETRIEVAL}mrr"] = np.where(relevant > 0, first, np.nan)
     return PerQuery(query_id, values)
-
-
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """Judged pairs of the queries asked for, sorted by query and item: query [J] is a position, item and gain [J]."""
-
-    query: Int64s
-    item: Int64s
-    gain: Float64s
-
-
-def _best_gains(query_id: Int64s, judged: Judgements) -> _Known:
-    place = np.minimum(np.searchsorted(query_id, judged.query_id), len(query_id) - 1)
-    asked = query_id[place] == judged.query_id
-    query, item, gain = place[asked], judged.item_id[asked], judged.gain[asked]
-    order = np.lexsort((-gain, item, query))
-    query, item, gain = query[order], item[order], gain[order]
-    new = np.ones(len(query), dtype=bool)
-    new[1:] = (query[1:] != query[:-1]) | (item[1:] != item[:-1])
-    return _Known(query[new], item[new], gain[new])
-
-
-def _gains_of(ranked: Int64s, known: _Known) -> Float64s:
-    """[Q, K] items to their gains, 0 for those not judged. Items become positions, so that a pair is one number."""
-    items = np.unique(known.item)
-    if not len(items):
-        return np.zeros(ranked.shape)
-    keys = known.query * len(items) + np.searchsorted(items, known.item)
-    place = np.minimum(np.searchsorted(items, ranked), len(items) - 1)
-    wanted = np.arange(len(ranked))[:, None] * len(items) + place
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where((items[place] == ranked) & (keys[at] == wanted), known.gain[at], 0.0)
-
-
-def _ndcg(gain: Float64s, known: _Known, k: int, num_queries: int) -> Float64s:
-    order = np.lexsort((-known.gain, known.query))
-    start = np.searchsorted(known.query, np.arange(num_queries))
-    rank = np.arange(len(order)) - start[known.query]
-    ideal_discount = np.where(rank < k, discounts(k)[np.minimum(rank, k - 1)], 0.0)
-    ideal = np.bincount(known.query, known.gain[order] * ideal_discount, minlength=num_queries)
-    return divided(gain[:, :k] @ discounts(k), ideal.astype(np.float64))
 
 
 def _check(query_id: Int64s, ranked: Int64s, judged: Judgements) -> None:

@@ -45,7 +45,6 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Elements."""
         return sum(self.segments)
 
 
@@ -83,7 +82,6 @@ class FlatLayout:
 
     @property
     def size(self) -> int:
-        """Elements of all."""
         return sum(chunk.size for chunk in self.chunks)
 
     def pack(self, state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -97,7 +95,8 @@ class FlatLayout:
         """Flat tensors to named views, differentiable: the gradient comes back as one concatenation a chunk."""
         named: dict[str, Tensor] = {}
         for chunk, flat in zip(self.chunks, flats, strict=True):
-            named.update(zip(chunk.names, _views(flat, chunk.shapes), strict=True))
+            views: tuple[Tensor, ...] = _Views.apply(flat, chunk.shapes)  # type: ignore[no-untyped-call]
+            named.update(zip(chunk.names, views, strict=True))
         return named
 
     def sum_of_squares(self, flats: Sequence[Tensor]) -> Tensor:
@@ -162,7 +161,10 @@ class _Views(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
         pieces = torch.split(flat, [shape.numel() for shape in shapes])
-        return tuple(_shaped(piece, shape) for piece, shape in zip(pieces, shapes, strict=True))
+        return tuple(
+            piece.view(shape[1], shape[0]).t() if _is_transposed(shape) else piece.view(shape)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -179,15 +181,6 @@ def _is_transposed(shape: Sequence[int]) -> bool:
 
 def _flatten(tensor: Tensor) -> Tensor:
     return (tensor.t() if _is_transposed(tensor.shape) else tensor).reshape(-1)
-
-
-def _shaped(piece: Tensor, shape: torch.Size) -> Tensor:
-    return piece.view(shape[1], shape[0]).t() if _is_transposed(shape) else piece.view(shape)
-
-
-def _views(flat: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
-    views: tuple[Tensor, ...] = _Views.apply(flat, shapes)  # type: ignore[no-untyped-call]
-    return views
 
 
 # The forward pass of a model whose weights are flat vectors: one text for training and evaluation, so one graph.
@@ -260,7 +253,6 @@ class FlatStrategy:
 
     @property
     def size(self) -> int:
-        """Parameters of the model."""
         return self.layout.size
 
     def single(self, name: str) -> Tensor:
