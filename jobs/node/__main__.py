@@ -15,20 +15,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the job: the table of pipeline/core/errors.py."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(command_of(words), os.environ, say)
+        if words[:1] != ["--"] or len(words) == 1:
+            raise ConfigError(f"no command: {words}", expected=USAGE, next_command=USAGE)
+        return run(words[1:], os.environ, say)
     except (TrnpipeError, KeyboardInterrupt) as error:
         say(f"{type(error).__name__}: {error}")
         return exit_code_of(error)
     except Exception as error:  # a bug: traceback and exit code 1, from one place
         traceback.print_exc()
         return exit_code_of(error)
-
-
-def command_of(words: Sequence[str]) -> list[str]:
-    """What stands behind the first `--`, word by word. Raises ConfigError."""
-    if not words or words[0] != "--" or len(words) == 1:
-        raise ConfigError(f"no command: {list(words)}", expected=USAGE, next_command=USAGE)
-    return list(words[1:])
 
 
 def say(text: str) -> None:

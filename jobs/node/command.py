@@ -113,7 +113,13 @@ class Command:
         return {pid: text for pid, text in shown.items() if text}
 
     def processes(self) -> tuple[ProcessSeen, ...]:
-        return tuple(seen for process in self._family() if (seen := _seen(process)) is not None)
+        found = []
+        for process in self._family():
+            with suppress(psutil.Error), process.oneshot():  # gone meanwhile
+                times, words = process.cpu_times(), tuple(process.cmdline())
+                cpu_s, memory_bytes = round(times.user + times.system, 3), process.memory_info().rss
+                found.append(ProcessSeen(process.pid, words, process.status(), cpu_s, memory_bytes))
+        return tuple(found)
 
     def end(self) -> None:
         """Kill all that is left, and wait for the last of the output."""
@@ -131,21 +137,6 @@ class Command:
         with suppress(psutil.Error):
             return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
         return []
-
-
-def _seen(process: psutil.Process) -> ProcessSeen | None:
-    try:
-        with process.oneshot():
-            times = process.cpu_times()
-            return ProcessSeen(
-                process.pid,
-                tuple(process.cmdline()),
-                process.status(),
-                round(times.user + times.system, 3),
-                process.memory_info().rss,
-            )
-    except psutil.Error:  # gone meanwhile
-        return None
 
 
 def _pump(source: int, tail: LogTail) -> None:

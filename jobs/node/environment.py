@@ -11,7 +11,7 @@ from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import node_from_env
 from pipeline.proc.children import COMMAND_S
 
-_LOOPBACK = ("127.0.0.1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost")  # of a gang on one machine, which may have no network
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,6 @@ class Place:
     def token(self) -> str:
         """Known to the nodes of this try alone: a node left over from an earlier one has another."""
         return hashlib.sha256(f"{self.job_id}\n{self.attempt}".encode()).hexdigest()
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """All nodes are processes of this machine, which may have no network."""
-        return self.num_nodes == 1 or self.main_address in _LOOPBACK
 
     @property
     def is_in_cycle(self) -> bool:

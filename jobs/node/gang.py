@@ -458,15 +458,10 @@ class Channel:
                 if messages:
                     return messages  # the next call meets the end again
                 raise PeerGone("the connection was closed")
-            self._unread += block
-            messages += self._take_lines()
-
-    def _take_lines(self) -> list[Message]:
-        *lines, rest = self._unread.split(b"\n")
-        if any(len(line) > MAX_LINE_BYTES for line in (*lines, rest)):
-            raise PeerGone(f"a line of more than {MAX_LINE_BYTES} bytes")
-        self._unread = bytearray(rest)
-        try:
-            return [Message.model_validate_json(bytes(line)) for line in lines]
-        except ValidationError:
-            raise PeerGone("no message of an entry") from None
+            *lines, self._unread = (self._unread + block).split(b"\n")
+            if any(len(line) > MAX_LINE_BYTES for line in (*lines, self._unread)):
+                raise PeerGone(f"a line of more than {MAX_LINE_BYTES} bytes")
+            try:
+                messages += [Message.model_validate_json(bytes(line)) for line in lines]
+            except ValidationError:
+                raise PeerGone("no message of an entry") from None

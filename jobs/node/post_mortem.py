@@ -52,10 +52,6 @@ class PostMortem(BaseModel):
     unread: tuple[str, ...] = Field((), description="What could not be read, and why")
 
 
-def file_name(job: str, attempt: int, node: int) -> str:
-    return f"{job}-{attempt}-node{node}.json"
-
-
 def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Variables that say how the job was run; never one whose name tells of a secret."""
     return {

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +15,9 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from jobs.node.command import Command, LogTail, deserves_post_mortem
-from jobs.node.environment import Place, Timing
+from jobs.node.environment import LOOPBACK, Place, Timing
 from jobs.node.gang import Hub, Link, Peers, listen
-from jobs.node.post_mortem import PostMortem, as_bytes, file_name, secrets_of, shown_environment
+from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -27,44 +28,7 @@ from pipeline.proc.cleanup import guarded
 from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.events import read_events
 
-# The settings of the cycle: from the workspace to the command line of the pipeline.
-
-
-def read_settings(storage: Storage, cycle: str) -> bytes | None:
-    """What the jobs of the cycle were submitted with; None when nothing was. Raises every error of storage."""
-    try:
-        return storage.read_bytes(f"cycles/{cycle}/jobs/settings.json")
-    except KeyNotFound:
-        return None
-
-
-def with_settings(words: Sequence[str], file: Path) -> list[str]:
-    """The command with the file of settings, where it is one of ours; other commands stay as they are."""
-    return [*words, "--config", str(file)] if is_ours(words) else list(words)
-
-
-def is_ours(words: Sequence[str]) -> bool:
-    """`trnpipe ...` or `trnjobs ...`, at any path, or `python -m pipeline ...` or `python -m jobs ...`."""
-    modules = (["-m", "pipeline"], ["-m", "jobs"])
-    return Path(words[0]).name in ("trnpipe", "trnjobs") or list(words[1:3]) in modules
-
-
-# What ran: the code, and the packages that matter for it.
-
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
-
-
-def versions() -> dict[str, str]:
-    """By name; packages that are not installed are left out."""
-    found = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
 MIN_BUNDLE_S = 1.0
@@ -78,7 +42,10 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """
     place, timing = Place.from_env(env), Timing.from_env(env)
     with watched_signals() as signals, guarded() as folder:
-        peers, linger_s = _peers(place, timing, say), 0.0
+        peers, linger_s = Peers(), 0.0
+        if place.num_nodes > 1:
+            is_main = place.node == 0
+            peers = Hub(place, timing, say, listen(place.main_address, place.port)) if is_main else Link(place, timing)
         try:
             attempt = _Attempt(place, timing, words, env, folder, say)
             attempt.prepare(signals.stop)
@@ -93,14 +60,6 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             return outcome.code
         finally:
             peers.close(linger_s)
-
-
-def _peers(place: Place, timing: Timing, say: Say) -> Peers:
-    if place.num_nodes == 1:
-        return Peers()
-    if place.node > 0:
-        return Link(place, timing)
-    return Hub(place, timing, say, listen(place.main_address, place.port))
 
 
 @dataclass
@@ -127,11 +86,13 @@ class _Attempt:
         A failure is told in `start`: the other nodes are to hear of it.
         """
         try:
-            if not self.place.is_on_one_machine:
+            if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
                 network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
                 self.env = {**network, **self.env}
             if self.place.is_in_cycle:
-                self._settings = read_settings(open_storage(self.place.workspace, stop=stop), self.place.cycle)
+                storage = open_storage(self.place.workspace, stop=stop)
+                with suppress(KeyNotFound):  # nothing was submitted
+                    self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
         except TrnpipeError as error:
             self._failure = error
 
@@ -140,10 +101,12 @@ class _Attempt:
         if self._failure is not None:
             raise self._failure
         words = list(self.words)
-        if self._settings is not None:
+        # `trnpipe ...` or `trnjobs ...`, at any path, or `python -m ...`; other commands stay as they are.
+        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or words[1:3] in (["-m", "pipeline"], ["-m", "jobs"])
+        if self._settings is not None and is_ours:
             file = self.folder / "settings.json"
             file.write_bytes(self._settings)
-            words = with_settings(words, file)
+            words += ["--config", str(file)]
         stacks = self.folder / "stacks"
         stacks.mkdir()
         return Command(words, self.env, stacks, self.tail)
@@ -169,8 +132,8 @@ class _Attempt:
     def _write(self, outcome: Outcome, peers: Peers, command: Command | None, told: list[str]) -> None:
         try:
             storage = open_storage(self.place.workspace)
-            folder = f"cycles/{self.place.cycle}/jobs/post-mortem"
-            key = f"{folder}/{file_name(self.place.job, self.place.attempt, self.place.node)}"
+            name = f"{self.place.job}-{self.place.attempt}-node{self.place.node}.json"
+            key = f"cycles/{self.place.cycle}/jobs/post-mortem/{name}"
             bundle = self._bundle(outcome, peers, command, storage)
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
@@ -178,8 +141,22 @@ class _Attempt:
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _bundle(self, outcome: Outcome, peers: Peers, command: Command | None, storage: Storage) -> PostMortem:
-        unread: list[str] = []
-        kills = kills_for_memory()
+        unread, kills = list[str](), kills_for_memory()
+        settings: JsonValue = None
+        try:
+            settings = json.loads(self._settings) if self._settings else None
+        except ValueError as error:
+            unread.append(f"settings: {error}")
+        events = list[str]()
+        try:
+            found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
+            events = [json.dumps(event) for event in found]
+        except TrnpipeError as error:
+            unread.append(f"events: {error.seen}")
+        versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
+        for package in PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
         return PostMortem(
             job=self.place.job,
             job_id=self.place.job_id,
@@ -196,30 +173,13 @@ class _Attempt:
             out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
             started=self._started,
             ended=datetime.now(UTC),
-            versions=versions(),
+            versions=versions,
             environment=shown_environment(self.env),
-            settings=self._settings_tree(unread),
+            settings=settings,
             nodes=tuple(peers.seen()),
             processes=outcome.processes,
             stacks=command.stacks() if command else {},
             log=self.tail.lines(),
-            events=_last_events(storage, self.place.cycle, unread),
+            events=tuple(events),
             unread=tuple(unread),
         )
-
-    def _settings_tree(self, unread: list[str]) -> JsonValue:
-        try:
-            tree: JsonValue = json.loads(self._settings) if self._settings else None
-        except ValueError as error:
-            unread.append(f"settings: {error}")
-            return None
-        return tree
-
-
-def _last_events(storage: Storage, cycle: str, unread: list[str]) -> tuple[str, ...]:
-    try:
-        found = read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
-    except TrnpipeError as error:
-        unread.append(f"events: {error.seen}")
-        return ()
-    return tuple(json.dumps(event) for event in found)

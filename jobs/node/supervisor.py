@@ -111,10 +111,18 @@ class Supervisor:
     def run(self) -> Outcome:
         while self._own is None or not self.peers.settled:
             self.peers.tick()
-            self._look()
+            if self.command is not None and self._own is None:
+                self._returncode = self.command.returncode()
+                if self._returncode is not None:
+                    self.command.end()  # what it has started ends with it
+                    self._end(self._code_when_killed() if self._killed else exit_code_of_return(self._returncode))
             self._stop_when_asked()
             if self.command is None and self._own is None and self.peers.ready:
-                self._start()
+                try:
+                    self.command = self.start()
+                except TrnpipeError as error:
+                    self._reason = f"{type(error).__name__}: {error}"
+                    self._end(error.exit_code)
             elif self._own is None or not self.peers.settled:
                 self._wait()
         stopped = self.signals.stop.is_set()
@@ -129,21 +137,6 @@ class Supervisor:
             processes=self._processes,
         )
 
-    def _start(self) -> None:
-        try:
-            self.command = self.start()
-        except TrnpipeError as error:
-            self._reason = f"{type(error).__name__}: {error}"
-            self._end(error.exit_code)
-
-    def _look(self) -> None:
-        if self.command is None or self._own is not None:
-            return
-        self._returncode = self.command.returncode()
-        if self._returncode is not None:
-            self.command.end()  # what it has started ends with it
-            self._end(self._code_when_killed() if self._killed else exit_code_of_return(self._returncode))
-
     def _stop_when_asked(self) -> None:
         asked = self.signals.asked
         reason = f"{asked.name} from outside" if asked else self.peers.trouble
@@ -157,7 +150,10 @@ class Supervisor:
                 self._asked_stacks = True
                 self.command.ask_stacks()
             if waited_s > self.timing.grace_s and not self._killed:
-                self._kill(self.command)
+                self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
+                self._killed = True
+                self._processes = self.command.processes()
+                self.command.end()
             elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
                 self._end(self._code_when_killed())
 
@@ -174,12 +170,6 @@ class Supervisor:
         if not asked:  # it may hang in a collective: that is the moment to see where
             self.command.ask_stacks()
         self.command.tell(asked or signal.SIGTERM)
-
-    def _kill(self, command: Command) -> None:
-        self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
-        self._killed = True
-        self._processes = command.processes()
-        command.end()
 
     def _code_when_killed(self) -> int:
         return Preempted.exit_code if self.signals.stop.is_set() else TransientError.exit_code

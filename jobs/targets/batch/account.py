@@ -99,7 +99,8 @@ def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
         if policy is None:
             continue
         shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
-        if not any(_covers(share, where.share_identifier) for share in shares):
+        beginnings = tuple(share[:-1] for share in shares if share.endswith("*"))
+        if where.share_identifier not in shares and not where.share_identifier.startswith(beginnings):
             yield (
                 f"share identifier {where.share_identifier} is not in the policy of queue {where.queue}: "
                 f"it gets weight 1 (there: {', '.join(sorted(shares)) or 'none'})"
@@ -132,10 +133,6 @@ def _environments_of(queue: Detail) -> list[str]:
     return [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
 
 
-def _covers(share: str, identifier: str) -> bool:
-    return identifier.startswith(share[:-1]) if share.endswith("*") else identifier == share
-
-
 class Fleet(BaseModel):
     """A queue that Terraform makes, and the one compute environment behind it."""
 
@@ -161,7 +158,37 @@ class PlannedOutputs(BaseModel):
     @property
     def account(self) -> Account:
         """As AWS Batch would describe it once it is there."""
-        return account_of(self.fleet)
+        return Account(
+            queues={
+                one.queue: {
+                    "jobQueueName": one.queue,
+                    "state": "ENABLED",
+                    "status": "VALID",
+                    "schedulingPolicyArn": one.queue,
+                    "computeEnvironmentOrder": [{"computeEnvironment": one.queue}],
+                }
+                for one in self.fleet
+            },
+            environments={
+                one.queue: {
+                    "type": "MANAGED",
+                    "state": "ENABLED",
+                    "status": "VALID",
+                    "computeResources": {
+                        "type": one.type,
+                        "maxvCpus": one.max_vcpus,
+                        "instanceTypes": list(one.instance_types),
+                    },
+                }
+                for one in self.fleet
+            },
+            policies={
+                one.queue: {
+                    "fairsharePolicy": {"shareDistribution": [{"shareIdentifier": share} for share in one.shares]}
+                }
+                for one in self.fleet
+            },
+        )
 
 
 def read_planned(path: Path) -> PlannedOutputs:
@@ -178,38 +205,6 @@ def read_planned(path: Path) -> PlannedOutputs:
         f"{path}: {seen}",
         expected="a plan of infra/ with its outputs fleet, settings and settings_files",
         next_command=f"terraform -chdir=infra show -json ../build/infra.plan > {path}",
-    )
-
-
-def account_of(fleets: Sequence[Fleet]) -> Account:
-    return Account(
-        queues={
-            one.queue: {
-                "jobQueueName": one.queue,
-                "state": "ENABLED",
-                "status": "VALID",
-                "schedulingPolicyArn": one.queue,
-                "computeEnvironmentOrder": [{"computeEnvironment": one.queue}],
-            }
-            for one in fleets
-        },
-        environments={
-            one.queue: {
-                "type": "MANAGED",
-                "state": "ENABLED",
-                "status": "VALID",
-                "computeResources": {
-                    "type": one.type,
-                    "maxvCpus": one.max_vcpus,
-                    "instanceTypes": list(one.instance_types),
-                },
-            }
-            for one in fleets
-        },
-        policies={
-            one.queue: {"fairsharePolicy": {"shareDistribution": [{"shareIdentifier": share} for share in one.shares]}}
-            for one in fleets
-        },
     )
 
 

@@ -107,20 +107,15 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
             "logs:GetLogEvents",
             next_command="aws sts get-caller-identity; correct the policy of that role",
         )
+    # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
+    message = str(error) if isinstance(error, boto.ParamValidationError) else "no answer"
+    if isinstance(error, boto.ClientError):
+        message = str(error.response.get("Error", {}).get("Message", ""))
     return ConfigError(
-        f"AWS refused {doing} ({name}): {_message(error)}",
+        f"AWS refused {doing} ({name}): {message}",
         expected="a request that AWS accepts",
         next_command="check the queue, the region and AWS_ENDPOINT_URL; trnjobs plan --json shows the requests",
     )
-
-
-def _message(error: Exception) -> str:
-    """What the service says. boto3's own text may quote an endpoint with a password; it is left out."""
-    if isinstance(error, boto.ClientError):
-        return str(error.response.get("Error", {}).get("Message", ""))
-    if isinstance(error, boto.ParamValidationError):
-        return str(error)
-    return "no answer"
 
 
 MAX_DESCRIBED = 100  # ids or names in one Describe call
@@ -187,25 +182,22 @@ class BatchClient(_Client):
         self._call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
 
     def queues(self, names: Sequence[str]) -> list[Detail]:
+        """By name or ARN, like the next two; those that do not exist are left out."""
         return self._described("describing queues", "describe_job_queues", "jobQueues", names)
 
     def compute_environments(self, names: Sequence[str]) -> list[Detail]:
-        """Those of the compute environments, given by name or ARN, that exist."""
         doing, operation = "describing compute environments", "describe_compute_environments"
         return self._described(doing, operation, "computeEnvironments", names)
 
     def scheduling_policies(self, arns: Sequence[str]) -> list[Detail]:
-        found: list[Detail] = []
-        for chunk in _chunks(arns):
-            answer = self._call("describing scheduling policies", "describe_scheduling_policies", arns=chunk)
-            found += answer["schedulingPolicies"]
-        return found
+        doing, operation = "describing scheduling policies", "describe_scheduling_policies"
+        return self._described(doing, operation, "schedulingPolicies", arns, argument="arns")
 
-    def _described(self, doing: str, operation: str, members: str, names: Sequence[str]) -> list[Detail]:
-        found: list[Detail] = []
-        for chunk in _chunks(names):
-            found += self._pages(doing, operation, members, {members: chunk})
-        return found
+    def _described(
+        self, doing: str, operation: str, members: str, names: Sequence[str], argument: str = ""
+    ) -> list[Detail]:
+        chunks = _chunks(names)
+        return [one for chunk in chunks for one in self._pages(doing, operation, members, {argument or members: chunk})]
 
     def _pages(self, doing: str, operation: str, members: str, request: Request) -> Iterator[Detail]:
         page: Request = {}
@@ -235,22 +227,19 @@ class LogsClient(_Client):
     def lines(self, group: str, stream: str) -> Iterator[str]:
         """All lines of a stream, oldest first. Raises ConfigError when there is none."""
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+        doing = f"reading log {group} {stream}"
         while True:
-            answer = self._get(request)
+            try:
+                answer = self.repeat(lambda: self._raw.get_log_events(**request), doing=doing, retryable=is_retryable)
+            except AWS_ERRORS as error:
+                if name_of(error) == "ResourceNotFound":
+                    raise ConfigError(
+                        f"no log stream {stream} in {group}",
+                        expected="a job that has started, within the retention of the group",
+                        next_command="trnjobs status",
+                    ) from error
+                raise translate(error, doing) from error
             yield from (str(event["message"]) for event in answer["events"])
             if answer["nextForwardToken"] == request.get("nextToken"):  # at the end it repeats; empty pages may come
                 return
             request["nextToken"] = answer["nextForwardToken"]
-
-    def _get(self, request: Request) -> Any:
-        doing = f"reading log {request['logGroupName']} {request['logStreamName']}"
-        try:
-            return self.repeat(lambda: self._raw.get_log_events(**request), doing=doing, retryable=is_retryable)
-        except AWS_ERRORS as error:
-            if name_of(error) == "ResourceNotFound":
-                raise ConfigError(
-                    f"no log stream {request['logStreamName']} in {request['logGroupName']}",
-                    expected="a job that has started, within the retention of the group",
-                    next_command="trnjobs status",
-                ) from error
-            raise translate(error, doing) from error

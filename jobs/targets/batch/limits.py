@@ -44,19 +44,12 @@ def check_plan(plan: Plan) -> None:
 def plan_problems(plan: Plan) -> Iterator[str]:
     yield from dag_problems(plan.jobs)
     for job in plan.jobs:
-        yield from (f"{job.name}: {problem}" for problem in job_problems(plan, job))
+        for problem in (*_words(plan, job), *_resources(job), *_sizes(plan, job)):
+            yield f"{job.name}: {problem}"
 
 
-def job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    yield from _names(plan, job)
-    yield from _shape(job)
-    yield from _retries(job)
-    yield from _environment(job)
-    yield from _resources(job)
-    yield from _sizes(plan, job)
-
-
-def _names(plan: Plan, job: JobSpec) -> Iterator[str]:
+def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Names, shape, command, retries and environment."""
     name, where = f"{plan.pipeline}-{plan.cycle}-{job.name}", placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
@@ -68,9 +61,6 @@ def _names(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"priority {where.priority}; expected 0 to {MAX_PRIORITY}"
     if not 0 < len(job.image) <= MAX_IMAGE_CHARACTERS:
         yield f"an image of {len(job.image)} characters; expected 1 to {MAX_IMAGE_CHARACTERS}"
-
-
-def _shape(job: JobSpec) -> Iterator[str]:
     if job.num_nodes and job.array_size:
         yield "nodes and an array; expected one of them"
     if job.array_size and job.array_size not in ARRAY_SIZES:
@@ -83,21 +73,15 @@ def _shape(job: JobSpec) -> Iterator[str]:
         yield "a command that is empty or has an empty word"
     if any(word.startswith("Ref::") for word in job.command):
         yield "a command with Ref::, which AWS Batch would replace"
-
-
-def _retries(job: JobSpec) -> Iterator[str]:
     if not 1 <= job.retry.attempts <= MAX_ATTEMPTS:
         yield f"{job.retry.attempts} attempts; expected 1 to {MAX_ATTEMPTS}"
     if (number := len(job.retry.as_rules())) > MAX_RULES:
         yield f"{number} retry rules; expected at most {MAX_RULES}"
     if len(job.depends_on) > MAX_DEPENDENCIES:
         yield f"{len(job.depends_on)} dependencies; expected at most {MAX_DEPENDENCIES}"
-
-
-def _environment(job: JobSpec) -> Iterator[str]:
-    for name in job.environment:
-        if name.startswith("AWS_BATCH"):
-            yield f"environment variable {name}; names may not begin with AWS_BATCH"
+    for variable in job.environment:
+        if variable.startswith("AWS_BATCH"):
+            yield f"environment variable {variable}; names may not begin with AWS_BATCH"
 
 
 def _resources(job: JobSpec) -> Iterator[str]:

@@ -23,19 +23,18 @@ class BatchPlacement(Record):
 
 def placed(plan: Plan, jobs: JobsConfig) -> Plan:
     """The plan of a cycle with the placements that the settings say."""
-    return plan.model_copy(update={"placements": {job.name: _placement(jobs, job).model_dump() for job in plan.jobs}})
+    placements = {}
+    for job in plan.jobs:
+        wanted = jobs.stage(job.stage)
+        placements[job.name] = BatchPlacement(
+            queue=wanted.queue or jobs.queue,
+            share_identifier=jobs.share_identifier,
+            priority=jobs.priority,
+            job_role=wanted.role or jobs.role,
+            log_group=jobs.log_group,
+        ).model_dump()
+    return plan.model_copy(update={"placements": placements})
 
 
 def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:
     return BatchPlacement.model_validate(plan.placements.get(job.name, {}))
-
-
-def _placement(jobs: JobsConfig, job: JobSpec) -> BatchPlacement:
-    wanted = jobs.stage(job.stage)
-    return BatchPlacement(
-        queue=wanted.queue or jobs.queue,
-        share_identifier=jobs.share_identifier,
-        priority=jobs.priority,
-        job_role=wanted.role or jobs.role,
-        log_group=jobs.log_group,
-    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import DependencyType, JobSpec, Retry
+from jobs.plan.spec import DependencyType, JobSpec
 from jobs.targets.batch.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 
@@ -17,11 +17,15 @@ Request = dict[str, Any]
 def definition_request(plan: Plan, job: JobSpec) -> Request:
     """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
     container = _container(plan, job)
+    names = {"on_status_reason": "onStatusReason", "on_reason": "onReason", "on_exit_code": "onExitCode"}
+    rules = [
+        {names.get(name, name): pattern for name, pattern in rule.items() if pattern} for rule in job.retry.as_rules()
+    ]
     request: Request = {
         "jobDefinitionName": f"{plan.pipeline}-{job.stage}",  # its revisions are its contents
         "type": "multinode" if job.num_nodes else "container",
         "schedulingPriority": placement_of(plan, job).priority,
-        "retryStrategy": _retry(job.retry),
+        "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": rules},
         "timeout": {"attemptDurationSeconds": job.timeout_s},
         "propagateTags": True,
     }
@@ -39,13 +43,17 @@ def definition_request(plan: Plan, job: JobSpec) -> Request:
 def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str]) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
+    depends_on: list[Request] = []
+    for one in job.depends_on:
+        earlier = {} if one.type is DependencyType.SEQUENTIAL else {"jobId": ids[one.job]}
+        depends_on.append(earlier | ({} if one.type is DependencyType.ALL else {"type": one.type.value}))
     request: Request = {
         "jobName": job_name(plan, job),
         "jobQueue": where.queue,
         "jobDefinition": definition,
         "shareIdentifier": where.share_identifier,
         "schedulingPriorityOverride": where.priority,
-        "dependsOn": [_dependency(one.job, one.type, ids) for one in job.depends_on],
+        "dependsOn": depends_on,
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
     }
@@ -98,18 +106,3 @@ def _container(plan: Plan, job: JobSpec) -> Request:
     if where.job_role:
         container["jobRoleArn"] = where.job_role
     return container
-
-
-def _retry(retry: Retry) -> Request:
-    names = {"action": "action", "on_status_reason": "onStatusReason", "on_reason": "onReason"}
-    rules = [
-        {names.get(name, "onExitCode"): pattern for name, pattern in rule.items() if pattern}
-        for rule in retry.as_rules()
-    ]
-    return {"attempts": retry.attempts, "evaluateOnExit": rules}
-
-
-def _dependency(name: str, kind: DependencyType, ids: Mapping[str, str]) -> Request:
-    if kind is DependencyType.SEQUENTIAL:
-        return {"type": kind.value}
-    return {"jobId": ids[name]} | ({} if kind is DependencyType.ALL else {"type": kind.value})

@@ -41,7 +41,9 @@ class Finder:
         Another workspace may use the same names in the same queue: the tag tells whose a job is. Raises
         UnknownOutcome while AWS Batch lists a job that it does not describe yet.
         """
-        listed = [one for one in self.client.jobs_named(queue, name) if self._may_be_ours(one)]
+        since_ms = 1000 * (self.since - CLOCK_SKEW_S)
+        named = [one for one in self.client.jobs_named(queue, name) if one["status"] != JobState.FAILED]
+        listed = [one for one in named if float(one["createdAt"]) >= since_ms]
         described = self.client.describe_jobs([one["jobId"] for one in listed])
         unknown = [one["jobId"] for one in listed if one["jobId"] not in described]
         if unknown:
@@ -64,10 +66,6 @@ class Finder:
         found = self.client.repeat(lambda: self.live(queue, name), doing=f"looking for {name}", retryable=_is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
-    def _may_be_ours(self, summary: Detail) -> bool:
-        is_new = float(summary["createdAt"]) / 1000 >= self.since - CLOCK_SKEW_S
-        return is_new and summary["status"] != JobState.FAILED
-
 
 def _is_unknown(error: BaseException) -> bool:
     return isinstance(error, UnknownOutcome)
@@ -78,10 +76,6 @@ KEPT_S = 7 * 86_400.0
 MAX_NAME_CHARACTERS = 128
 
 
-def _nothing(*_: object) -> None:
-    """Nobody to tell."""
-
-
 @dataclass(frozen=True)
 class BatchTarget:
     """Jobs of one cycle on AWS Batch. `renew` renews the lease of the one who submits; `warn` takes one line."""
@@ -89,8 +83,8 @@ class BatchTarget:
     client: BatchClient
     logs_client: LogsClient
     store: CycleStore
-    renew: Callable[[], None] = _nothing
-    warn: Callable[[str], object] = _nothing
+    renew: Callable[[], None] = lambda: None
+    warn: Callable[[str], object] = lambda line: None
 
     @property
     def name(self) -> str:
@@ -106,11 +100,20 @@ class BatchTarget:
         missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
         if missing:
             self.check(plan)
-            _check_names(plan, round_, missing)
+            longest = max((name_in_round(plan, job, round_) for job in missing), key=len)
+            if len(longest) > MAX_NAME_CHARACTERS:  # the number of the round makes names longer
+                raise ConfigError(
+                    f"job name {longest} of {len(longest)} characters",
+                    expected=f"at most {MAX_NAME_CHARACTERS}",
+                    next_command="a shorter jobs.name or --cycle",
+                )
         finder = self._finder(plan)
         self._end_unrecorded(finder, plan, range(1, round_), {job.name for job in missing})
         for job in missing:
-            ids[job.name] = self._hand_over(finder, plan, round_, _among(job, jobs), ids)
+            # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.
+            waits_for = tuple(one for one in job.depends_on if not one.job or one.job in jobs)
+            spec = job.model_copy(update={"depends_on": waits_for})
+            ids[job.name] = self._hand_over(finder, plan, round_, spec, ids)
         self._end_unrecorded(finder, plan, [round_], ids)
 
     def check(self, plan: Plan) -> None:
@@ -224,25 +227,7 @@ class BatchTarget:
         return seen.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
 
 
-def _among(job: JobSpec, jobs: Sequence[str]) -> JobSpec:
-    """Without dependencies on jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them."""
-    return job.model_copy(update={"depends_on": tuple(one for one in job.depends_on if not one.job or one.job in jobs)})
-
-
-def _check_names(plan: Plan, round_: int, jobs: Sequence[JobSpec]) -> None:
-    """The number of the round makes names longer."""
-    longest = max((name_in_round(plan, job, round_) for job in jobs), key=len)
-    if len(longest) > MAX_NAME_CHARACTERS:
-        raise ConfigError(
-            f"job name {longest} of {len(longest)} characters",
-            expected=f"at most {MAX_NAME_CHARACTERS}",
-            next_command="a shorter jobs.name or --cycle",
-        )
-
-
 # From DescribeJobs to records. Times of AWS are milliseconds.
-
-_STARTED = (JobState.STARTING, JobState.RUNNING)
 
 
 def _num_nodes(detail: Detail) -> int:
@@ -266,6 +251,14 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
         for one in ids
         if "#" not in one and one in described
     ]
+    attempts = []
+    if not any(":" in one for one in ids):  # of an array the children run, it does not
+        ended = list(detail.get("attempts") or ())
+        attempts = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
+        is_started = JobState(detail["status"]) in (JobState.STARTING, JobState.RUNNING)
+        under_way = is_started and all(one.get("stoppedAt") for one in ended)
+        if under_way or (not ended and detail.get("startedAt")):  # described at the top of the job only
+            attempts.append(_attempt(detail, nodes or [detail], len(ended)))
     return JobRecord(
         name=name,
         id=str(detail["jobId"]),
@@ -274,23 +267,10 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
         created_at=_seconds(detail.get("createdAt")) or 0.0,
         started_at=_seconds(detail.get("startedAt")),
         stopped_at=_seconds(detail.get("stoppedAt")),
-        attempts=_attempts(detail, nodes),
+        attempts=tuple(attempts),
         children=tuple(children),
         num_nodes=_num_nodes(detail),
     )
-
-
-def _attempts(detail: Detail, nodes: Sequence[Detail]) -> tuple[AttemptRecord, ...]:
-    """Those that ended, and the one under way, which AWS Batch describes at the top of the job only."""
-    if detail.get("arrayProperties", {}).get("size"):
-        return ()  # its children run, it does not
-    ended = list(detail.get("attempts") or ())
-    found = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
-    under_way = JobState(detail["status"]) in _STARTED and all(one.get("stoppedAt") for one in ended)
-    only_one = not ended and detail.get("startedAt")
-    if under_way or only_one:
-        found.append(_attempt(detail, nodes or [detail], len(ended)))
-    return tuple(found)
 
 
 def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import Field
 
 from jobs.cycle import states
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import EXITED, INTERRUPTED, AttemptEnd, Leaf
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -105,6 +105,7 @@ def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
 # attempt. The end of another node changes nothing. Source: the user guide of AWS Batch, multi-node parallel jobs.
 
 SIGKILL_CODE = 137  # 128 + 9, as a container reports it
+ALIVE = (Phase.STARTING, Phase.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,13 @@ class Step:
 def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
     """`stopping`: the attempt is to end, because of a user."""
     main = nodes[0].phase
+    absent = tuple(index for index, node in enumerate(nodes) if node.phase is Phase.ABSENT)
     if main is Phase.ENDED or stopping:
-        return Step(
-            stop=_those(nodes, Phase.STARTING, Phase.RUNNING),
-            exclude=_those(nodes, Phase.ABSENT),
-            is_over=all(node.phase is Phase.ENDED for node in nodes),
-        )
+        alive = tuple(index for index, node in enumerate(nodes) if node.phase in ALIVE)
+        return Step(stop=alive, exclude=absent, is_over=all(node.phase is Phase.ENDED for node in nodes))
     if main is Phase.ABSENT:
         return Step(start=(0,))
-    return Step(start=_those(nodes, Phase.ABSENT) if main is Phase.RUNNING else ())
+    return Step(start=absent if main is Phase.RUNNING else ())
 
 
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
@@ -156,48 +155,33 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
     return AttemptEnd(code, states.EXITED)
 
 
-def _those(nodes: Sequence[NodeView], *phases: Phase) -> tuple[int, ...]:
-    return tuple(index for index, node in enumerate(nodes) if node.phase in phases)
-
-
 # What the engine says of a job whose state has changed, for people. Pure.
 
 
 def change_line(record: JobRecord) -> str:
     """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`."""
-    return "  ".join([f"{record.name:<12} {record.state.value:<9}", *_words(record)]).rstrip()
-
-
-def _words(record: JobRecord) -> list[str]:
-    tries = len(record.attempts)
-    if not tries:
-        return [record.status_reason]
-    last = record.attempts[-1]
-    again = "" if last.status_reason == INTERRUPTED else "; tried again"
+    words = [f"{record.name:<12} {record.state.value:<9}"]
+    if not record.attempts:
+        return "  ".join([*words, record.status_reason]).rstrip()
+    last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
+    code = "" if last.exit_code is None else f" with exit code {last.exit_code}"
+    why = last.status_reason if last.status_reason != EXITED or not code else ""
+    said = ", ".join(word for word in (why, last.reason) if word)
+    end = f"{attempt} ended{code}{': ' if said else ''}{said}"
     match record.state:
         case JobState.STARTING:
-            return [f"attempt {tries}"]
+            words.append(attempt)
         case JobState.RUNNING:
-            return [f"attempt {tries}", *last.log_streams[:1]]
-        case JobState.SUCCEEDED:
-            return []
+            words += [attempt, *last.log_streams[:1]]
         case JobState.RUNNABLE:
-            return [f"attempt {tries} {_end(last)}{again}"]
-        case _:
-            is_by_attempt = record.status_reason == last.status_reason
-            return [f"attempt {tries} {_end(last)}" if is_by_attempt else record.status_reason]
-
-
-def _end(attempt: AttemptRecord) -> str:
-    code = "" if attempt.exit_code is None else f" with exit code {attempt.exit_code}"
-    why = attempt.status_reason if attempt.status_reason != EXITED or not code else ""
-    said = ", ".join(word for word in (why, attempt.reason) if word)
-    return f"ended{code}{': ' if said else ''}{said}"
+            words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
+        case JobState.FAILED:
+            words.append(end if record.status_reason == last.status_reason else record.status_reason)
+    return "  ".join(words).rstrip()
 
 
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
-ALIVE = (Phase.STARTING, Phase.RUNNING)
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
 
 
@@ -254,28 +238,30 @@ class Engine:
     def tick(self) -> bool:
         """One look at everything; whether anything changed. OSError passes through: the next tick goes on."""
         self._save()
-        reasons = self.files.cancelled()
-        self._cancel_waiting(reasons)
+        cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
+        reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in self.records.items()}
+        # From the sinks backwards, so that nobody is told that a job it waits for has failed.
+        for leaf in reversed(self.leaves):
+            record = self.records[leaf.name]
+            if reasons[leaf.name] and not record.state.is_final and record.state not in ACTIVE:
+                self._update({leaf.name: states.failed(record, reasons[leaf.name], self.clock())})
         for leaf in self._active():
-            self._drive(leaf, reasons.get(_job_id(self.records[leaf.name]), ""))
+            self._drive(leaf, reasons[leaf.name])
         while changed := states.settle(self.leaves, self.records, self.clock()):
             self._update(changed)
         if not self.stop.is_set():
-            self._admit()
+            for leaf in admitted(states.queue(self.leaves, self.records), self._active(), self.machine):
+                record = self.records[leaf.name]
+                nodes, attempt = range(max(1, leaf.spec.num_nodes)), len(record.attempts) + 1
+                streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
+                self._update({leaf.name: states.starting(record, streams)})
         changed_any = bool(self._unsaved)
         self._save()
         return changed_any
 
-    def _cancel_waiting(self, reasons: Mapping[str, str]) -> None:
-        """From the sinks backwards, so that nobody is told that a job it waits for has failed."""
-        for leaf in reversed(self.leaves):
-            record = self.records[leaf.name]
-            reason = reasons.get(_job_id(record))
-            if reason and not record.state.is_final and record.state not in ACTIVE:
-                self._update({leaf.name: states.failed(record, reason, self.clock())})
-
     def _drive(self, leaf: Leaf, cancelled: str) -> None:
-        folders = self._folders(leaf)
+        leaf_id, attempt = self.records[leaf.name].id, len(self.records[leaf.name].attempts)
+        folders = [self.files.node(leaf_id, attempt, node) for node in range(max(1, leaf.spec.num_nodes))]
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]
         if main.started_at is not None and self.records[leaf.name].state is JobState.STARTING:
@@ -288,8 +274,15 @@ class Engine:
             self.nodes.stop(folders[node], by)
         for node, cause in self._late(leaf, folders, views, step, by):
             self.nodes.kill(folders[node], cause)
+        # The time-out is that of the attempt: it runs from the start of the main node on.
+        gone_s = 0.0 if main.started_at is None else self.clock() - main.started_at
         for node in step.start:
-            self.nodes.start(folders[node], self._node_start(leaf, node, main))
+            start = NodeStart(
+                command=local_command(leaf.spec.command),
+                environment=node_environment(os.environ, self.plan, leaf, leaf_id, attempt, node, _address()),
+                timeout_s=max(0.0, leaf.spec.timeout_s - gone_s),
+            )
+            self.nodes.start(folders[node], start)
         if step.is_over and main.end is not None:
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
@@ -310,31 +303,6 @@ class Engine:
     def _waited_s(self, what: Path, now: float) -> float:
         return now - self._asked_at.setdefault(what, now)
 
-    def _admit(self) -> None:
-        queue = states.queue(self.leaves, self.records)
-        for leaf in admitted(queue, self._active(), self.machine):
-            record = self.records[leaf.name]
-            attempt = len(record.attempts) + 1
-            nodes = range(max(1, leaf.spec.num_nodes))
-            streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
-            self._update({leaf.name: states.starting(record, streams)})
-
-    def _node_start(self, leaf: Leaf, node: int, main: NodeView) -> NodeStart:
-        """The time-out is that of the attempt: it runs from the start of the main node on."""
-        record = self.records[leaf.name]
-        gone_s = 0.0 if main.started_at is None else self.clock() - main.started_at
-        attempt = len(record.attempts)
-        return NodeStart(
-            command=local_command(leaf.spec.command),
-            environment=node_environment(os.environ, self.plan, leaf, record.id, attempt, node, _address()),
-            timeout_s=max(0.0, leaf.spec.timeout_s - gone_s),
-        )
-
-    def _folders(self, leaf: Leaf) -> list[Path]:
-        record = self.records[leaf.name]
-        nodes = range(max(1, leaf.spec.num_nodes))
-        return [self.files.node(record.id, len(record.attempts), node) for node in nodes]
-
     def _active(self) -> list[Leaf]:
         return [leaf for leaf in self.leaves if self.records[leaf.name].state in ACTIVE]
 
@@ -350,11 +318,6 @@ class Engine:
             mine = (record for name, record in self.records.items() if self.rounds[name] == round_)
             self.files.save_state(round_, tuple(mine))
             self._unsaved.remove(round_)
-
-
-def _job_id(record: JobRecord) -> str:
-    """Of the job that was submitted, where the record is of a child of its array."""
-    return record.id.partition(":")[0]
 
 
 @cache

@@ -120,17 +120,23 @@ class Processes:
         if started is None:
             if own is None:
                 return NodeView(Phase.ABSENT)
-            return _ended(None, NodeEnd(error=_last_words(folder))) if own_ended else NodeView(Phase.STARTING)
+            if not own_ended:
+                return NodeView(Phase.STARTING)
+            lines = (folder / "log.txt").read_text(errors="replace").splitlines()
+            return NodeView(Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "its keeper ended before it began"))
         if started.pid == _NEVER:
-            return _ended(None, NodeEnd(error="stopped before it began"))
+            return NodeView(Phase.ENDED, end=NodeEnd(error="stopped before it began"))
         is_alive = is_locked(folder / keeper.STARTED)  # before the end: a keeper writes it, then lets go
         end = _read(folder / keeper.ENDED, _END)
         if end is not None:
-            self._reap(folder)
-            return _ended(started, end)
+            if own is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._own.pop(folder).wait(timeout=1.0)  # it has written its last file
+            return NodeView(Phase.ENDED, None if end.error else started.at, end)
         if is_alive or end_marked(keeper.MARK, _mark(folder).__eq__):
             return NodeView(Phase.RUNNING, started.at)
-        return _ended(started, NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or ""))
+        lost = NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or "")
+        return NodeView(Phase.ENDED, started.at, lost)
 
     def stop(self, folder: Path, by: Signal) -> None:
         started = _read(folder / keeper.STARTED, _STARTED)
@@ -151,16 +157,6 @@ class Processes:
         lock = keeper.take(str(folder), _NEVER)
         if lock is not None:
             os.close(lock)
-
-    def _reap(self, folder: Path) -> None:
-        own = self._own.pop(folder, None)
-        if own is not None:
-            with suppress(subprocess.TimeoutExpired):
-                own.wait(timeout=1.0)  # it has written its last file
-
-
-def _ended(started: _Started | None, end: NodeEnd) -> NodeView:
-    return NodeView(Phase.ENDED, started.at if started and not end.error else None, end)
 
 
 def end_leftovers(attempts: Mapping[str, int]) -> int:
@@ -185,11 +181,6 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
         return adapter.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-
-
-def _last_words(folder: Path) -> str:
-    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "its keeper ended before it began"
 
 
 # The environment of a node, as AWS Batch sets it; what this process inherited of jobs and ranks is left out.
@@ -266,17 +257,13 @@ class LocalFiles:
     folder: Path
     workspace: Path | None = None
 
-    @property
-    def lock(self) -> Path:
-        return self.folder / "engine.lock"
-
     def state(self, round_: int) -> tuple[JobRecord, ...]:
         """Empty before anything was written."""
-        return self._read(self._state_path(round_), _STATE) or ()
+        return self._read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
 
     def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
         """OSError passes through: the state is as it was."""
-        write_bytes_atomic(self._state_path(round_), _STATE.dump_json(records, indent=1))
+        write_bytes_atomic(self.folder / f"round-{round_}" / "state.json", _STATE.dump_json(records, indent=1))
 
     def cancelled(self) -> dict[str, str]:
         """Reasons by id of job."""
@@ -299,9 +286,6 @@ class LocalFiles:
 
     def log_path(self, stream: str) -> Path:
         return (self.workspace or self.folder) / stream
-
-    def _state_path(self, round_: int) -> Path:
-        return self.folder / f"round-{round_}" / "state.json"
 
     def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
         try:

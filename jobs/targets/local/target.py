@@ -58,8 +58,16 @@ class LocalTarget:
             found, _, leaves = self._known(plan)
             check_fits([leaf.spec for leaf in leaves if not found[leaf.name].state.is_final], self.machine)
             done = self.store.submitted(round_)
-            new = [name for name in (job.name for job in plan.jobs) if name in jobs and name not in done]
-            self._refuse_running(new, round_)
+            new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
+            for earlier in (one for one in self.store.rounds() if one < round_):
+                ids = {one.id for name, one in self.store.submitted(earlier).items() if name in new}
+                for record in self.files.state(earlier):  # what may still run must not run twice
+                    if record.id.partition(":")[0] in ids and not record.state.is_final:
+                        raise ConfigError(
+                            f"{record.name} is {record.state} in round {earlier}",
+                            expected="a job that has ended",
+                            next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
+                        )
             for name in new:
                 submission = Submission(job=name, id=self.new_id(), submitted_at=self.store.clock())
                 self.store.save_submission(round_, submission)
@@ -107,7 +115,10 @@ class LocalTarget:
             self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        self._end_leftovers()
+        # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
+        saved = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
+        if number := end_leftovers({one.id: len(one.attempts) - (one.state in ACTIVE) for one in saved}):
+            self.say(f"ended {number} processes that earlier attempts had left")
         found, rounds, leaves = self._known(plan)
         Engine(
             plan=plan,
@@ -123,13 +134,6 @@ class LocalTarget:
             grace_s=self.grace_s,
             poll_s=self.poll_s,
         ).run()
-
-    def _end_leftovers(self) -> None:
-        """What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones."""
-        records = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
-        over = {record.id: len(record.attempts) - (record.state in ACTIVE) for record in records}
-        if number := end_leftovers(over):
-            self.say(f"ended {number} processes that earlier attempts had left")
 
     def _known(self, plan: Plan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
         """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
@@ -148,22 +152,10 @@ class LocalTarget:
         order = [leaf.name for job in plan.jobs for leaf in leaves_of(job) if leaf.name in leaves]
         return {name: records[name] for name in order}, rounds, [leaves[name] for name in order]
 
-    def _refuse_running(self, names: Sequence[str], round_: int) -> None:
-        """A job of an earlier round that may still run must not run twice."""
-        for earlier in self.store.rounds():
-            ids = {one.id for name, one in self.store.submitted(earlier).items() if name in names}
-            for record in self.files.state(earlier) if earlier < round_ else ():
-                if record.id.partition(":")[0] in ids and not record.state.is_final:
-                    raise ConfigError(
-                        f"{record.name} is {record.state} in round {earlier}",
-                        expected="a job that has ended",
-                        next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
-                    )
-
     @contextmanager
     def _only_engine(self) -> Iterator[None]:
         """Wait for the engine of this cycle, if there is one; its lock dies with it."""
-        lock = self.files.lock
+        lock = self.files.folder / "engine.lock"
         make_dirs(lock.parent)
         if is_locked(lock):
             self.say("another process runs the jobs of this cycle; waiting for it")
