@@ -187,7 +187,13 @@ def parse_schedule(expression: str, timezone: str = "UTC", *, start: datetime | 
     if form[1] == "at":
         return Schedule(expression, zone)
     if form[1] == "rate":
-        return Schedule(expression, zone, interval=_interval(form[2]), start=_start(start))
+        rate = re.fullmatch(r"([1-9]\d*)\s+(minute|hour|day)s?", form[2].strip())
+        if rate is None:
+            raise ValueError("no rate; expected rate(n unit), n from 1, unit minutes, hours or days")
+        if start is None or start.tzinfo is None:
+            raise ValueError("a rate without a start; expected jobs.schedule.start, such as 2026-11-20T02:00:00Z")
+        interval = int(rate[1]) * _UNITS[rate[2]]
+        return Schedule(expression, zone, interval=interval, start=start.astimezone(UTC))
     fields = form[2].split()
     if len(fields) != 6:
         raise ValueError(f"{len(fields)} fields; expected six: {_GRAMMAR}")
@@ -206,8 +212,9 @@ def _values(field: str, low: int, high: int, words: tuple[str, ...] = ()) -> lis
     found = set[int]()
     for part in field.split(","):
         form = re.fullmatch(r"(\*|\w+)(?:-(\w+))?(?:/([1-9]\d*))?", part)
+        texts = [one for one in form.groups()[:2] if one and one != "*"] if form else []
         try:
-            ends = [words.index(one) + low if one in words else int(one) for one in _ends(form)]
+            ends = [words.index(one) + low if one in words else int(one) for one in texts]
         except ValueError:
             ends = [-1]
         if form is None or not all(low <= one <= high for one in ends) or ends != sorted(ends):
@@ -216,23 +223,6 @@ def _values(field: str, low: int, high: int, words: tuple[str, ...] = ()) -> lis
         last = ends[-1] if ends and (len(ends) == 2 or form[3] is None) else high
         found.update(range(first, last + 1, int(form[3] or 1)))
     return sorted(found)
-
-
-def _ends(form: re.Match[str] | None) -> list[str]:
-    return [one for one in form.groups()[:2] if one and one != "*"] if form else []
-
-
-def _interval(text: str) -> timedelta:
-    form = re.fullmatch(r"([1-9]\d*)\s+(minute|hour|day)s?", text.strip())
-    if form is None:
-        raise ValueError("no rate; expected rate(n unit), n from 1, unit minutes, hours or days")
-    return int(form[1]) * _UNITS[form[2]]
-
-
-def _start(start: datetime | None) -> datetime:
-    if start is None or start.tzinfo is None:
-        raise ValueError("a rate without a start; expected jobs.schedule.start, such as 2026-11-20T02:00:00Z")
-    return start.astimezone(UTC)
 
 
 @dataclass(frozen=True)
@@ -268,13 +258,24 @@ def due_cycles(config: ScheduleConfig, *, scheduled: datetime, now: datetime, cl
     """
     schedule = config.schedule()
     when = _on_schedule(schedule, scheduled)
-    if cycle_name(schedule, when) in claimed:
+    name = cycle_name(schedule, when)
+    if name in claimed:
         return Due((when,))
     newer = [one for one in schedule.between(when, now + _INSTANT) if one > when]
-    if started := [name for name in _newer_names(schedule, when, newer, now, claimed) if name in claimed]:
+    names = [cycle_name(schedule, one) for one in newer]
+    if not schedule.is_known:  # those that were started under a name of this schedule
+        form = re.compile(r"\d{4}-\d\d-\d\d" if schedule.is_at_most_daily else r"\d{4}-\d\d-\d\d-\d{4}")
+        last = cycle_name(schedule, now)
+        names = sorted(one for one in claimed if form.fullmatch(one) and name < one <= last)
+    if started := [one for one in names if one in claimed]:
         return Due((), (Passed(when, f"cycle {started[-1]} is newer and was started before"),))
     oldest = now - timedelta(seconds=config.max_late_s)
-    missed = list(_missed(schedule, when, oldest, claimed))
+    missed = list[datetime]()  # oldest first, since the last cycle that was started; none before the first cycle ever
+    if any(one < name for one in claimed):
+        for one in schedule.before(when):
+            if one < oldest or cycle_name(schedule, one) in claimed:
+                break
+            missed.insert(0, one)
     if config.policy is MissedPolicy.COALESCE:
         times = [*missed, when, *newer]
         reason = f"coalesced into {cycle_name(schedule, times[-1])}"
@@ -282,17 +283,6 @@ def due_cycles(config: ScheduleConfig, *, scheduled: datetime, now: datetime, cl
     if config.policy is MissedPolicy.CATCH_UP:
         return _not_late([*missed, when], oldest, [])
     return _not_late([when], oldest, [Passed(one, "missed, and the policy is skip") for one in missed])
-
-
-def _newer_names(
-    schedule: Schedule, when: datetime, newer: list[datetime], now: datetime, claimed: Collection[str]
-) -> list[str]:
-    """Cycles of the schedule after `when`; where its times are not known, those started under such a name."""
-    if schedule.is_known:
-        return [cycle_name(schedule, one) for one in newer]
-    form = re.compile(r"\d{4}-\d\d-\d\d" if schedule.is_at_most_daily else r"\d{4}-\d\d-\d\d-\d{4}")
-    first, last = cycle_name(schedule, when), cycle_name(schedule, now)
-    return sorted(name for name in claimed if form.fullmatch(name) and first < name <= last)
 
 
 def _on_schedule(schedule: Schedule, scheduled: datetime) -> datetime:
@@ -309,22 +299,6 @@ def _on_schedule(schedule: Schedule, scheduled: datetime) -> datetime:
             next_command="make jobs.schedule and the schedule of EventBridge the same",
         )
     return found
-
-
-def _missed(schedule: Schedule, when: datetime, oldest: datetime, claimed: Collection[str]) -> Iterator[datetime]:
-    """Times before `when`, not before `oldest`, since the last cycle that was started; oldest first.
-
-    Nothing was missed before the first cycle ever.
-    """
-    name = cycle_name(schedule, when)
-    if not any(one < name for one in claimed):
-        return
-    found = []
-    for one in schedule.before(when):
-        if one < oldest or cycle_name(schedule, one) in claimed:
-            break
-        found.append(one)
-    yield from reversed(found)
 
 
 def _not_late(start: list[datetime], oldest: datetime, passed: list[Passed]) -> Due:

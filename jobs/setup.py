@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
-from jobs.config import JobsConfig, StageJob
+from jobs.config import StageJob
 from jobs.cycle.store import CycleStore, claimed_cycles
-from jobs.plan.cost import Prices
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint
@@ -25,13 +24,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
 from pipeline.train.config import batch_share
-
-_SHARE_BATCHES = ("compile", "train", "evaluate")
-Renew = Callable[[], None]
-
-
-def _nothing() -> None:
-    """No claim to keep."""
 
 
 def cycle_of(settings: CycleSettings) -> str:
@@ -51,9 +43,8 @@ def make_plan(settings: CycleSettings) -> Plan:
     """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
     for mined negatives that nobody mines.
     """
-    for name in _SHARE_BATCHES:
-        job = settings.jobs.stage(name)
-        batch_share(settings.train, _ranks(job))
+    for name in ("compile", "train", "evaluate"):
+        batch_share(settings.train, _ranks(settings.jobs.stage(name)))
     _check_compiled_ranks(settings)
     if settings.train.mined_per_query and not settings.mine.enabled:
         raise ConfigError(
@@ -61,10 +52,13 @@ def make_plan(settings: CycleSettings) -> Plan:
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
+    workspace = settings.workspace
+    if "://" not in workspace:
+        workspace = f"file://{Path(workspace).expanduser().absolute()}"
     plan = plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),
-        workspace=_workspace_uri(settings.workspace),
+        workspace=workspace,
         settings=pipeline_fingerprint(settings),
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
@@ -135,17 +129,18 @@ def submitted_plan(store: CycleStore) -> Plan:
     return plan
 
 
-def prices_of(settings: CycleSettings) -> Prices:
-    return Prices(settings.jobs.usd_per_hour, settings.jobs.vcpu_usd_per_hour)
-
-
 def submitter() -> str:
     """Who submits, for others to read: the job of AWS Batch, else this process."""
     return os.environ.get("AWS_BATCH_JOB_ID") or f"{socket.gethostname()}:{os.getpid()}"
 
 
 def open_target(
-    settings: CycleSettings, store: CycleStore, name: str, say: Say, stop: StopSignal, renew: Renew = _nothing
+    settings: CycleSettings,
+    store: CycleStore,
+    name: str,
+    say: Say,
+    stop: StopSignal,
+    renew: Callable[[], None] = lambda: None,
 ) -> Target:
     """The target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
 
@@ -155,9 +150,13 @@ def open_target(
         from jobs.targets.local.target import LocalTarget, this_machine
         from pipeline.context import scratch_folder
 
-        scratch = scratch_folder(settings, store.storage, os.environ)
-        machine = _with_limits(this_machine(), settings.jobs)
-        return LocalTarget(store, scratch, machine, say, stop, settings.jobs.stop_grace_s)
+        scratch, machine, jobs = scratch_folder(settings, store.storage, os.environ), this_machine(), settings.jobs
+        machine = Slots(
+            vcpus=jobs.local_vcpus or machine.vcpus,
+            memory_mib=jobs.local_memory_mib or machine.memory_mib,
+            gangs=machine.gangs,
+        )
+        return LocalTarget(store, scratch, machine, say, stop, jobs.stop_grace_s)
     from jobs.targets.batch.client import (
         BatchClient,  # boto3 takes a while to import
         LogsClient,
@@ -173,13 +172,3 @@ def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: S
     """Where the cycle was submitted to, whatever the settings say now."""
     claim = store.claim()
     return open_target(settings, store, claim.target if claim else settings.jobs.target, say, stop)
-
-
-def _with_limits(machine: Slots, jobs: JobsConfig) -> Slots:
-    vcpus, memory_mib = jobs.local_vcpus or machine.vcpus, jobs.local_memory_mib or machine.memory_mib
-    return machine.model_copy(update={"vcpus": vcpus, "memory_mib": memory_mib})
-
-
-def _workspace_uri(workspace: str) -> str:
-    """Workspace URI for jobs: local paths are made absolute."""
-    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"

@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_rates, embed_run, expected_seconds
+from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.plan.cost import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
-from jobs.setup import make_plan, open_cycle, prices_of
+from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
@@ -60,11 +61,11 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             records, embeddings = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
-        prices, jobs = prices_of(settings), settings.jobs
+        prices, jobs = prices_of(settings.jobs), settings.jobs
         stated = jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
         for line in plan_lines(plan, expected_seconds(records), prices, jobs.sla_s):
             say(line)
-        for line in embed_rate_lines(embed_rates(plan, embeddings, stated, prices)):
+        for line in embed_rate_lines(plan, embeddings, stated, prices):
             say(line)
     return EXIT_OK
 

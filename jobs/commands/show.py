@@ -12,7 +12,7 @@ from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
-from jobs.setup import open_cycle, open_target_of, prices_of, submitted_plan
+from jobs.setup import open_cycle, open_target_of, submitted_plan
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
@@ -111,8 +111,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     for name in names:
         store = CycleStore(asked.storage, name, asked.clock)
         plan, records = _plan_and_records(settings, store, say)
-        prices, config = prices_of(settings), settings.jobs
-        ledgers.append(read_ledger(store, plan, records, prices, sla_s=config.sla_s, schedule=config.schedule))
+        ledgers.append(read_ledger(store, plan, records, settings.jobs))
     if arguments.json:
         shown = [
             ledger.model_dump(mode="json")

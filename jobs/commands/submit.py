@@ -11,7 +11,7 @@ from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import make_plan, open_cycle, open_target, open_target_of, prices_of, submitted_plan, submitter
+from jobs.setup import make_plan, open_cycle, open_target, open_target_of, submitted_plan, submitter
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.progress import Say
@@ -94,9 +94,7 @@ def _hand_over(
     store.save_records(records)
     code = finish(settings, store, plan, records, say)
     if store.closed() is not None:
-        config, prices = settings.jobs, prices_of(settings)
-        ledger = read_ledger(store, plan, records, prices, sla_s=config.sla_s, schedule=config.schedule)
-        for line in cost_lines(ledger):
+        for line in cost_lines(read_ledger(store, plan, records, settings.jobs)):
             say(line)
     return code
 
@@ -146,14 +144,14 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def _reconcile(settings: CycleSettings, store: CycleStore, say: Say) -> None:
-    config, plan = settings.jobs, submitted_plan(store)
+    plan = submitted_plan(store)
     target = open_target_of(settings, store, say, StopSignal())
     records = target.records(plan)
     store.save_records(records)
-    for line in target.check_blocked(records, dwell_s=config.blocked_dwell_s):
+    for line in target.check_blocked(records, dwell_s=settings.jobs.blocked_dwell_s):
         say(line)
     finish(settings, store, plan, records, say)
-    say(summary(read_ledger(store, plan, records, prices_of(settings), sla_s=config.sla_s, schedule=config.schedule)))
+    say(summary(read_ledger(store, plan, records, settings.jobs)))
 
 
 def finish(

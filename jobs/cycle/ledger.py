@@ -11,11 +11,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import SPENT, Category, Moment, Try, moment_of, spent_in, with_kept_until
 from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore
-from jobs.plan.cost import Prices, node_usd_per_hour
+from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.schedule import ScheduleConfig, cycle_name
@@ -237,10 +238,8 @@ def read_ledger(
     store: CycleStore,
     plan: Plan,
     records: Sequence[JobRecord],
-    prices: Prices,
+    config: JobsConfig,
     *,
-    sla_s: int | None,
-    schedule: ScheduleConfig | None = None,
     closed: Closed | None = None,
     without_report: bool = False,
 ) -> CycleLedger:
@@ -257,22 +256,23 @@ def read_ledger(
         names = {job.name for job in judged}
         shape = plan.model_copy(update={"jobs": judged})
         closed = outcome_of(shape, [record for record in records if record.name in names])
+    deadline_at = None
+    if config.sla_s is not None and claim is not None:
+        deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
     return ledger_of(
         plan,
         records,
         read_moments(store.storage, store.cycle),
-        prices,
+        prices_of(config),
         now=now,
         outcome=closed.outcome if closed else None,
-        deadline_at=None
-        if sla_s is None or claim is None
-        else scheduled_at(schedule, store.cycle, claim.claimed_at) + sla_s,
+        deadline_at=deadline_at,
     )
 
 
-def scheduled_at(config: ScheduleConfig | None, cycle: str, claimed_at: float) -> float:
+def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float:
     """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
-    if config is None or not config.is_set:
+    if not config.is_set:
         return claimed_at
     schedule = config.schedule()
     for one in schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)):

@@ -58,22 +58,6 @@ class EmbedRun:
     machine_s: float
 
 
-@dataclass(frozen=True)
-class EmbedRate:
-    machine: str
-    titles_per_s: float | None
-    source: str
-    usd_per_hour: float | None
-    planned: bool
-    """The jobs of this plan run on it."""
-
-    @property
-    def usd_per_million(self) -> float | None:
-        if self.usd_per_hour is None or self.titles_per_s is None:
-            return None
-        return usd_per_million(self.usd_per_hour, 1_000_000, 1e6 / self.titles_per_s)
-
-
 def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> EmbedRun | None:
     """What an embedding that has succeeded tells; None where it embedded nothing, or not all its times are known."""
     times = [attempt.seconds for attempt in record.tries()]
@@ -85,15 +69,19 @@ def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> Embed
     return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
 
 
-def embed_rates(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices) -> list[EmbedRate]:
-    """The machine that this plan embeds on, vCPUs, the machine that it trains on, and those of which a rate is known.
+def embed_rate_lines(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices) -> list[str]:
+    """Side by side the machine that this plan embeds on, vCPUs, the machine that it trains on, and those of which a
+    rate is known; nothing where nothing is known and there is nothing to compare.
 
     `runs`: oldest first. `stated`: titles a second by machine, for what was not measured.
     """
     planned, trains_on = (plan.job(name).resources.instance_type or VCPU for name in (EMBED, "train"))
     known = sorted({run.machine for run in runs} | stated.keys())
-    rates = []
-    for machine in dict.fromkeys((planned, VCPU, trains_on, *known)):
+    machines = dict.fromkeys((planned, VCPU, trains_on, *known))
+    if len(machines) == 1 and not known:
+        return []
+    rows: list[tuple[str, ...]] = [("embed on", "titles/s", "a million titles", "rate")]
+    for machine in machines:
         measured = [run for run in runs if run.machine == machine]
         rate, source = stated.get(machine), "no rate known"
         if measured:
@@ -103,17 +91,7 @@ def embed_rates(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float
         elif machine in stated:
             source = f"stated in {'jobs.vcpu_titles_per_s' if machine == VCPU else 'jobs.titles_per_s'}"
         price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
-        rates.append(EmbedRate(machine, rate, source, price, planned=machine == planned))
-    return rates
-
-
-def embed_rate_lines(rates: Iterable[EmbedRate]) -> list[str]:
-    """The rows side by side; nothing where nothing is known and there is nothing to compare."""
-    rates = list(rates)
-    if len(rates) == 1 and rates[0].titles_per_s is None:
-        return []
-    rows: list[tuple[str, ...]] = [("embed on", "titles/s", "a million titles", "rate")]
-    for rate in rates:
-        name = f"{rate.machine} (this plan)" if rate.planned else rate.machine
-        rows.append((name, format_count(rate.titles_per_s), usd(rate.usd_per_million), rate.source))
+        cost = None if price is None or rate is None else usd_per_million(price, 1_000_000, 1e6 / rate)
+        name = f"{machine} (this plan)" if machine == planned else machine
+        rows.append((name, format_count(rate), usd(cost), source))
     return aligned(rows, left=(0, 3))

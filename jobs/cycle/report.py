@@ -11,7 +11,6 @@ from jobs.cycle.ledger import CycleLedger, Entry, read_ledger, read_moments
 from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.show import DEADLINES, GOODPUT, STATUS, money, status_rows, time_text, total_row
 from jobs.cycle.store import CycleStore
-from jobs.plan.cost import Prices
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError
@@ -252,16 +251,7 @@ def write_page(
 
     Of a cycle that has ended it is the same, byte for byte, whenever and by whomever it is made.
     """
-    ledger = read_ledger(
-        store,
-        plan,
-        records,
-        Prices(config.usd_per_hour, config.vcpu_usd_per_hour),
-        sla_s=config.sla_s,
-        schedule=config.schedule,
-        closed=closed,
-        without_report=True,
-    )
+    ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
     report = gather(store, ledger, records, reason=closed.reason if closed else "")
     store.storage.write_bytes(report_key(store.cycle), page(report).encode())
     return report

@@ -7,6 +7,7 @@ asked for whole. Machines without a price in the table cost by the vCPU, when th
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jobs.config import JobsConfig
 from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 
@@ -17,6 +18,10 @@ class Prices:
 
     by_instance: Mapping[str, float]
     vcpu: float | None = None
+
+
+def prices_of(jobs: JobsConfig) -> Prices:
+    return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour)
 
 
 def machine_share(needs: Resources) -> float:

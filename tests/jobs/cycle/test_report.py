@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import Category
 from jobs.cycle.ledger import read_ledger, read_moments, records_of, scheduled_at
 from jobs.cycle.records import Closed, JobState
 from jobs.cycle.store import CycleStore
-from jobs.plan.cost import Prices
 from jobs.schedule import ScheduleConfig
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.test_ledger import attempt, record
 
 SHAPE = plan(job("prepare"), job("report", "prepare"))
-PRICES = Prices({}, vcpu=0.05)
+CONFIG = JobsConfig(vcpu_usd_per_hour=0.05)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_the_report_is_about_the_other_jobs(store: CycleStore) -> None:
         record("prepare", attempt(100, 160)),
         record("report", attempt(170, None, None), state=JobState.RUNNING),
     )
-    inside = read_ledger(store, SHAPE, records, PRICES, sla_s=60, without_report=True)
-    outside = read_ledger(store, SHAPE, records, PRICES, sla_s=None)
+    inside = read_ledger(store, SHAPE, records, CONFIG.model_copy(update={"sla_s": 60}), without_report=True)
+    outside = read_ledger(store, SHAPE, records, CONFIG)
     assert (inside.outcome, inside.ended_at, inside.deadline_at, inside.deadline) == ("succeeded", 160, 560, "met")
     assert (outside.outcome, outside.deadline) == ("open", "none")
     assert inside.entries[1].spent_ms[Category.EVALUATION] == 330_000, "it runs until now"
@@ -69,9 +69,9 @@ def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore) -> No
     assert records_of(store, lambda: new) == new, "under way"
     store.close(Closed(outcome="succeeded", at=300.0))
     assert records_of(store, lambda: new) == old
-    assert read_ledger(store, SHAPE, old, PRICES, sla_s=None).outcome == "succeeded"
+    assert read_ledger(store, SHAPE, old, CONFIG).outcome == "succeeded"
     lost = (record("prepare", attempt(100, None, None)),)
-    assert read_ledger(store, SHAPE, lost, PRICES, sla_s=None).entries[0].length_ms == 200_000, "until the end, not now"
+    assert read_ledger(store, SHAPE, lost, CONFIG).entries[0].length_ms == 200_000, "until the end, not now"
 
 
 def test_a_deadline_counts_from_the_scheduled_time() -> None:
@@ -84,4 +84,4 @@ def test_a_deadline_counts_from_the_scheduled_time() -> None:
     assert scheduled_at(daily, "2026-11-20", claimed + 9 * 86400) == due, "caught up later"
     assert scheduled_at(daily, "by-hand", claimed) == claimed
     assert scheduled_at(daily, "2026-11-20-again", claimed) == claimed
-    assert scheduled_at(ScheduleConfig(), "2026-11-20", claimed) == scheduled_at(None, "2026-11-20", claimed) == claimed
+    assert scheduled_at(ScheduleConfig(), "2026-11-20", claimed) == claimed
