@@ -66,10 +66,6 @@ class ContrastiveBatch:
         """Four fp32 matrices [queries, products]: similarities, what is left out, scores, and the gradient."""
         return 4 * 4 * self.queries * self.products
 
-    def kept_bytes(self, width: int) -> int:
-        """Gradients by embedding, fp32, that wait for the second pass."""
-        return 4 * width * (self.queries + self.products) if self.two_passes else 0
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -164,7 +160,19 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
     activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes)
-    workspace = max((_workspace_bytes(encoder, call, workload) for call in workload.passes), default=0)
+    product, other = _bytes_of(workload.precision)
+    wide = max(product * encoder.intermediate, product * 3 * encoder.width)
+    workspace = max(
+        (2 * call.sequences * call.tokens * max(wide, other * encoder.heads * call.tokens) for call in workload.passes),
+        default=0,
+    )
+    contrastive_bytes = 0
+    if workload.contrastive is not None:
+        contrastive_bytes = workload.contrastive.similarity_bytes
+        if workload.contrastive.two_passes:  # the loss comes before the bytes of a micro-step are there
+            embeddings = workload.contrastive.queries + workload.contrastive.products
+            waiting = 4 * encoder.width * embeddings  # their gradients, fp32, for the second pass
+            contrastive_bytes = waiting + max(0, contrastive_bytes - activations - workspace)
     return Footprint(
         master_bytes=4 * parameters,
         compute_bytes=2 * parameters if low else 0,
@@ -172,7 +180,7 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
         gradient_bytes=gradients,
         activation_bytes=activations,
         workspace_bytes=workspace,
-        contrastive_bytes=_contrastive_bytes(workload.contrastive, encoder.width, activations + workspace),
+        contrastive_bytes=contrastive_bytes,
     )
 
 
@@ -239,18 +247,3 @@ def _activation_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Worklo
         per_token += 2 * width + scores + product * scores
     embedding = (other + (1 if workload.dropout else 0)) * width
     return call.sequences * call.tokens * (encoder.layers * per_token + embedding)
-
-
-def _contrastive_bytes(contrastive: ContrastiveBatch | None, width: int, beside: int) -> int:
-    """What it adds to the `beside` bytes of a micro-step: in two passes the loss comes before those are there."""
-    if contrastive is None:
-        return 0
-    if not contrastive.two_passes:
-        return contrastive.similarity_bytes
-    return contrastive.kept_bytes(width) + max(0, contrastive.similarity_bytes - beside)
-
-
-def _workspace_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Workload) -> int:
-    product, other = _bytes_of(workload.precision)
-    widest = max(product * encoder.intermediate, product * 3 * encoder.width, other * encoder.heads * call.tokens)
-    return 2 * call.sequences * call.tokens * widest

@@ -188,14 +188,20 @@ def classify(text: str, *, num_nodes: int = 1) -> tuple[Match, ...]:
         else:
             places = [where[key] for where, key in ((names, row.name), (codes, str(row.sign))) if key in where]
         if places:
+            place = min(places)
             error = row.error if num_nodes == 1 or row.many_nodes is None else row.many_nodes
-            found.append((min(places), Match(row, error, _line_at(text, min(places)))))
+            end = text.find("\n", place)
+            line = text[text.rfind("\n", 0, place) + 1 : len(text) if end < 0 else end].strip()
+            if len(line) > 300:
+                line = text[place : place + 300].partition("\n")[0].strip()
+            found.append((place, Match(row, error, line)))
     return tuple(match for _, match in sorted(found, key=lambda item: item[0]))
 
 
 def decisive(matches: Iterable[Match]) -> Match | None:
     """What to act on: proof of broken hardware before anything else, echoes last, then the gravest, then the first."""
-    return max(matches, key=lambda match: (match.row.evidence, _gravity(match.error)), default=None)
+    gravity: dict[type[TrnpipeError] | None, int] = {None: 0, TransientError: 1}
+    return max(matches, key=lambda match: (match.row.evidence, gravity.get(match.error, 2)), default=None)
 
 
 def device_error(text: str, *, num_nodes: int = 1) -> TrnpipeError | None:
@@ -204,10 +210,6 @@ def device_error(text: str, *, num_nodes: int = 1) -> TrnpipeError | None:
     if match is None or match.error is None:
         return None
     return match.error(f"{match.row.name}: {match.line}", expected="no device error", next_command=match.row.action)
-
-
-def _gravity(error: type[TrnpipeError] | None) -> int:
-    return 0 if error is None else 1 if error is TransientError else 2
 
 
 # `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.
@@ -223,10 +225,3 @@ def _first_places(pattern: re.Pattern[str], text: str) -> dict[str, int]:
     for match in pattern.finditer(text):
         places.setdefault(match[1], match.start())
     return places
-
-
-def _line_at(text: str, place: int) -> str:
-    start = text.rfind("\n", 0, place) + 1
-    end = text.find("\n", place)
-    line = text[start : len(text) if end < 0 else end].strip()
-    return line if len(line) <= 300 else text[place : place + 300].partition("\n")[0].strip()

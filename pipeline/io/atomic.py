@@ -71,7 +71,7 @@ def temp_dir(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, fill: Callable[[BinaryIO], None]) -> None:
+def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Replace `path` by what `fill` writes. OSError passes through, the temp file removed."""
     with temp_file(path) as (file, temp):
         fill(file)
@@ -82,12 +82,7 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], None]) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`."""
-
-    def fill(file: BinaryIO) -> None:
-        file.write(data)
-
-    write_atomic(path, fill)
+    write_atomic(path, lambda file: file.write(data))
 
 
 def create_atomic(path: Path, data: bytes) -> bool:

@@ -108,11 +108,6 @@ def buffered(read_range: RangeReader, size_bytes: int) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, size_bytes), buffer_bytes))
 
 
-def range_header(start: int, length: int) -> str:
-    """HTTP ranges are inclusive."""
-    return f"bytes={start}-{start + length - 1}"
-
-
 def checked_length(data: bytes, expected: int) -> bytes:
     """The data; PartialBody, which is retried, when it is not `expected` bytes."""
     if len(data) != expected:
@@ -389,7 +384,8 @@ class S3Storage:
             return b""
 
         def get(raw: Any) -> bytes:
-            answer = raw.get_object(**target.where, Range=range_header(start, length), **options)
+            inclusive = f"bytes={start}-{start + length - 1}"
+            answer = raw.get_object(**target.where, Range=inclusive, **options)
             total = int(str(answer["ContentRange"]).rsplit("/", 1)[-1])
             return checked_length(_body(answer, self.stop), min(length, total - start))
 
@@ -414,15 +410,14 @@ class S3Storage:
             self._client.attempt("writing", target.uri, put)
         except S3_ERRORS as error:
             if is_precondition_failed(error):
-                return attempts > 1 and self._writer_of(target) == writer
+                if attempts == 1:
+                    return False
+                found = self._client.call("looking at", target.uri, lambda raw: raw.head_object(**target.where))
+                return bool(found.get("Metadata", {}).get(WRITER_TAG) == writer)
             if "IfMatch" in condition and is_missing(error):
                 return False
             raise translate(error, "writing", target.uri) from error
         return True
-
-    def _writer_of(self, target: Target) -> str:
-        found = self._client.call("looking at", target.uri, lambda raw: raw.head_object(**target.where))
-        return str(found.get("Metadata", {}).get(WRITER_TAG, ""))
 
     def _delete_batch(self, full_keys: Names) -> None:
         request = {"Objects": [{"Key": key} for key in full_keys], "Quiet": True}

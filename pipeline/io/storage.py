@@ -209,7 +209,11 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
 
     `follow_links`: the place that a symbolic link leads to, for writing; a file read by its link keeps its own name.
     """
-    path = _local(text, follow_links).rstrip("/")
+    path = text.removeprefix("file://") if text.startswith("file:///") else text
+    if path and "://" not in path:
+        local = Path(path).expanduser()
+        path = str(local.resolve()) if follow_links else os.path.abspath(local)  # noqa: PTH100 - resolve() follows links
+    path = path.rstrip("/")
     root, _, name = path.rpartition("/")
     if not name or path.endswith(":") or root.endswith(":/"):  # a root, a bare scheme, a whole bucket
         raise ConfigError(
@@ -218,16 +222,6 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
             next_command="name a folder in it",
         )
     return open_storage(root or "/", retry=retry, stop=stop), check_key(name)
-
-
-def _local(text: str, follow_links: bool) -> str:
-    """An absolute path without dots; another URI as it is."""
-    if text.startswith("file:///"):
-        text = text.removeprefix("file://")
-    if "://" in text or not text:
-        return text
-    path = Path(text).expanduser()
-    return str(path.resolve()) if follow_links else os.path.abspath(path)  # noqa: PTH100 - resolve() follows links
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -61,7 +61,10 @@ def guarded() -> Iterator[Path]:
         with suppress(OSError):  # a file system without locks: the folder is never swept
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         stack.enter_context(_guardian(folder, lock))
-        stack.enter_context(_marked(folder))
+        # Children get the mark; their temporary files and ours go into the folder.
+        stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
+        tempfile.tempdir = str(folder)
+        stack.enter_context(exported({MARK_VARIABLE: str(folder), "TMPDIR": str(folder)}))
         yield folder
 
 
@@ -103,17 +106,6 @@ def _start(folder: Path, lock: int) -> tuple[int, int]:
         os.close(listens)
         os.close(says)
     return ours, gone
-
-
-@contextmanager
-def _marked(folder: Path) -> Iterator[None]:
-    """Children get the mark; their temporary files and ours go into the folder."""
-    place, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        with exported({MARK_VARIABLE: str(folder), "TMPDIR": str(folder)}):
-            yield
-    finally:
-        tempfile.tempdir = place
 
 
 def _no_start(error: OSError | subprocess.CalledProcessError, expected: str) -> TransientError:

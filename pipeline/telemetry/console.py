@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 import rich.console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_bytes, format_count, format_duration, format_share
@@ -125,33 +125,24 @@ class Console:
                     self._line(f"{name}: {work.figures(now)}")
                     shown = now
                     return
-                bars = self._open_bars()
+                if self._bars is None:  # the one display of all bars: pieces of work may lie within each other
+                    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+                    self._bars = Progress(*columns, console=self._rich, transient=True)
+                    self._bars.start()
                 if task is None:
-                    task = bars.add_task(name, total=total, completed=work.done, figures=work.figures(now))
-                bars.update(task, completed=work.done, figures=work.figures(now))
+                    task = self._bars.add_task(name, total=total, completed=work.done, figures=work.figures(now))
+                self._bars.update(task, completed=work.done, figures=work.figures(now))
 
         try:
             yield advance
         finally:
-            if task is not None:
-                self._close_bar(task)
+            if task is not None and self._bars is not None:
+                self._bars.remove_task(task)
+                if not self._bars.tasks:
+                    self._bars.stop()
+                    self._bars = None
         if task is not None or shown != work.started:
             self._line(f"{name}: {work.last(self._clock())}")
-
-    def _open_bars(self) -> Progress:
-        """The one display of all bars: pieces of work may lie within each other."""
-        if self._bars is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
-            self._bars = Progress(*columns, console=self._rich, transient=True)
-            self._bars.start()
-        return self._bars
-
-    def _close_bar(self, task: TaskID) -> None:
-        if self._bars is not None:
-            self._bars.remove_task(task)
-            if not self._bars.tasks:
-                self._bars.stop()
-                self._bars = None
 
     def _line(self, text: str, style: str | None = None) -> None:
         if self._quiet:
@@ -177,10 +168,8 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point per name at `step`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()  # type: ignore[no-untyped-call]

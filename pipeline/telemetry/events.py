@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -34,7 +34,7 @@ from pipeline.io.storage import DiskFull, ObjectStat, Storage, os_errors
 
 RESERVED = frozenset({"time", "event"})
 PUT_INTERVAL_S = 30.0
-SEGMENT_BYTES = 64 * 1024
+SEGMENT_BYTES = BLOCK_BYTES = 64 * 1024
 NUM_READ_THREADS = 8
 MAX_LAST_SEGMENTS = 16  # to read the end of a log
 
@@ -150,7 +150,16 @@ class _Journal:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
-        _cut_half_line(file.fileno())
+        end = size = os.fstat(file.fileno()).st_size
+        while end > 0:  # after the last newline a writer was killed
+            start = max(0, end - BLOCK_BYTES)
+            newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(file.fileno(), end)
 
     def append(self, lines: bytes | bytearray) -> None:
         """What a full disk cuts is taken back."""
@@ -259,7 +268,10 @@ def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) ->
     file = storage.stat(key)
     stats = [*([file] if file else []), *storage.list(_segments_of(key))]
     if last_bytes is not None:
-        stats = _newest(stats, last_bytes)
+        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names sort by the start of their writers
+        for stat in newest:
+            if sum(one.size_bytes for one in stats) < last_bytes:
+                stats.insert(0, stat)
 
     def read(stat: ObjectStat) -> bytes:
         if last_bytes is None:
@@ -271,29 +283,17 @@ def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) ->
     )
     writers: dict[str, list[dict[str, Any]]] = {}
     for stat, data in zip(stats, found, strict=True):
-        writers.setdefault(stat.key.rpartition("-")[0], []).extend(_objects(data.splitlines()))
+        events = writers.setdefault(stat.key.rpartition("-")[0], [])
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    events.append(event)
     return list(heapq.merge(*writers.values(), key=lambda event: str(event.get("time", ""))))
 
 
 def _segments_of(key: str) -> str:
     return key.removesuffix(".jsonl")
-
-
-def _newest(stats: Sequence[ObjectStat], size_bytes: int) -> list[ObjectStat]:
-    """Names sort by the start of their writers."""
-    chosen: list[ObjectStat] = []
-    for stat in stats[: -MAX_LAST_SEGMENTS - 1 : -1]:
-        if sum(one.size_bytes for one in chosen) < size_bytes:
-            chosen.append(stat)
-    return chosen[::-1]
-
-
-def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
 
 
 def _plain(value: object) -> object:
@@ -305,17 +305,3 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value
-
-
-def _cut_half_line(descriptor: int, block_bytes: int = 65536) -> None:
-    """Truncate after the last newline: a writer was killed within the rest."""
-    end = size = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - block_bytes)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
