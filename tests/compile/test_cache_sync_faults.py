@@ -17,6 +17,7 @@ from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
+from pipeline.io.requests import Operation
 from pipeline.io.storage import DiskFull, Storage
 from tests.compile.cache_cases import (
     DONE,
@@ -229,19 +230,21 @@ def test_a_sync_that_is_not_killed(s3_uri: str, here: Path) -> None:
     assert len(sync(here, opened(s3_uri)).pushed) == 0
 
 
-def test_a_stop_ends_it_between_files(storage: Storage, stop: StopSignal, here: Path, storage_uri: str) -> None:
-    upload, sent = storage.upload, []
+def test_a_stop_while_it_uploads_ends_it(
+    storage: Storage, stop: StopSignal, here: Path, storage_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = storage.requests.add
 
-    def upload_and_stop(local: Path, key: str) -> None:
-        upload(local, key)
-        sent.append(key)
-        stop.set("SIGTERM")
+    def stop_at_a_put(operation: Operation) -> None:
+        add(operation)
+        if operation == "put":
+            stop.set("SIGTERM")
 
-    setattr(storage, "upload", upload_and_stop)  # noqa: B010
+    monkeypatch.setattr(storage.requests, "add", stop_at_a_put)
     with pytest.raises(Preempted):
         sync(here, storage)
     another_try = opened(storage_uri)
-    assert sent and not any(MANIFEST_NAME in stat.key for stat in another_try.list(""))
+    assert not any(MANIFEST_NAME in stat.key for stat in another_try.list(""))
     assert len(sync(here, another_try).pushed) == 2
 
 
