@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.order import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute, stream_key
 
 
 @dataclass(frozen=True, order=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import BatchPlan, RankShare, rank_slice
-from pipeline.core.order import mix64
+from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
 from pipeline.model.relevance import GroupInputs, RelevanceInputs
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
 from pipeline.core.batching import EMPTY, Groups, deal_groups, locate, place_among_equals
-from pipeline.core.order import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 

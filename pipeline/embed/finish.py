@@ -19,7 +19,7 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import QuarantinedRow, quarantine_lines, shorten
-from pipeline.embed.earlier import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
+from pipeline.embed.carry_over import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
 from pipeline.embed.parts import PartRecord, id_range, load_records, names_in, stem_of
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID

@@ -27,9 +27,9 @@ from pipeline.data.config import DataConfig
 from pipeline.data.rows import QuarantinedRow, RawBatch, quarantined
 from pipeline.data.sources import Files, open_files, open_source, reading
 from pipeline.data.validate import filter_mask
+from pipeline.embed.carry_over import HashSpill
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at
 from pipeline.embed.config import CatalogueConfig
-from pipeline.embed.earlier import HashSpill
 from pipeline.io.commit import hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key
 

@@ -23,8 +23,8 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, QuarantinedRow, quarantined, shorten
 from pipeline.data.tokenizer import Tokens
+from pipeline.embed.carry_over import take_over
 from pipeline.embed.catalogue import ID_TYPES
-from pipeline.embed.earlier import take_over
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID, Window
 from pipeline.embed.vectors import (

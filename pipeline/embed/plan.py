@@ -14,9 +14,9 @@ from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
+from pipeline.embed.carry_over import EarlierCycle, find_earlier
 from pipeline.embed.catalogue import Catalogue, WorkShard
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.earlier import EarlierCycle, find_earlier
 from pipeline.embed.gather import find_catalogue
 from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
 from pipeline.io.storage import Storage, open_storage, read_record

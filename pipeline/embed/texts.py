@@ -15,8 +15,8 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, shorten
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask
+from pipeline.embed.carry_over import RowIndex
 from pipeline.embed.catalogue import ID_TYPES, IdType, RawWindow
-from pipeline.embed.earlier import RowIndex
 
 # Tokenising word by word. A catalogue has few different words: nearly all of a window were tokenised before.
 

@@ -23,8 +23,8 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
+from pipeline.embed.carry_over import RowIndex, index_of, take_over
 from pipeline.embed.catalogue import CatalogueReader, RawWindow
-from pipeline.embed.earlier import RowIndex, index_of, take_over
 from pipeline.embed.engine import Embed, counted
 from pipeline.embed.finish import find_duplicates
 from pipeline.embed.parts import id_range

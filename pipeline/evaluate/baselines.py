@@ -16,8 +16,8 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batching import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.core.order import permute, stream_key
 from pipeline.core.progress import progress
+from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokens import TokenSet, TokenSetInfo, open_rows

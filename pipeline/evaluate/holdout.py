@@ -12,8 +12,8 @@ from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_share
-from pipeline.core.order import mix64
 from pipeline.core.progress import progress
+from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.tokenizer import Tokens

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import tokenizers
 
 from pipeline.core.arrays import Int64s, UInt64s
-from pipeline.core.order import mix64
 from pipeline.core.progress import progress
+from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens, take

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint, hash63
-from pipeline.core.order import mix64
+from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows

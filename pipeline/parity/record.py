@@ -35,8 +35,8 @@ from pipeline.core.errors import (
     exit_code_of,
 )
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.order import mix64
 from pipeline.core.record import Record
+from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokens import Selection, Split, open_rows

@@ -9,8 +9,8 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import MACHINES, price_usd_per_hour
+from pipeline.embed.carry_over import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard, share_of
-from pipeline.embed.earlier import index_of, open_earlier
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes

@@ -17,7 +17,7 @@ from pipeline.backends import Batch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.lr import learning_rate
-from pipeline.core.order import stream_key
+from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.parallel.gang import Gang

@@ -83,7 +83,7 @@ def test_what_the_text_names_exists(path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("pipeline/core/orders.py", "no such file"),
+        ("pipeline/core/shuffles.py", "no such file"),
         ("infra/modules/networks/", "no such file"),
         ("trnpipe trian", "no such command of trnpipe"),
         ("trnpipe cache mend", "no action mend"),

@@ -14,8 +14,8 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
+from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
 from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at, share_of
-from pipeline.embed.earlier import find_earlier, index_of, open_earlier
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finished_parts

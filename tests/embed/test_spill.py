@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
 from pipeline.embed import earlier as spill_module
-from pipeline.embed.earlier import HashSpill, RowIndex, build_index, part_and_row
+from pipeline.embed.carry_over import HashSpill, RowIndex, build_index, part_and_row
 from pipeline.embed.finish import RECORD, find_duplicates
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=60)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.order import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute, stream_key
 
 KEYS = st.integers(0, 2**64 - 1)
 
