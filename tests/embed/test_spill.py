@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
-from pipeline.embed import earlier as spill_module
+from pipeline.embed import carry_over as spill_module
 from pipeline.embed.carry_over import HashSpill, RowIndex, build_index, part_and_row
 from pipeline.embed.finish import RECORD, find_duplicates
 
