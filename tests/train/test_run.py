@@ -192,28 +192,19 @@ def test_a_metric_of_scores_needs_a_head_that_is_trained() -> None:
     assert not TrainConfig(loss=LossConfig(purpose="retrieval"), metric="retrieval_ndcg").loss.trains_head
 
 
-class _Rungs:
-    """Scored at steps 4 and 6; ended at `last`."""
-
-    def __init__(self, last: int) -> None:
-        self.last, self.told = last, list[tuple[int, float]]()
-
-    def is_due(self, step: int) -> bool:
-        return step in (4, 6)
-
-    def is_hopeless(self, step: int, value: float) -> bool:
-        self.told.append((step, value))
-        return step == self.last
-
-
 @pytest.mark.parametrize(("last", "steps"), [(4, [4]), (6, [4, 6])])
 def test_a_trial_of_a_search_is_scored_at_rungs_on_valid_alone(cycle: Cycle, last: int, steps: list[int]) -> None:
-    rungs = _Rungs(last)
-    outcome = cycle.run(rungs=rungs)
+    seen: list[tuple[int, float]] = []
+
+    def is_hopeless(step: int, value: float) -> bool:
+        seen.append((step, value))
+        return step == last
+
+    outcome = cycle.run(rungs=Rungs(lambda step: step in (4, 6), is_hopeless))
     assert (outcome.steps_done, outcome.holdouts, outcome.prefix) == (last, {}, "")
     scored = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert [(one["step"], one["split"]) for one in scored] == [(step, "valid") for step in steps]
-    assert [(one["step"], one["accuracy"]) for one in scored] == rungs.told
+    assert [(one["step"], one["accuracy"]) for one in scored] == seen
     assert len(cycle.losses()) == last
 
 
