@@ -2,7 +2,11 @@
 
 from pydantic import Field
 
+from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.manifest import Manifest
 from pipeline.core.record import Record
+from pipeline.io.commit import read_manifest
+from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 
 SCHEMA_VERSION = 1
@@ -70,3 +74,23 @@ class TrainState(Record):
     )
     settings_hash: str
     code_version: str
+
+
+def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> Manifest:
+    """Of a committed checkpoint. Raises CheckpointError with `next_command` where there is none."""
+    manifest = read_manifest(storage, prefix)
+    if manifest is None or manifest.kind != KIND:
+        raise CheckpointError(
+            f"{storage.uri(prefix)} holds no committed checkpoint",
+            expected="a folder with a MANIFEST.json of kind checkpoint",
+            next_command=next_command,
+        )
+    return manifest
+
+
+def parse_state(data: bytes) -> TrainState:
+    """Content of its state.json. Raises ValidationError, and DataError for another schema."""
+    state = TrainState.model_validate_json(data)
+    if state.schema_version != SCHEMA_VERSION:
+        raise DataError(f"{STATE} has schema {state.schema_version}")
+    return state

@@ -10,10 +10,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.state import KIND, OPTIMIZER, SCHEMA_VERSION, STATE, TOKENIZER, WEIGHTS, TrainState
+from pipeline.checkpoint.state import (
+    OPTIMIZER,
+    SCHEMA_VERSION,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    TrainState,
+    checkpoint_manifest,
+    parse_state,
+)
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
-from pipeline.io.commit import fetch_dir, read_manifest
+from pipeline.io.commit import fetch_dir
 from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName
 
@@ -52,17 +61,10 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
     """Verify every byte and read the state. Raises CheckpointError naming what is wrong."""
     uri = storage.uri(prefix)
     try:
-        manifest = read_manifest(storage, prefix)
-        if manifest is None or manifest.kind != KIND:
-            raise CheckpointError(
-                f"{uri} holds no committed checkpoint",
-                expected="a folder with a MANIFEST.json of kind checkpoint",
-                next_command="name a checkpoint as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch",
-            )
+        named = "name a checkpoint as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch"
+        manifest = checkpoint_manifest(storage, prefix, next_command=named)
         folder = fetch_dir(storage, prefix, cache_dir)
-        state = TrainState.model_validate_json((folder / STATE).read_bytes())
-        if state.schema_version != SCHEMA_VERSION:
-            raise DataError(f"{STATE} has schema {state.schema_version}")
+        state = parse_state((folder / STATE).read_bytes())
     except (DataError, ValidationError, OSError) as error:
         raise CheckpointError(
             f"{uri}: {str(error).splitlines()[0]}",

@@ -12,9 +12,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.checkpoint.state import KIND, SCHEMA_VERSION, STATE, TOKENIZER, WEIGHTS, Parent, TrainState
+from pipeline.checkpoint.state import (
+    SCHEMA_VERSION,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    Parent,
+    TrainState,
+    checkpoint_manifest,
+    parse_state,
+)
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
-from pipeline.io.commit import check_record, read_manifest, record_of, verify_dir
+from pipeline.io.commit import check_record, record_of, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, place_of
 from pipeline.registry.history import pointer_key
 from pipeline.registry.records import Place, check_prefix, load_verdict, one_line
@@ -131,22 +140,15 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
     """
     uri = workspace.uri(check_prefix(prefix))
     try:
-        manifest = read_manifest(workspace, prefix)
-        if manifest is None or manifest.kind != KIND:
-            raise CheckpointError(
-                f"{uri} holds no committed checkpoint",
-                expected="a folder with a MANIFEST.json of kind checkpoint",
-                next_command="name a checkpoint of this workspace as checkpoints/<cycle>/step-<n>",
-            )
+        named = "name a checkpoint of this workspace as checkpoints/<cycle>/step-<n>"
+        manifest = checkpoint_manifest(workspace, prefix, next_command=named)
         if missing := sorted({WEIGHTS, STATE, TOKENIZER} - manifest.files.keys()):
             raise DataError(f"its manifest has no {missing[0]}")
         if every_byte and verify_dir(workspace, prefix, deep=True) != manifest:
             raise DataError("it is being replaced")
         data = workspace.read_bytes(join_key(prefix, STATE))
         check_record(workspace.uri(join_key(prefix, STATE)), manifest.files[STATE], record_of(BytesIO(data)))
-        state = TrainState.model_validate_json(data)
-        if state.schema_version != SCHEMA_VERSION:
-            raise DataError(f"{STATE} has schema {state.schema_version}")
+        state = parse_state(data)
     except (DataError, ValidationError) as error:
         raise _bad(uri, error) from error
     return Known(prefix, manifest.digest, state)
