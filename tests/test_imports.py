@@ -74,7 +74,7 @@ ONLY_IN = {
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("data", "model", "train", "compile", "embed", "health", "mine")
+TORCH_FREE_CONFIGS = ("parallel", "data", "model", "train", "compile", "embed", "health", "mine")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

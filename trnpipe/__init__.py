@@ -17,27 +17,38 @@ if TYPE_CHECKING:
     from jobs.settings import CycleSettings
     from pipeline.context import StageContext, StageResult, open_context
     from pipeline.core.errors import TrnpipeError
+    from pipeline.core.layout import Layout
     from pipeline.core.stop import StopSignal
+    from pipeline.parallel.adopt import init, layout
+    from pipeline.parallel.config import Plan
     from pipeline.settings import Settings, resolve
 
 __all__ = [
     "CycleSettings",
+    "Layout",
+    "Plan",
     "Settings",
     "StageContext",
     "StageResult",
     "StopSignal",
     "TrnpipeError",
     "__version__",
+    "init",
+    "layout",
     "open_context",
     "resolve",
 ]
 _HOME = {
     "CycleSettings": "jobs.settings",
+    "Layout": "pipeline.core.layout",
+    "Plan": "pipeline.parallel.config",
     "Settings": "pipeline.settings",
     "StageContext": "pipeline.context",
     "StageResult": "pipeline.context",
     "StopSignal": "pipeline.core.stop",
     "TrnpipeError": "pipeline.core.errors",
+    "init": "pipeline.parallel.adopt",
+    "layout": "pipeline.parallel.adopt",
     "open_context": "pipeline.context",
     "resolve": "pipeline.settings",
 }

@@ -24,6 +24,7 @@ __all__ = [
     "is_lazy_host",
     "lazy_device_name",
     "may_use_neuron",
+    "module_device",
     "on_neuron",
     "open_backend",
     "open_host",
@@ -62,6 +63,13 @@ def is_lazy_host(device_name: str) -> bool:
 def process_group(name: str) -> str | None:
     """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device."""
     return "cuda:nccl" if _resolved(name) == "cuda" else None
+
+
+def module_device() -> str:
+    """The backend of this machine on which a module of a user runs as it is: cuda where there is one, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:

@@ -34,6 +34,8 @@ class Backend(Protocol):
     """True where the device is but a share of this host's cores and memory."""
     can_compile: bool
     """True where torch.compile fuses the operations of a module."""
+    spreads: frozenset[str]
+    """Which of parameters, tensor, offload, collectives a plan may ask for (pipeline/parallel/config.py)."""
     default_tokens: int
     """Tokens of a batch of texts to embed, where the settings leave it to the device."""
 

@@ -21,6 +21,7 @@ class Eager:
     gathers_in_graph = True
     sums_by_matmul = False
     is_neuron = False
+    spreads = frozenset({"parameters", "tensor", "offload", "collectives"})
 
     def runtime_world_size(self) -> int:
         return 1

@@ -23,7 +23,7 @@ class Gang:
         self._pending: tuple[Tensor, Any] | None = None
         if world.world_size > 1:
             kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
-            with _peers("joining the other ranks"):
+            with peers("joining the other ranks"):
                 dist.init_process_group(kind, timeout=timedelta(seconds=timeout_s))
 
     def agree(self, flag: bool) -> bool:
@@ -33,7 +33,7 @@ class Gang:
         """
         if self.world.world_size == 1:
             return flag
-        with _peers("agreeing to stop"):
+        with peers("agreeing to stop"):
             result = self._finish()
             mine = torch.tensor([int(flag)], dtype=torch.int32)
             self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, async_op=True))
@@ -43,7 +43,7 @@ class Gang:
         """True on every rank when the flag of any rank is up. Waits for all."""
         if self.world.world_size == 1:
             return flag
-        with _peers("agreeing to stop"):
+        with peers("agreeing to stop"):
             # The exchange that `agree` has under way is about something else and stays pending.
             mine = torch.tensor([int(flag)], dtype=torch.int32)
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
@@ -52,7 +52,7 @@ class Gang:
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Element-wise mean over ranks of CPU tensors, in place."""
         if self.world.world_size > 1:
-            with _peers("reducing gradients"):
+            with peers("reducing gradients"):
                 for tensor in tensors:
                     dist.all_reduce(tensor)
                     tensor /= self.world.world_size
@@ -63,7 +63,7 @@ class Gang:
         if self.world.world_size == 1:
             return tensors
         result = []
-        with _peers("gathering embeddings"):
+        with peers("gathering embeddings"):
             for tensor in tensors:
                 parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
                 dist.all_gather(parts, tensor.contiguous())
@@ -75,19 +75,19 @@ class Gang:
         if self.world.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world.world_size
-        with _peers("gathering results"):
+        with peers("gathering results"):
             dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:
         if self.world.world_size > 1:
-            with _peers("waiting for the other ranks"):
+            with peers("waiting for the other ranks"):
                 dist.barrier()
 
     def close(self) -> None:
         """Leave. Pending exchanges are finished first, so that no peer is left waiting."""
         if self.world.world_size > 1:
-            with _peers("leaving"):
+            with peers("leaving"):
                 self._finish()
             dist.destroy_process_group()
 
@@ -101,7 +101,7 @@ class Gang:
 
 
 @contextmanager
-def _peers(doing: str) -> Iterator[None]:
+def peers(doing: str) -> Iterator[None]:
     """Turn the collective library's RuntimeError into a TransientError that says what was going on."""
     try:
         yield

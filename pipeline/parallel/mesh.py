@@ -1,0 +1,98 @@
+"""The ranks of a run as a grid: replicate x shard x tensor, with groups that time out as the run itself does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.backends import Backend
+from pipeline.core.errors import ConfigError
+from pipeline.core.layout import Layout, layout_of
+from pipeline.parallel.config import Plan
+from pipeline.parallel.gang import peers
+
+AXES = REPLICATE, SHARD, TENSOR = ("replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where a model is spread, and how."""
+
+    plan: Plan
+    layout: Layout
+    backend: Backend
+    devices: DeviceMesh
+    """Of three axes, whatever their sizes."""
+
+    @property
+    def data_axes(self) -> DeviceMesh:
+        """What fully_shard takes: one axis of shards, or replicas of them."""
+        return self.devices[REPLICATE, SHARD] if self.layout.replicate_size > 1 else self.devices[SHARD]
+
+    @property
+    def tensor_axis(self) -> DeviceMesh:
+        return self.devices[TENSOR]
+
+
+def check_plan(plan: Plan, backend: Backend) -> None:
+    """Before anything is traced or allocated. Raises ConfigError for what this device cannot do, with the way out."""
+    wanted: list[tuple[str, bool, str]] = [
+        ("parameters", plan.shard == "all" and plan.shard_degree != 1, "shard state, or shard_degree 1"),
+        ("tensor", plan.tensor_degree > 1, "tensor_degree 1, or a device of which each operation is a call of its own"),
+        ("offload", plan.offload_horizon > 0, "offload_horizon 0; recompute units saves most of the same memory"),
+        ("collectives", plan.collectives == "hierarchical", "collectives default: the runtime chooses by itself"),
+    ]
+    for feature, is_asked, way_out in wanted:
+        if is_asked and feature not in backend.spreads:
+            able = ", ".join(sorted(backend.spreads)) or "nothing of it"
+            raise ConfigError(
+                f"the plan asks for {_REFUSED[feature]}, which {backend.device_name()} cannot do here",
+                expected=f"a plan within what this device does ({able})",
+                next_command=way_out,
+            )
+
+
+_REFUSED = {
+    "parameters": "sharded parameters (shard all)",
+    "tensor": "tensor parallelism",
+    "offload": "activations offloaded to the host",
+    "collectives": "hierarchical collectives",
+}
+
+
+def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
+    """The grid of all ranks of the process group; of one process, where there is none (one is made).
+
+    Raises ConfigError, on every rank the same, for a plan that does not fit the ranks or the device.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    check_plan(plan, backend)
+    layout = layout_of(
+        dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree
+    )
+    sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
+    with peers("making the groups of the plan"):
+        devices = init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES)
+        for mesh in (devices, devices[REPLICATE, SHARD]):
+            set_timeouts(mesh, timeout_s)
+    return Mesh(plan, layout, backend, devices)
+
+
+def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
+    """Of every group of a mesh: sub-groups come with the library's own 30 minutes, whatever the world was given."""
+    for group in mesh.get_all_groups():
+        # There is no public way (torch 2.9 to 2.14); tests/parallel/test_mesh.py fails when this one goes.
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def check_same(values: Sequence[object], what: str) -> None:
+    """Raises ConfigError, on every rank the same, where ranks were given different things."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise ConfigError(
+                f"rank 0 was given {what} {values[0]}, rank {rank} {value}", expected=f"the same {what} on every rank"
+            )

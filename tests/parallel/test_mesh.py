@@ -1,0 +1,158 @@
+"""Plans, layouts of ranks, and the groups that are made of them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.backends import open_host
+from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.layout import Layout, layout_of
+from pipeline.parallel import adopt
+from pipeline.parallel.config import Plan
+from pipeline.parallel.gang import peers
+from pipeline.parallel.mesh import AXES, check_plan
+from tests.ranks import run_ranks
+
+CASES = "tests.parallel.test_mesh"
+
+
+def test_every_rank_has_one_place() -> None:
+    places = [layout_of(rank, 24, shard_degree=4, tensor_degree=2) for rank in range(24)]
+    assert {(p.replicate_rank, p.shard_rank, p.tensor_rank) for p in places} == {
+        (r, s, t) for r in range(3) for s in range(4) for t in range(2)
+    }
+    assert [p.data_rank for p in places] == [rank // 2 for rank in range(24)]
+    assert places[0].data_size == 12 and places[0].world_size == 24
+    assert layout_of(3, 4, shard_degree=0, tensor_degree=1) == Layout(3, 1, 4, 1)
+    assert layout_of(3, 4, shard_degree=1, tensor_degree=1) == Layout(3, 4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("shard", "tensor", "match"),
+    [(3, 1, "shard_degree 3 over 8 .*\n.*\n.*shard_degree 2"), (1, 3, "tensor_degree 2"), (8, 2, "8 ranks by tensor")],
+)
+def test_a_degree_that_does_not_divide_names_one_that_does(shard: int, tensor: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        layout_of(0, 8, shard_degree=shard, tensor_degree=tensor)
+
+
+def test_the_keys_of_the_articles() -> None:
+    assert Plan.read('{"activation_loading_horizon": 2, "sm_activation_offloading": True}') == Plan(
+        recompute="units", offload_horizon=2
+    )
+    assert Plan.read({"sm_activation_offloading": True}).offload_horizon == 2
+    assert Plan.read({"sm_activation_offloading": False, "activation_loading_horizon": 4}) == Plan()
+    smp = {"hybrid_shard_degree": 16, "tensor_parallel_degree": 8, "tensor_parallel_seed": 0}
+    assert Plan.read(smp) == Plan(shard_degree=16, tensor_degree=8, seed=0)
+    assert Plan.read({"context_parallel_degree": 1, "expert_parallel_degree": 1}) == Plan()
+
+
+def test_where_a_plan_is_read_from(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"shard_degree": 2}')
+    expected = Plan(shard_degree=2)
+    assert Plan.read(tmp_path / "plan.json") == Plan.read(str(tmp_path / "plan.json")) == expected
+    assert Plan.read(None, {"TRNPIPE_PARALLEL": '{"shard_degree": 2}'}) == Plan.read(expected) == expected
+    assert Plan.read(None, {}) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"shard_degre": 1}, "unknown key 'shard_degre', did you mean 'shard_degree'"),
+        ({"shard_degree": -1}, "shard_degree is -1"),
+        ({"context_parallel_degree": 2}, "context_parallel_degree 2: there is no such"),
+        ({"hybrid_shard_degree": 2, "shard_degree": 2}, "the same thing"),
+        ({"offload_horizon": 1, "recompute": "none"}, "expected recompute units"),
+        ({"sm_activation_offloading": "yes"}, "expected true or false"),
+        ({"shard": "state", "tensor_degree": 2}, "expected shard all"),
+        ("{x", "no JSON"),
+        ("no/such/file.json", "cannot be read"),
+        (5, "valid dictionary"),
+    ],
+)
+def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Plan.read(given)
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({}, "sharded parameters.*\n.*\n.*shard state"),
+        ({"shard_degree": 1, "tensor_degree": 2}, "tensor parallelism"),
+        ({"shard_degree": 1, "offload_horizon": 2}, "offloaded.*\n.*\n.*recompute units"),
+        ({"shard_degree": 1, "collectives": "hierarchical"}, "the runtime chooses"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:
+    class Traced:
+        spreads: frozenset[str] = frozenset()
+
+        def device_name(self) -> str:
+            return "xla:NEURON"
+
+    with pytest.raises(ConfigError, match=match):
+        check_plan(Plan.read(plan), Traced())  # type: ignore[arg-type]
+    check_plan(Plan.read(plan), open_host())
+    check_plan(Plan(shard="state"), Traced())  # type: ignore[arg-type]
+
+
+def groups(plan: str) -> list[list[int]]:
+    adopt.init(plan)
+    mesh = adopt.current_mesh().devices
+    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in AXES]
+
+
+def test_the_groups_of_a_plan(tmp_path: Path) -> None:
+    found = run_ranks(f"{CASES}:groups", 4, tmp_path, '{"shard_degree": 2}')
+    assert found == [[[0, 2], [0, 1], [0]], [[1, 3], [0, 1], [1]], [[0, 2], [2, 3], [2]], [[1, 3], [2, 3], [3]]]
+
+
+def asleep(_: str) -> float:
+    """Rank 0 of a shard group never comes: the other one gives up when its time is over, not after 30 minutes."""
+    place = adopt.init({"shard_degree": 2}, timeout_s=3)
+    if place.shard_rank == 0:
+        time.sleep(8)
+        return 0.0
+    started = time.monotonic()
+    with pytest.raises(TransientError, match="a peer failed while waiting"), peers("waiting"):
+        dist.all_reduce(torch.ones(1), group=adopt.current_mesh().devices.get_group("shard"))
+    return time.monotonic() - started
+
+
+def test_sub_groups_time_out_as_the_run_does(tmp_path: Path) -> None:
+    waited = run_ranks(f"{CASES}:asleep", 4, tmp_path, "")
+    assert all(2 < seconds < 8 for seconds in waited[1::2])
+
+
+def apart(*plans: str) -> str:
+    import os
+
+    adopt.init(plans[int(os.environ["RANK"])])
+    return "joined"
+
+
+@pytest.mark.parametrize(
+    ("plans", "match"),
+    [
+        (('{"shard_degree": 1}', '{"shard_degree": 2}'), "rank 0 was given plan"),
+        (('{"shard_degree": 1}', '{"shard_degree: 2}'), "rank 1: the plan is no JSON"),
+        (('{"shard_degree": 3}', '{"shard_degree": 3}'), "shard_degree 3 over 2 data-parallel ranks"),
+    ],
+)
+def test_every_rank_says_what_is_wrong(tmp_path: Path, plans: tuple[str, str], match: str) -> None:
+    errors = run_ranks(f"{CASES}:apart", 2, tmp_path, *plans, code=78)
+    assert all(match in text and "Traceback" not in text for text in errors)
+
+
+def alone(_: str) -> list[int]:
+    place = adopt.init()
+    return [place.rank, place.world_size, place.data_size]
+
+
+def test_alone_without_a_launcher(tmp_path: Path) -> None:
+    assert run_ranks(f"{CASES}:alone", 1, tmp_path, "") == [[0, 1, 1]]

@@ -1,0 +1,101 @@
+"""A function run by several ranks, as torchrun would start them: `run_ranks("tests.parallel.cases:name", 4, folder)`.
+
+Each rank is forked from the zygote, joins nothing by itself, and leaves what the function returns (plain JSON).
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.errors import TrnpipeError
+from tests.ports import free_port
+from tests.zygote import ROOT, Forked
+
+WAIT_S = 150.0  # generous, machines may be loaded
+STAY_S = 20.0
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended. `code`: as a command of ours would exit; negative for a signal."""
+
+    code: int
+    value: Any
+    err: str
+
+
+def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> list[Forked]:
+    """`module:function` of this repository in each rank, with `words`; `env`: beside torchrun's variables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    whole |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **(env or {})}
+    started = []
+    for rank in range(ranks):
+        mine = {**os.environ, **whole, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"rank-{rank}.out").open("wb") as out, (folder / f"rank-{rank}.err").open("wb") as err:
+            arguments = [case, str(folder / f"rank-{rank}.json"), *words]
+            started.append(Forked("tests.ranks", arguments, env=mine, cwd=ROOT, stdout=out, stderr=err))
+    return started
+
+
+def end_ranks(started: list[Forked], folder: Path, wait_s: float = WAIT_S) -> list[RankResult]:
+    """Wait for all of them. Raises TimeoutExpired, with none left running."""
+    try:
+        codes = [rank.wait(wait_s) for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    found = []
+    for number, code in enumerate(codes):
+        path = folder / f"rank-{number}.json"
+        value = json.loads(path.read_text()) if path.exists() else None
+        found.append(RankResult(code, value, (folder / f"rank-{number}.err").read_text()))
+    return found
+
+
+def run_ranks(
+    case: str, ranks: int, folder: Path, *words: str, env: Mapping[str, str] | None = None, code: int = 0
+) -> list[Any]:
+    """What the function returned on each rank. Asserts how they ended."""
+    ended = end_ranks(start_ranks(case, ranks, folder, *words, env=env), folder)
+    for number, rank in enumerate(ended):
+        assert rank.code == code, f"rank {number}: exit {rank.code}, expected {code}\n{rank.err[-3000:]}"
+    return [rank.err if code else rank.value for rank in ended]
+
+
+def main(case: str, output: str, *words: str) -> int:
+    """In a rank: leave what the function returns."""
+    module, _, name = case.partition(":")
+    try:
+        value = getattr(import_module(module), name)(*words)
+    except TrnpipeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    path = Path(output)
+    path.with_suffix(".part").write_text(json.dumps(value))
+    path.with_suffix(".part").rename(path)
+    _stay(path.parent)
+    return 0
+
+
+def _stay(folder: Path) -> None:
+    """A rank that goes takes its connections, and the store of rank 0, from those that are still at it."""
+    limit = time.monotonic() + STAY_S
+    while len(list(folder.glob("rank-*.json"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    ended_with = main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(ended_with)  # threads of gloo that are still waiting for a peer must not keep a rank
