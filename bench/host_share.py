@@ -70,9 +70,9 @@ class MeteredProgram(TrainProgram):
         self.spent.forward += time.monotonic() - started
         return outputs
 
-    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None) -> None:
+    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None, *, is_last: bool) -> None:
         with _Clock(self.backend) as clock:
-            super()._accumulate(batch, contrast)
+            super()._accumulate(batch, contrast, is_last=is_last)
         self.spent.micro_step += clock.host_s
 
     def _update(self, control: Tensor) -> None:

@@ -17,7 +17,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import initial_model
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import BatchStream
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 
 ENDLESS = 1_000_000
 """Steps of the schedule; no bench gets near."""
@@ -105,15 +105,8 @@ def make_program(
     kind: type[AnyProgram],
 ) -> AnyProgram:
     """The program of one rank, from freshly initialised weights or those of `model.init_from`, a local folder."""
-    return kind(
-        initial_model(model, spec, config.seed, Path()),
-        backend,
-        config,
-        accumulation=batch_share(config, 1).accumulation,
-        host_mean=lambda tensors: tensors,
-        figure_rows=log_every,
-        buckets=buckets,
-    )
+    strategy = flat_strategy(initial_model(model, spec, config.seed, Path()), backend, config)
+    return kind(strategy, backend, config, batch_share(config, 1), figure_rows=log_every, buckets=buckets)
 
 
 def train_config(batch_size: int) -> TrainConfig:

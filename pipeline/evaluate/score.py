@@ -39,7 +39,8 @@ from pipeline.io.storage import Storage
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.strategies.flat import FlatLayout, Precision, flat_forward
+from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies.flat import FlatLayout, flat_forward
 
 # The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.parallel.strategies.flat import Chunk
+from pipeline.parallel.strategies.base import Part
 from pipeline.train.config import GuardConfig, OptimizerConfig
 
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
@@ -25,19 +25,19 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
     )
 
 
-def rate_of(chunk: Chunk, num_layers: int, config: OptimizerConfig) -> float:
-    """Multiple of the learning rate for the parameters of a chunk; the encoder has `num_layers`.
+def rate_of(part: Part, num_layers: int, config: OptimizerConfig) -> float:
+    """Multiple of the learning rate for the parameters of a part; the encoder has `num_layers`.
 
     Layer l of L learns at layer_decay^(L - l), the embeddings are layer 0 (Howard and Ruder, "Universal Language Model
     Fine-tuning for Text Classification", ACL 2018, 3.2, as BERT-like models have it since ELECTRA).
     """
-    if not chunk.encoder:
+    if not part.encoder:
         return config.head_rate
-    return 1.0 if chunk.layer is None else config.layer_decay ** (num_layers - chunk.layer)
+    return 1.0 if part.layer is None else config.layer_decay ** (num_layers - part.layer)
 
 
 class AdamW:
-    """Two moments for each flat vector."""
+    """Two moments for each master."""
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Temperature, tem
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
+from pipeline.parallel.strategies.base import Strategy
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.train.config import TrainConfig, rows_of_batch
 from pipeline.train.contrast import Contrast, GlobalLoss, targets_of
@@ -38,51 +39,34 @@ class TrainProgram:
 
     def __init__(
         self,
-        model: RelevanceModel,
+        strategy: Strategy,
         backend: Backend,
         config: TrainConfig,
+        share: RankShare,
         *,
-        accumulation: int,
-        world_size: int = 1,
-        host_mean: HostMean,
-        host_gather: HostGather = list,
         figure_rows: int,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
     ) -> None:
-        self.backend, self.config = backend, config
+        self.backend, self.config, self.strategy = backend, config, strategy
         self._watch: GraphWatch = watch or NoWatch()
         self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
-        config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
-        if config.loss.learn_temperature:
-            model.temperature = Temperature(config.loss.temperature)
-        choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
-        self.has_dropout = model.encoder.dropout > 0
-        num_layers = len(model.encoder.layers)
-        self.strategy = FlatStrategy(
-            model,
-            backend,
-            precision=config.precision,
-            chunk_mib=config.chunk_mib,
-            by_layer=config.optimizer.by_layer,
-            world_size=world_size,
-            host_mean=host_mean,
-            host_gather=host_gather,
-        )
-        self._masters = self.strategy.masters
-        rates = [rate_of(chunk, num_layers, config.optimizer) for chunk in self.strategy.layout.chunks]
-        decayed = self.strategy.decayed
+        self.has_dropout = strategy.model.encoder.dropout > 0
+        self._masters = strategy.masters
+        num_layers = len(strategy.model.encoder.layers)
+        rates = [rate_of(part, num_layers, config.optimizer) for part in strategy.parts]
+        decayed = [part.decayed for part in strategy.parts]
         self.optimizer = AdamW(self._masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
         self.average = WeightAverage(self._masters, config.average_decay)
         self.guard = SpikeGuard(config.guard, backend.device)
-        self._log_scale = self.strategy.single(LOG_SCALE) if config.loss.learn_temperature else None
+        self._log_scale = strategy.single(LOG_SCALE) if config.loss.learn_temperature else None
         self._loss = GlobalLoss(
-            config, accumulation, world_size, self.strategy.gather, backend.gathers_in_graph, self._log_scale
+            config, share.accumulation, share.world_size, strategy.gather, backend.gathers_in_graph, self._log_scale
         )
-        self._reduces_on_host = world_size > 1 and not backend.reduces_in_graph
-        self._gathers_on_host = world_size > 1 and not backend.gathers_in_graph
-        self._accumulation = accumulation
-        self._sums: list[Tensor] | None = None  # gradient by master, and the loss, of this step so far
+        self._reduces_on_host = share.world_size > 1 and not backend.reduces_in_graph
+        self._gathers_on_host = share.world_size > 1 and not backend.gathers_in_graph
+        self._accumulation = share.accumulation
+        self._sums: list[Tensor] | None = None  # gradient and loss of this step so far
         self.figures = FIGURES if self._log_scale is None else (*FIGURES, TEMPERATURE)
         self._figures = torch.zeros(figure_rows, len(self.figures), dtype=torch.float32, device=backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
@@ -124,7 +108,7 @@ class TrainProgram:
         for number, batch in enumerate(micros):
             if seeds:
                 self.backend.seed(seeds[number])
-            self._accumulate(batch, contrast)
+            self._accumulate(batch, contrast, is_last=number + 1 == len(micros))
             self._place, self._micro_steps = _place_of(batch), number + 1
             if self._micro_steps < self._accumulation:
                 if self._micro_steps % self.config.batches_per_execution == 0:
@@ -158,17 +142,17 @@ class TrainProgram:
     # that nothing but the state outlives them: each gradient kept would be memory, and a reference that another thread
     # lets go of sooner or later would be a graph of its own, now and then.
 
-    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None) -> None:
+    def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None, *, is_last: bool) -> None:
         self.strategy.model.train()
         surrogate, loss = self._loss.of_micro_batch(self.forward(batch), batch, contrast)
-        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
-            grads = torch.autograd.grad(surrogate / self._accumulation, self._masters, materialize_grads=True)
-        # In the form that is reduced: anything later is a graph more.
-        parts = [*grads, (loss.detach() / self._accumulation).reshape(1)]
+        grads = self.strategy.gradient(surrogate / self._accumulation, is_last=is_last)
+        loss = (loss.detach() / self._accumulation).reshape(1)
         if self._sums is None:
-            self._sums = parts
-        else:
-            self._sums = [total + new for total, new in zip(self._sums, parts, strict=True)]
+            self._sums = [*grads, loss]
+            return
+        *sums, loss_sum = self._sums
+        grads = [total + new for total, new in zip(sums, grads, strict=True)] if sums and grads else grads or sums
+        self._sums = [*grads, loss_sum + loss]
 
     def _reduce_and_step(self, control: Tensor) -> None:
         *grads, loss = self.reduced()
@@ -200,8 +184,7 @@ class TrainProgram:
         if self._sums is None:
             raise RuntimeError("an update before a micro-step")
         sums, self._sums, self._micro_steps = self._sums, None, 0
-        self.strategy.reduce(sums)
-        return sums
+        return self.strategy.reduce(sums)
 
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
@@ -222,7 +205,7 @@ class TrainProgram:
         self._watch.after(place)
 
     @property
-    def _served(self) -> list[Tensor]:
+    def _served(self) -> Sequence[Tensor]:
         """The weights of the model that is evaluated and saved."""
         return self.average.tensors or self._masters
 
@@ -232,7 +215,10 @@ class TrainProgram:
         return [*guard, *self._served, *chain.from_iterable(vectors), self._figures]
 
     def _optimizer_state(self) -> dict[str, list[Tensor]]:
-        vectors = {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
+        vectors: dict[str, Sequence[Tensor]] = {
+            "exp_avg": self.optimizer.exp_avg,
+            "exp_avg_sq": self.optimizer.exp_avg_sq,
+        }
         if self.average.tensors:
             vectors["masters"] = self._masters
         return {"guard": [self.guard.state], **self.strategy.named(vectors)}
@@ -260,19 +246,42 @@ def open_program(
     buckets: Sequence[Bucket],
     watch: GraphWatch,
 ) -> TrainProgram:
-    """The program of one rank of a run, or of the trial of one: both have the same graphs."""
-    return TrainProgram(
+    """The program of one rank of a run, or of the trial of one: both have the same graphs. Takes the model over."""
+    strategy = flat_strategy(
+        model, backend, config, world_size=share.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
+    )
+    return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
+
+
+def flat_strategy(
+    model: RelevanceModel,
+    backend: Backend,
+    config: TrainConfig,
+    *,
+    world_size: int = 1,
+    host_mean: HostMean = list,
+    host_gather: HostGather = list,
+) -> FlatStrategy:
+    """Plain data parallel over `world_size` ranks, of a model as `prepare_model` makes it. Takes the model over."""
+    prepare_model(model, backend, config)
+    return FlatStrategy(
         model,
         backend,
-        config,
-        accumulation=share.accumulation,
-        world_size=share.world_size,
-        host_mean=gang.mean,
-        host_gather=gang.gather_rows,
-        figure_rows=figure_rows,
-        buckets=buckets,
-        watch=watch,
+        precision=config.precision,
+        chunk_mib=config.chunk_mib,
+        by_layer=config.optimizer.by_layer,
+        world_size=world_size,
+        host_mean=host_mean,
+        host_gather=host_gather,
     )
+
+
+def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
+    """Give a model, in place, what its loss learns and the form of its operators. Raises ConfigError for its width."""
+    config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
+    if config.loss.learn_temperature:
+        model.temperature = Temperature(config.loss.temperature)
+    choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

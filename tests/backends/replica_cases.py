@@ -34,7 +34,7 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
@@ -102,18 +102,15 @@ def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tup
     """The HLO of two steps and an evaluation by phase, as a Recorder keeps it."""
     backend = Replica(0, 2, 2)
     recorder = Recorder(backend, {})
-    program = TrainProgram(
+    strategy = flat_strategy(
         build_model(MODEL, SPEC, 1),
         backend,
         config,
-        accumulation=accumulation,
         world_size=2,
         host_mean=lambda tensors: pytest.fail("the device reduces"),
-        figure_rows=4,
-        buckets=BUCKETS,
-        watch=recorder,
     )
     share = RankShare(0, 2, accumulation)
+    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
     stream = [{**micro.tensors, **rates} for micro in training_batches(groups, plan_of(groups, config), share, 0, 2)]
@@ -138,7 +135,7 @@ def test_a_step_holds_one_all_reduce_for_each_chunk(
 ) -> None:
     config = TRAIN.model_copy(update={"step_boundary": boundary, "chunk_mib": chunk_mib, "global_batch_size": 16})
     program, graphs = texts(config, rows, accumulation=accumulation)
-    sizes = [chunk.size for chunk in program.strategy.layout.chunks]
+    sizes = [master.numel() for master in program.strategy.masters]
     assert (len(sizes) == 4) == (chunk_mib == 32.0)
     phase = "step" if boundary == "fused" else "update"
     found = all_reduces(graphs.pop(phase))

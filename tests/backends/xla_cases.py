@@ -21,7 +21,7 @@ from pipeline.model.losses import Targets
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import BatchStream
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
@@ -141,17 +141,15 @@ def reduced(
 
     found, new_graphs = [], 0
     for rank in range(world_size):
-        program = TrainProgram(
+        strategy = flat_strategy(
             build_model(SMALL, SPEC, config.seed),
             backend,
             config,
-            accumulation=accumulation,
             world_size=world_size,
-            host_mean=lambda tensors: tensors,
             host_gather=partial(gather, rank),
-            figure_rows=1,
-            buckets=rows.buckets,
         )
+        share = RankShare(rank, world_size, accumulation)
+        program = TrainProgram(strategy, backend, config, share, figure_rows=1, buckets=rows.buckets)
         for again in range(2):
             compiled = backend.compile_count()
             program.accumulate([{name: x.to(backend.device) for name, x in b.items()} for b in micros[rank]])

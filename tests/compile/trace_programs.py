@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
-from pipeline.core.batching import Bucket
+from pipeline.core.batching import Bucket, RankShare
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import SPEC
 
 torch_xla: Any = importlib.import_module("torch_xla")
@@ -59,15 +59,8 @@ def own_graph(
     backend = TracingBackend()
     backend.sums_by_matmul = not plain
     config = TrainConfig(precision=precision)  # type: ignore[arg-type]
-    program = TrainProgram(
-        build_model(ModelConfig(**model), SPEC, 1),
-        backend,
-        config,
-        accumulation=accumulation,
-        host_mean=lambda tensors: tensors,
-        figure_rows=8,
-        buckets=[bucket],
-    )
+    strategy = flat_strategy(build_model(ModelConfig(**model), SPEC, 1), backend, config)
+    program = TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=[bucket])
     batch = _batch(16, bucket)
     if not first:
         backend.synchronise()  # the moments become data, as they are from the second step on

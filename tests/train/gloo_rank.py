@@ -12,7 +12,7 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import TrainConfig
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 
@@ -20,22 +20,20 @@ def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> d
     """By name of parameter, and the loss; the mean over all samples of the first global batch."""
     with TemporaryDirectory() as folder, open_ranks("cpu", world, timeout_s=60.0) as (gang, backend):
         rows = make_rows(Path(folder), [(40, 40)])
-        program = TrainProgram(
+        share = RankShare(world.rank, world.world_size, accumulation)
+        strategy = flat_strategy(
             build_model(MODEL, SPEC, config.seed),
             backend,
             config,
-            accumulation=accumulation,
-            world_size=world.world_size,
+            world_size=share.world_size,
             host_mean=gang.mean,
             host_gather=gang.gather_rows,
-            figure_rows=1,
-            buckets=BUCKETS,
         )
-        share = RankShare(world.rank, world.world_size, accumulation)
+        program = TrainProgram(strategy, backend, config, share, figure_rows=1, buckets=BUCKETS)
         groups = grouped(rows, config)
         program.accumulate([one.tensors for one in training_batches(groups, plan_of(groups, config), share, 0, 1)])
         sums = program.reduced()
-        return {**program.strategy.layout.unpack(sums[:-1]), "loss": sums[-1]}
+        return {**strategy.layout.unpack(sums[:-1]), "loss": sums[-1]}
 
 
 def main() -> None:

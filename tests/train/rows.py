@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
-from pipeline.core.batching import BatchPlan, Bucket
+from pipeline.core.batching import BatchPlan, Bucket, RankShare
 from pipeline.data.loader import RowSource
 from pipeline.data.sampler import NONE, GroupedRows, MinedProducts
 from pipeline.data.shards import ShardFile, TokenRows
@@ -16,7 +16,7 @@ from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))
@@ -166,12 +166,5 @@ def plan_of(groups: GroupedRows, config: TrainConfig = TRAIN) -> BatchPlan:
 def make_program(
     backend: Backend, config: TrainConfig = TRAIN, model: ModelConfig = MODEL, accumulation: int = 1
 ) -> TrainProgram:
-    return TrainProgram(
-        build_model(model, SPEC, config.seed),
-        backend,
-        config,
-        accumulation=accumulation,
-        host_mean=lambda tensors: tensors,
-        figure_rows=8,
-        buckets=BUCKETS,
-    )
+    strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config)
+    return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)

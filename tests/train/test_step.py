@@ -22,7 +22,7 @@ from pipeline.model.relevance import build_model
 from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import FIGURES, TrainProgram
+from pipeline.train.step import FIGURES, TrainProgram, flat_strategy
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
@@ -92,18 +92,16 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
         gathers_in_graph = not two_passes
 
     def run(rank: int) -> None:
-        program = TrainProgram(
+        strategy = flat_strategy(
             build_model(MODEL, SPEC, config.seed),
             Backend(),
             config,
-            accumulation=accumulation,
             world_size=world_size,
             host_mean=lambda tensors: ranks.mean(rank, tensors),
             host_gather=lambda tensors: ranks.gather(rank, tensors),
-            figure_rows=1,
-            buckets=rows.buckets,
         )
         share = RankShare(rank, world_size, accumulation)
+        program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=rows.buckets)
         micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
         step(program, micros, control_values(1, 0.0, config.optimizer))
         (figures,) = program.read_figures(1)

@@ -17,7 +17,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.stages.shapes import contrastive_batch
 from pipeline.train.config import TrainConfig, needs_two_passes
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 CONFIG = TRAIN.model_copy(update={"global_batch_size": 32, "micro_batch_size": 32})
@@ -43,17 +43,9 @@ def alike(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def program_of(config: TrainConfig, share: RankShare, backend: CpuBackend, model: RelevanceModel) -> TrainProgram:
-    return TrainProgram(
-        model,
-        backend,
-        config,
-        accumulation=share.accumulation,
-        world_size=share.world_size,
-        host_mean=lambda tensors: tensors,
-        host_gather=alike if share.world_size > 1 else list,
-        figure_rows=1,
-        buckets=BUCKETS,
-    )
+    gather = alike if share.world_size > 1 else list
+    strategy = flat_strategy(model, backend, config, world_size=share.world_size, host_gather=gather)
+    return TrainProgram(strategy, backend, config, share, figure_rows=1, buckets=BUCKETS)
 
 
 def micros_of(rows: TokenRows, config: TrainConfig, share: RankShare) -> list[dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.parallel.strategies.base import Precision, State
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 _ALIGNED = 16  # elements; see _segments
@@ -185,8 +186,6 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 # The forward pass of a model whose weights are flat vectors: one text for training and evaluation, so one graph.
 
-Precision = Literal["fp32", "autocast", "bf16"]
-
 
 def flat_forward(
     model: RelevanceModel,
@@ -216,19 +215,9 @@ def flat_forward(
 
 # The strategy.
 
-State = Mapping[str, Sequence[Tensor]]
-"""Vectors of an optimizer on the device, by their name in a checkpoint: one there, whatever the chunks."""
-
 
 class FlatStrategy:
-    """The weights of one model on one device, and all of a step that depends on how they are spread over ranks.
-
-    What training asks of a strategy, so what another one has to give with other tensors behind it: `model` (structure),
-    `size`, `masters` (fp32: gradients are taken of them, the optimizer changes them), `decayed` (which of them),
-    `single`, `forward`, `gather`, `reduce`, `norm`, `named`, `snapshot` and `restore`. These last three speak of plain
-    named weights, and of optimizer state in the order of a module's parameters: a checkpoint does not know how its
-    model was spread.
-    """
+    """A Strategy: all weights of one model on this rank's device; gradients are taken of the masters."""
 
     def __init__(
         self,
@@ -248,8 +237,11 @@ class FlatStrategy:
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
         self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
-        self.decayed = [chunk.decayed for chunk in self.layout.chunks]
         self.model = model.to("meta")  # its tensors are the masters
+
+    @property
+    def parts(self) -> tuple[Chunk, ...]:
+        return self.layout.chunks
 
     @property
     def size(self) -> int:
@@ -274,21 +266,28 @@ class FlatStrategy:
             head_gradient=head_gradient,
         )
 
+    def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
+        """By master, in the form that is reduced: anything later is a graph more."""
+        del is_last
+        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
+            return list(torch.autograd.grad(loss, self.masters, materialize_grads=True))
+
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """The rows of all ranks, in rank order, without a gradient."""
         return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
 
-    def reduce(self, sums: list[Tensor]) -> None:
+    def reduce(self, sums: list[Tensor]) -> list[Tensor]:
         """Mean over ranks, in place, of a gradient by master and the loss after it.
 
         In the graph it is one collective for each vector, the loss with the last; through the host one for all.
         """
         if self.world_size == 1:
-            return
+            return sums
         *chunks, last, loss = sums
         together = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
         for tensors in together:
             self.backend.reduce(tensors, self._host_mean)
+        return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
@@ -299,8 +298,8 @@ class FlatStrategy:
         found = {}
         for name, tensors in vectors.items():
             for kind, decayed in (("decayed", True), ("plain", False)):
-                pairs = zip(tensors, self.decayed, strict=True)
-                found[f"{name}.{kind}"] = [tensor for tensor, is_decayed in pairs if is_decayed == decayed]
+                pairs = zip(tensors, self.layout.chunks, strict=True)
+                found[f"{name}.{kind}"] = [tensor for tensor, chunk in pairs if chunk.decayed == decayed]
         return found
 
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
