@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean, pjrt_device
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, pjrt_device
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = [
     "HostGather",
     "HostMean",
     "Name",
+    "RankGroup",
     "device_guard",
     "is_lazy_host",
     "lazy_device_name",

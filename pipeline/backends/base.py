@@ -2,17 +2,40 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 HostMean = Callable[[list["Tensor"]], list["Tensor"]]
 HostGather = Callable[[list["Tensor"]], list["Tensor"]]
 """CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
 Batch = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """This rank and those it exchanges with. The whole world is cut into such groups, of one size."""
+
+    rank: int
+    """Of the world."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of the world, in each group's order: what a collective in a graph is given."""
+    process_group: "ProcessGroup | None" = None
+    """This rank's, for collectives outside graphs; None: that of the world."""
+
+    @property
+    def size(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def index(self) -> int:
+        """Of this rank in its group."""
+        return next(group.index(self.rank) for group in self.groups if self.rank in group)
 
 
 class Backend(Protocol):
@@ -51,8 +74,14 @@ class Backend(Protocol):
     def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
         """Mean over ranks, in place; one collective for all where it is in the graph. `host_mean`: for CPU tensors."""
 
-    def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """The tensors [N, ...] of all ranks one after the other in rank order, [world size * N, ...], on the device."""
+    def all_gather(self, tensor: "Tensor", ranks: RankGroup | None = None) -> "Tensor":
+        """The tensors [N, ...] of a group one after the other in its order, [size * N, ...]; None: of all ranks."""
+
+    def all_reduce(self, tensors: Sequence["Tensor"], ranks: RankGroup) -> list["Tensor"]:
+        """Sums over a group, of the shapes given; one collective each."""
+
+    def reduce_scatter(self, tensors: Sequence["Tensor"], ranks: RankGroup) -> list["Tensor"]:
+        """Sums over a group of vectors [size * N], of which this rank gets its part [N]; one collective each."""
 
     def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
         """Rows of all ranks, in rank order. `host_gather` does it for CPU tensors. No gradient flows."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean
+from pipeline.backends.base import Batch, HostGather, HostMean, RankGroup
 from pipeline.backends.prefetch import prefetched
 
 
@@ -29,8 +29,14 @@ class Eager:
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         return None
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return gathered(tensor)
+    def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
+        return gathered(tensor, ranks)
+
+    def all_reduce(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+        return [summed(tensor.clone(), ranks) for tensor in tensors]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+        return [scattered(tensor, ranks) for tensor in tensors]
 
     def compile_count(self) -> int:
         return 0
@@ -51,14 +57,28 @@ class Eager:
         return ""
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """That of all ranks by the process group of its device: gloo or nccl; its own where there is none."""
+# Collectives of the process group of a tensor's device: gloo or nccl.
+
+
+def gathered(tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
+    """That of all ranks, or of a group; its own where there is no process group."""
     if not dist.is_initialized():
         return tensor
-    found = torch.empty(
-        (dist.get_world_size() * len(tensor), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device
-    )
-    dist.all_gather_into_tensor(found, tensor)
+    size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
+    found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
+    dist.all_gather_into_tensor(found, tensor, group=group)
+    return found
+
+
+def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """In place."""
+    dist.all_reduce(tensor, group=ranks.process_group)
+    return tensor
+
+
+def scattered(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    found = tensor.new_empty(len(tensor) // ranks.size)
+    dist.reduce_scatter_tensor(found, tensor, group=ranks.process_group)
     return found
 
 

@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean, pjrt_device
-from pipeline.backends.cpu import gathered
+from pipeline.backends.base import Batch, HostGather, HostMean, RankGroup, pjrt_device
+from pipeline.backends.cpu import gathered, scattered, summed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
@@ -109,12 +109,29 @@ class XlaBackend:
         for tensor, mean in zip(tensors, host_mean(self.to_host(tensors)), strict=True):
             tensor.copy_(mean.to(self.device))
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """With a pinned layout, its default, torch_xla puts an all-reduce of zero-padded tensors into the graph."""
+    # With a pinned layout, its default, torch_xla puts an all-reduce of zero-padded tensors into the graph where an
+    # all-gather was asked for; and a mix of both may fail to compile (xla_model.all_reduce).
+
+    def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         if self.reduces_in_graph:
-            found: Tensor = self._xm.all_gather(tensor, pin_layout=False)
+            found: Tensor = self._xm.all_gather(tensor, groups=_groups(ranks), pin_layout=False)
             return found
-        return gathered(self.to_host([tensor])[0]).to(self.device)
+        return gathered(self.to_host([tensor])[0], ranks).to(self.device)
+
+    def all_reduce(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+        if self.reduces_in_graph:
+            total, groups = self._xm.REDUCE_SUM, _groups(ranks)
+            return [self._xm.all_reduce(total, tensor, groups=groups, pin_layout=False) for tensor in tensors]
+        return [summed(tensor, ranks).to(self.device) for tensor in self.to_host(tensors)]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+        if self.reduces_in_graph:
+            total, groups = self._xm.REDUCE_SUM, _groups(ranks)
+            return [
+                self._xm.reduce_scatter(total, tensor, 1.0, 0, ranks.size, groups=groups, pin_layout=False)
+                for tensor in tensors
+            ]
+        return [scattered(tensor, ranks).to(self.device) for tensor in self.to_host(tensors)]
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         if self.gathers_in_graph:
@@ -173,6 +190,10 @@ class XlaBackend:
     def synchronise(self) -> None:
         self._xla.sync(wait=True)
         self._xm.wait_device_ops()
+
+
+def _groups(ranks: RankGroup | None) -> list[list[int]] | None:
+    return None if ranks is None else [list(group) for group in ranks.groups]
 
 
 def _keep_freed_memory() -> None:

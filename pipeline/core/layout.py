@@ -5,8 +5,11 @@ is the number of devices of one; replicas last.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pipeline.core.errors import ConfigError
+
+Axis = Literal["replicate", "shard", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,14 @@ class Layout:
     def data_size(self) -> int:
         """In how many parts a global batch is cut: what a sampler takes for the world size."""
         return self.replicate_size * self.shard_size
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Ranks of every group along an axis, each in its order."""
+        strides = {"tensor": 1, "shard": self.tensor_size, "replicate": self.tensor_size * self.shard_size}
+        sizes = {"tensor": self.tensor_size, "shard": self.shard_size, "replicate": self.replicate_size}
+        stride, size = strides[axis], sizes[axis]
+        first_ones = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return tuple(tuple(range(first, first + size * stride, stride)) for first in first_ones)
 
 
 def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: int) -> Layout:

@@ -8,13 +8,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, RankGroup
 from pipeline.core.errors import ConfigError
-from pipeline.core.layout import Layout, layout_of
+from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import peers
 
-AXES = REPLICATE, SHARD, TENSOR = ("replicate", "shard", "tensor")
+REPLICATE: Axis = "replicate"
+SHARD: Axis = "shard"
+TENSOR: Axis = "tensor"
+AXES = (REPLICATE, SHARD, TENSOR)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Mesh:
     def data_axes(self) -> DeviceMesh:
         """What fully_shard takes: one axis of shards, or replicas of them."""
         return self.devices[REPLICATE, SHARD] if self.layout.replicate_size > 1 else self.devices[SHARD]
+
+    def ranks(self, axis: Axis) -> RankGroup:
+        """Those that this rank exchanges with along an axis."""
+        return RankGroup(self.layout.rank, self.layout.groups(axis), self.devices.get_group(axis))
 
     @property
     def tensor_axis(self) -> DeviceMesh:
@@ -75,8 +82,10 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
         dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree
     )
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
+    # What lazy devices exchange outside their graphs goes through the host.
+    device_type = "cpu" if backend.is_lazy else backend.device.type
     with peers("making the groups of the plan"):
-        devices = init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES)
+        devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         for mesh in (devices, devices[REPLICATE, SHARD]):
             set_timeouts(mesh, timeout_s)
     return Mesh(plan, layout, backend, devices)

@@ -27,6 +27,16 @@ def test_every_rank_has_one_place() -> None:
     }
     assert [p.data_rank for p in places] == [rank // 2 for rank in range(24)]
     assert places[0].data_size == 12 and places[0].world_size == 24
+    groups = {axis: places[0].groups(axis) for axis in AXES}
+    assert {axis: (len(found), len(found[0])) for axis, found in groups.items()} == {
+        "replicate": (8, 3),
+        "shard": (6, 4),
+        "tensor": (12, 2),
+    }
+    for group in groups["shard"]:
+        assert [places[rank].shard_rank for rank in group] == [0, 1, 2, 3]
+        assert len({(places[rank].replicate_rank, places[rank].tensor_rank) for rank in group}) == 1
+    assert groups["replicate"][0] == (0, 8, 16) and groups["tensor"][1] == (2, 3)
     assert layout_of(3, 4, shard_degree=0, tensor_degree=1) == Layout(3, 1, 4, 1)
     assert layout_of(3, 4, shard_degree=1, tensor_degree=1) == Layout(3, 4, 1, 1)
 
@@ -102,9 +112,12 @@ def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any
 
 
 def groups(plan: str) -> list[list[int]]:
-    adopt.init(plan)
-    mesh = adopt.current_mesh().devices
-    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in AXES]
+    rank, found = adopt.init(plan).rank, []
+    for axis in AXES:
+        ranks = adopt.current_mesh().ranks(axis)
+        found.append(dist.get_process_group_ranks(ranks.process_group))
+        assert tuple(found[-1]) in ranks.groups and found[-1][ranks.index] == rank and len(found[-1]) == ranks.size
+    return found
 
 
 def test_the_groups_of_a_plan(tmp_path: Path) -> None:
