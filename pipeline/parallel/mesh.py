@@ -1,8 +1,10 @@
 """The ranks of a run as a grid: replicate x shard x tensor, with groups that time out as the run itself does."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipeline.backends import Backend, RankGroup
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Axis, Layout, layout_of
+from pipeline.parallel.collectives import NAME, Options, describe
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import peers
 
@@ -84,10 +87,14 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
     # What lazy devices exchange outside their graphs goes through the host.
     device_type = "cpu" if backend.is_lazy else backend.device.type
+    algorithm = plan.collectives
+    chosen: dict[int | str, Any] = {} if algorithm == "default" else {SHARD: (NAME, Options(algorithm))}
     with peers("making the groups of the plan"):
-        devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=chosen)
         for mesh in (devices, devices[REPLICATE, SHARD]):
             set_timeouts(mesh, timeout_s)
+    if algorithm != "default" and layout.rank == 0:
+        print(describe(devices.get_group(SHARD)), file=sys.stderr, flush=True)
     return Mesh(plan, layout, backend, devices)
 
 

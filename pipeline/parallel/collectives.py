@@ -1,0 +1,188 @@
+"""Collectives by name: after `import trnpipe.collectives` there is "topo" beside gloo and nccl.
+
+All-gather and reduce-scatter of whole tensors (FSDP's) go in two stages, between nodes and within them: hops between
+nodes grow with the logarithm of their number, not with that of the ranks. Everything else, and every tensor of a group
+within one node, goes to the library of the tensor's device, as under the name "cpu:gloo,cuda:nccl".
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Not public (torch 2.9); tests/parallel/test_collectives.py fails when one of them goes.
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+    Work,
+    _create_work_from_future,  # type: ignore[attr-defined]
+    _DistributedBackendOptions,
+)
+
+from pipeline.backends import GROUP_DEVICES, open_groups
+from pipeline.core.fabrics import FABRICS, Fabric, Group, choose_algorithm
+from pipeline.core.format import format_bytes
+from pipeline.core.machines import MACHINES
+from pipeline.parallel.world import world_from_env
+
+NAME = "topo"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `pg_options` of such a group is. Its sub-groups take those of the world."""
+
+    algorithm: Literal["hierarchical", "auto"] = "hierarchical"
+    ranks_per_node: int | None = None
+    """None: LOCAL_WORLD_SIZE, as torchrun and `trnpipe launch` set it."""
+
+
+def group_of(ranks: Sequence[int], ranks_per_node: int) -> Group | None:
+    """These ranks of the world, whose nodes hold `ranks_per_node` each, node by node.
+
+    None where two stages gain nothing (one node, one rank on each) or do not fit (uneven nodes, or not node by node).
+    """
+    nodes = [rank // ranks_per_node for rank in ranks]
+    sizes = Counter(nodes)
+    if len(sizes) == 1 or len(set(sizes.values())) > 1 or len(sizes) == len(ranks) or nodes != sorted(nodes):
+        return None
+    return Group(len(sizes), len(ranks) // len(sizes))
+
+
+def largest_in_stages(group: Group | None, algorithm: str) -> float:
+    """Bytes of the largest tensor, whole, that goes in two stages; 0 where none does.
+
+    auto: where the cost model finds that faster on each machine that it knows with GPUs. A power of two.
+    """
+    if group is None or algorithm == "hierarchical":
+        return math.inf if group else 0
+    sizes = (2**power for power in range(10, 36))
+    fabrics = [fabric for name, fabric in FABRICS.items() if name not in MACHINES]  # Neuron's runtime chooses itself
+    faster = itertools.takewhile(lambda size: all(_is_faster(group, size, fabric) for fabric in fabrics), sizes)
+    return max(faster, default=0)
+
+
+def _is_faster(group: Group, num_bytes: int, fabric: Fabric) -> bool:
+    return choose_algorithm(num_bytes, group.nodes, group.local, fabric) == "hierarchical"
+
+
+class DeviceGroup(dist.ProcessGroup):
+    """A group in which each tensor goes to the library of its device."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        # The constructor that the stubs know, with a store, makes no subclasses (torch 2.9, PyProcessGroup.hpp).
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        for device, (kind, library) in open_groups(PrefixStore(name, store), rank, size, timeout).items():
+            self._register_backend(torch.device(device), kind, library)
+            self._set_default_backend(kind)
+        self._set_group_name(name)
+
+
+class HierarchicalGroup(DeviceGroup):
+    """What init_process_group and new_group make for the name "topo"."""
+
+    def __init__(self, given: _DistributedBackendOptions, options: Options) -> None:
+        rank, ranks, store = given.group_rank, given.global_ranks_in_group or range(given.group_size), given.store
+        super().__init__(store, rank, len(ranks), given.timeout, f"{given.group_id}-all")
+        self.options = options
+        self.nodes = group_of(ranks, options.ranks_per_node or world_from_env().local_world_size)
+        self.largest_in_stages = largest_in_stages(self.nodes, options.algorithm)
+        self._stages: tuple[DeviceGroup, ...] = ()
+        if self.nodes is not None and self.largest_in_stages:
+            node, place = divmod(rank, self.nodes.local)
+            self._stages = (
+                DeviceGroup(store, node, self.nodes.nodes, given.timeout, f"{given.group_id}-lane-{place}"),
+                DeviceGroup(store, place, self.nodes.local, given.timeout, f"{given.group_id}-node-{node}"),
+            )
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Between nodes first, where each rank moves its own part alone; then whole lanes within the node."""
+        if self.nodes is None or not self._goes_in_stages(output):
+            return super()._allgather_base(output, input, opts or AllgatherOptions())
+        between, within = self._stages
+        lane = input.new_empty(self.nodes.nodes, input.numel())
+        between._allgather_base(lane.view(-1), input.contiguous().view(-1)).wait()
+        lanes = input.new_empty(self.nodes.local, *lane.shape)
+        within._allgather_base(lanes.view(-1), lane.view(-1)).wait()
+        output.view(*lanes.shape[1::-1], -1).copy_(lanes.transpose(0, 1))
+        return _done(output)
+
+    def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+        """Within the node first, so that between nodes each rank moves its lane alone."""
+        opts = opts or ReduceScatterOptions()
+        # Other operations, such as a sum with a factor, are not the same when done twice.
+        is_staged = opts.reduceOp in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and self._goes_in_stages(inputTensor)
+        if self.nodes is None or not is_staged:
+            return super()._reduce_scatter_base(outputTensor, inputTensor, opts)
+        between, within = self._stages
+        lanes = inputTensor.view(self.nodes.nodes, self.nodes.local, -1).transpose(0, 1).contiguous()
+        lane = torch.empty_like(lanes[0])
+        within._reduce_scatter_base(lane.view(-1), lanes.view(-1), _same_operation(opts)).wait()
+        part = torch.empty_like(lane[0])
+        between._reduce_scatter_base(part, lane.view(-1), _same_operation(opts)).wait()
+        outputTensor.view(-1).copy_(part)
+        return _done(outputTensor)
+
+    def _goes_in_stages(self, whole: Tensor) -> bool:
+        """Whether it does; then both stages have the group's time-out, which may have been set after its making."""
+        if not self._stages or whole.nbytes > self.largest_in_stages:
+            return False
+        timeout = self._get_backend(whole.device).options._timeout
+        for stage in self._stages:
+            stage._get_backend(whole.device)._set_default_timeout(timeout)
+        return True
+
+    def shutdown(self) -> None:
+        for stage in self._stages:
+            stage.shutdown()
+        super().shutdown()
+
+    def abort(self) -> None:
+        for stage in self._stages:
+            stage.abort()
+        super().abort()
+
+
+def _same_operation(opts: ReduceScatterOptions) -> ReduceScatterOptions:
+    """For a stage of its own, without what the caller chose for the whole (such as not to wait)."""
+    stage = ReduceScatterOptions()
+    stage.reduceOp = opts.reduceOp
+    return stage
+
+
+def _done(result: Tensor) -> Work:
+    """What a caller may wait for: on a GPU what is queued so far on the current stream, on the host nothing."""
+    future: Any = torch.futures.Future(devices=[] if result.device.index is None else [result.device])
+    future.set_result(result)
+    work: Work = _create_work_from_future(future)
+    return work
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """What a group chose, in one line for the console."""
+    if not isinstance(group, HierarchicalGroup) or group.nodes is None:
+        return f"collectives: as in the device's library; {group.size()} ranks are not several on each of several nodes"
+    place = f"over {group.nodes.nodes} nodes of {group.nodes.local} ranks"
+    if not group.largest_in_stages:
+        return f"collectives: as in the device's library {place}"
+    most = "" if math.isinf(group.largest_in_stages) else f" up to {format_bytes(group.largest_in_stages)}"
+    return f"collectives: hierarchical {place}{most}"
+
+
+def _create(given: _DistributedBackendOptions, options: Options | None) -> HierarchicalGroup:
+    """What torch.distributed calls in each member of a new group."""
+    world = dist.group.WORLD
+    inherited = world.options if isinstance(world, HierarchicalGroup) else Options()
+    return HierarchicalGroup(given, options or inherited)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(GROUP_DEVICES))
