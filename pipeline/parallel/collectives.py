@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Not public (torch 2.9); tests/parallel/test_collectives.py fails when one of them goes.
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     PrefixStore,
     ReduceScatterOptions,
     Store,
     Work,
-    _create_work_from_future,  # type: ignore[attr-defined]
+    _create_work_from_future,
     _DistributedBackendOptions,
 )
 
