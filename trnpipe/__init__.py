@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from pipeline.core.errors import TrnpipeError
     from pipeline.core.layout import Layout
     from pipeline.core.stop import StopSignal
-    from pipeline.parallel.adopt import init, layout
+    from pipeline.parallel.adopt import init, layout, transform
     from pipeline.parallel.config import Plan
+    from pipeline.parallel.tensors import clip_grad_norm
     from pipeline.settings import Settings, resolve
 
 __all__ = [
@@ -33,10 +34,12 @@ __all__ = [
     "StopSignal",
     "TrnpipeError",
     "__version__",
+    "clip_grad_norm",
     "init",
     "layout",
     "open_context",
     "resolve",
+    "transform",
 ]
 _HOME = {
     "CycleSettings": "jobs.settings",
@@ -47,10 +50,12 @@ _HOME = {
     "StageResult": "pipeline.context",
     "StopSignal": "pipeline.core.stop",
     "TrnpipeError": "pipeline.core.errors",
+    "clip_grad_norm": "pipeline.parallel.tensors",
     "init": "pipeline.parallel.adopt",
     "layout": "pipeline.parallel.adopt",
     "open_context": "pipeline.context",
     "resolve": "pipeline.settings",
+    "transform": "pipeline.parallel.adopt",
 }
 
 

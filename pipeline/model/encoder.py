@@ -36,10 +36,10 @@ class EncoderLayer(nn.Module):
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
         """hidden [B, T, D], score_bias [B, 1, 1 or T, T] -> [B, T, D]."""
         batch, tokens, width = hidden.shape
-        heads = (batch, tokens, self.num_heads, width // self.num_heads)
+        heads = (batch, tokens, -1, width // self.num_heads)  # of this rank, where a plan splits a layer's matrices
         query, key, value = (part.reshape(heads).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
         attended = self.attention(query, key, value, score_bias)  # each [B, H, T, D/H]
-        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
+        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, -1))
         hidden = self.attention_norm(hidden + self._drop(attended))
         expanded = self.activation(self.intermediate(hidden))
         result: Tensor = self.output_norm(hidden + self._drop(self.output(expanded)))

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.backends import module_device, process_group
-from pipeline.core.errors import ConfigError, TrnpipeError
+from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import open_device, peers
-from pipeline.parallel.mesh import Mesh, check_same, open_mesh
+from pipeline.parallel.mesh import Mesh, check_same, open_mesh, together
+from pipeline.parallel.tensor_plan import TensorPlan
+from pipeline.parallel.transform import spread
+from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import world_from_env
 
 _TIMEOUT_S = 300.0
@@ -39,31 +43,14 @@ def init(
         kind = process_group(name)
         with peers("joining the other ranks"):
             dist.init_process_group(f"cpu:gloo,{kind}" if kind else "gloo", timeout=timedelta(seconds=timeout_s))
-    found = _agreed(plan)
+    found = Plan()
+    with together("reading the plan"):
+        found = Plan.read(plan, os.environ)
+    check_same(found.model_dump_json(), "plan")
     _mesh = open_mesh(found, open_device(name, world), timeout_s=timeout_s)
     if found.seed is not None:
         torch.manual_seed(found.seed)
     return _mesh.layout
-
-
-def _agreed(source: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
-    """The plan that every rank was given. A rank that cannot read its own tells all others before it fails."""
-    plan, error = Plan(), ""
-    try:
-        plan = Plan.read(source, os.environ)
-    except TrnpipeError as found:
-        error = found.seen
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        all_of_them: list[Any] = [None] * dist.get_world_size()
-        with peers("comparing plans"):
-            dist.all_gather_object(all_of_them, (plan.model_dump_json(), error))
-        errors = [(rank, text) for rank, (_, text) in enumerate(all_of_them) if text]
-        error = f"rank {errors[0][0]}: {errors[0][1]}" if errors else ""
-        if not error:
-            check_same([text for text, _ in all_of_them], "plan")
-    if error:
-        raise ConfigError(error, expected="a plan, see docs/parallel.md")
-    return plan
 
 
 def current_mesh() -> Mesh:
@@ -76,3 +63,15 @@ def current_mesh() -> Mesh:
 def layout() -> Layout:
     """This rank's place: data_rank and data_size are what a sampler needs. Raises ConfigError before `init`."""
     return current_mesh().layout
+
+
+def transform(model: nn.Module, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> nn.Module:
+    """Spread a model as the plan of `init` says, in place; then make the optimizer, of its parameters as they are now.
+
+    `units`: which parts are gathered and computed again one at a time; by default the members of its lists of layers.
+    `tensor_plan`: how layers are split where tensor_degree is above 1; by default that of a Hugging Face model's
+    configuration. All ranks get the weights of rank 0, and gradients are means over data-parallel ranks. A loop that
+    accumulates gradients saves traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass.
+    Raises ConfigError, on every rank, for a model that cannot be spread so.
+    """
+    return spread(model, current_mesh(), units=units, tensor_plan=tensor_plan)

@@ -1,7 +1,8 @@
 """The ranks of a run as a grid: replicate x shard x tensor, with groups that time out as the run itself does."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.backends import Backend, RankGroup
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.collectives import NAME, Options, describe
 from pipeline.parallel.config import Plan
@@ -105,8 +106,36 @@ def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def check_same(values: Sequence[object], what: str) -> None:
+def exchanged(value: Any, doing: str) -> list[Any]:
+    """Plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
+    values = [value]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = [None] * dist.get_world_size()
+        with peers(doing):
+            dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """What each rank does by itself, without collectives: where it fails on one of them, all raise its error."""
+    mine: TrnpipeError | None = None
+    try:
+        yield
+    except TrnpipeError as error:
+        mine = error
+    found = exchanged(mine, doing)
+    rank, first = next(((rank, error) for rank, error in enumerate(found) if error is not None), (0, None))
+    if first is None:
+        return
+    alike = all(error is not None and error.seen == first.seen for error in found)
+    seen = first.seen if alike else f"rank {rank}: {first.seen}"
+    raise type(first)(seen, expected=first.expected, next_command=first.next_command) from mine
+
+
+def check_same(value: object, what: str) -> None:
     """Raises ConfigError, on every rank the same, where ranks were given different things."""
+    values = exchanged(value, f"comparing the {what}s of all ranks")
     for rank, value in enumerate(values):
         if value != values[0]:
             raise ConfigError(

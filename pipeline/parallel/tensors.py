@@ -1,0 +1,77 @@
+"""What lies in shards: norms of it, whole tensors one at a time, and slices of files."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from pipeline.parallel.tensor_plan import fused_parts, interleaved
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before, fp32, on every rank.
+
+    That of torch.nn.utils fails where some parameters are split over tensor peers and some are not (pytorch issue
+    180346). Nothing waits for the device. After the last backward pass of a step.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_groups.setdefault(_sharing(parameter.grad), []).append(local(parameter.grad))
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device)
+    for groups, grads in by_groups.items():
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        squares = torch.stack(norms).square().sum()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    norm = total.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grads in by_groups.values():
+        for grad in grads:
+            grad.mul_(scale)
+    return norm
+
+
+def _sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which it is cut; of one rank none. Over the others there are copies of it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    axes = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers as one process would have them: named, whole, in host memory.
+
+    One at a time, so no rank holds more than one of them; every rank has to take all. A tied parameter comes once.
+    """
+    parts = fused_parts(model)
+    for name, tensor in plain_entries(model):
+        yield name, whole(tensor, parts.get(name, 1))
+
+
+def plain_entries(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name in a file, tensor as it is spread), a tied one once, under its first name."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            first.setdefault(id(value), (name, value))
+    return list(first.values())
+
+
+@torch.no_grad()
+def whole(tensor: Tensor, parts: int = 1) -> Tensor:
+    """All of it, in host memory, on every rank; the rows of fused matrices one part after the other."""
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return interleaved(full, full.shape[0] // parts) if parts > 1 else full

@@ -1,0 +1,81 @@
+"""A model spread over the ranks of a mesh, in place: its layers' matrices, then recompute and offload, then shards.
+
+The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is no special case: the same
+calls over groups of one rank.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.core.shuffle import stream_key
+from pipeline.parallel.gang import peers
+from pipeline.parallel.mesh import Mesh, check_same, exchanged, together
+from pipeline.parallel.tensor_plan import TensorPlan, split, tensor_styles
+from pipeline.parallel.units import Unit, UnitRule, check_units, find_units
+
+_DROPOUT = 1  # purpose of a stream
+
+
+def spread(
+    model: nn.Module, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None
+) -> nn.Module:
+    """The model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had).
+
+    All ranks have the weights of rank 0 then, and gradients are means over data-parallel ranks. `shard` "state" keeps
+    a unit's parameters whole from its forward pass to the end of its backward pass: ZeRO-1's traffic, and its
+    gradients are sharded as well. Raises ConfigError, on every rank, for a model that cannot be spread so.
+    """
+    plan, layout = mesh.plan, mesh.layout
+    found: list[Unit] = []
+    with together("checking the model"):
+        if mesh.backend.is_lazy:
+            raise ConfigError(
+                f"a module to be spread on {mesh.backend.device_name()}",
+                expected="a device that runs each operation as it comes: cpu, cuda",
+                next_command="init(..., device='cpu'); our own training has a program for this device (trnpipe train)",
+            )
+        found = list(units(model))
+        check_units(model, found)
+        styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
+    check_same(_described(model), "model")
+    with peers("spreading the model"), torch.no_grad():
+        if layout.world_size > 1:
+            _take_from_rank_0(model, mesh.backend.device)
+        split(model, styles, mesh.tensor_axis)
+    modules = [unit for _, unit in found]
+    _shard(model, modules, mesh)
+    if plan.seed is not None or layout.tensor_size > 1:
+        seed = exchanged(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
+        mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
+    return model
+
+
+def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
+    reduced = torch.bfloat16 if mesh.plan.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
+    outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)
+    whole = mesh.plan.shard == "state"
+    for unit in units:
+        fully_shard(unit, mesh=mesh.data_axes, reshard_after_forward=not whole, mp_policy=policy)
+    fully_shard(model, mesh=mesh.data_axes, mp_policy=outermost)  # its own parameters stay whole after forward
+
+
+def _described(model: nn.Module) -> str:
+    """What has to be the same on all ranks, so that their collectives meet."""
+    entries = [*model.named_parameters(), *model.named_buffers()]
+    listed: list[Json] = [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
+
+
+def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Every parameter and buffer: ranks may have been seeded differently, and shards of two models are none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and tensor.numel():
+            whole: Tensor = tensor.detach().to(device).contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # by bytes: not every library knows every type
+            tensor.detach().copy_(whole)

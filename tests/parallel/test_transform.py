@@ -1,0 +1,136 @@
+"""A model spread over ranks computes what it computes in one process."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.backends import open_host
+from pipeline.model.config import InputSpec, LossConfig, ModelConfig
+from pipeline.model.losses import Targets, pair_loss
+from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
+from pipeline.parallel.config import Plan
+from pipeline.parallel.mesh import Mesh, open_mesh
+from pipeline.parallel.tensors import clip_grad_norm, plain_tensors
+from pipeline.parallel.transform import spread
+from tests.ranks import run_ranks
+
+CASES = "tests.parallel.test_transform"
+STEPS, QUERIES, SLOTS = 6, 8, 4
+PAIRS = QUERIES * SLOTS
+MODEL = ModelConfig(
+    preset="tiny",
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    intermediate_size=128,
+    max_positions=64,
+    interaction_size=16,
+    mlp_sizes=(32, 16),
+    feature_sizes=(8, 8),
+)
+INPUTS = InputSpec(
+    vocab_size=503,
+    pad_id=0,
+    labels=("a", "b", "c"),
+    label_gains=(1.0, 0.1, 0.0),
+    numeric=("n",),
+    categorical_ids=(7,),
+)
+
+
+def batch_of(step: int, part: int, parts: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1000 + step)
+    product = torch.randint(1, 503, (PAIRS, 16), generator=draw, dtype=torch.int32)
+    product[:, 12:] = 0
+    whole = {
+        "product": product,
+        "query": torch.randint(1, 503, (QUERIES, 8), generator=draw, dtype=torch.int32),
+        "numeric": torch.randn(PAIRS, 1, generator=draw),
+        "categorical": torch.randint(0, 7, (PAIRS, 1), generator=draw, dtype=torch.int32),
+        "label": torch.randint(0, 3, (PAIRS,), generator=draw),
+        "gain": torch.rand(PAIRS, generator=draw).round(),
+    }
+    return {name: values.tensor_split(parts)[part] for name, values in whole.items()}
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    outputs = model(RelevanceInputs(*(batch[name] for name in RelevanceInputs._fields)))
+    keys = torch.arange(len(batch["label"]))
+    targets = Targets(batch["label"], batch["gain"], keys[: len(batch["query"])], keys)
+    return pair_loss(outputs, targets, LossConfig())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, mesh: Mesh | None, steps: range, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """(loss, norm of the gradient) by step: of the global batch, whatever the ranks."""
+    place = mesh.layout if mesh else None
+    part, parts = (place.data_rank, place.data_size) if place else (0, 1)
+    found = []
+    for step in steps:
+        loss = loss_of(model, batch_of(step, part, parts))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = loss.detach().clone()
+        if place:
+            dist.all_reduce(whole)
+        found.append([float(whole) / (place.world_size if place else 1), float(norm)])
+    return found
+
+
+def opened(plan: Mapping[str, Any]) -> Mesh:
+    return open_mesh(Plan.read(plan), open_host(), timeout_s=60)
+
+
+def matrix(*plans: str) -> list[dict[str, float]]:
+    """By plan: the largest differences from one process, which this rank is as well before."""
+    torch.set_num_threads(1)
+    alone = build_model(MODEL, INPUTS, seed=1)
+    expected = train(alone, None, range(STEPS), adamw(alone))
+    dist.init_process_group("gloo")
+    results = []
+    for plan in plans:
+        mesh = opened(json.loads(plan))
+        # Ranks that were seeded differently: the weights are those of rank 0.
+        model = spread(build_model(MODEL, INPUTS, seed=1 + dist.get_rank()), mesh)
+        assert isinstance(model, RelevanceModel)
+        found = train(model, mesh, range(STEPS), adamw(model))
+        weights, reference = dict(plain_tensors(model)), dict(plain_tensors(alone))
+        results.append(
+            {
+                "loss": max(abs(a[0] - b[0]) for a, b in zip(found, expected, strict=True)),
+                "norm": max(abs(a[1] / b[1] - 1) for a, b in zip(found, expected, strict=True)),
+                "weights": max(float((weights[name] - reference[name]).abs().max()) for name in reference),
+            }
+        )
+    return results
+
+
+def plans_of(ranks: int) -> list[dict[str, Any]]:
+    shards = [{"shard_degree": degree} for degree in (1, 2, 4) if degree <= ranks]
+    tensors = [
+        {"shard_degree": shard, "tensor_degree": tensor}
+        for shard, tensor in ((1, 2), (1, 4), (2, 2))
+        if shard * tensor <= ranks
+    ]
+    return [*shards, {"shard": "state", "shard_degree": 2}, *tensors]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.thorough)])
+def test_a_plan_changes_no_number(tmp_path: Path, ranks: int) -> None:
+    plans = [{}] if ranks == 1 else plans_of(ranks)
+    for found in run_ranks(f"{CASES}:matrix", ranks, tmp_path, *map(json.dumps, plans)):
+        for plan, difference in zip(plans, found, strict=True):
+            assert difference["loss"] <= 1e-6, (plan, difference)
+            assert difference["norm"] <= 1e-6, (plan, difference)
+            assert difference["weights"] <= 1e-5, (plan, difference)
