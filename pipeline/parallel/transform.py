@@ -67,7 +67,9 @@ def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
 def _described(model: nn.Module) -> str:
     """What has to be the same on all ranks, so that their collectives meet."""
     entries = [*model.named_parameters(), *model.named_buffers()]
-    listed: list[Json] = [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries]
+    listed: list[Json] = [
+        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries
+    ]
     size = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
 
