@@ -36,6 +36,8 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
+from pipeline.parallel.config import Plan as ParallelPlan
+from pipeline.parallel.config import in_our_names
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.tune.config import TuneConfig
 
@@ -131,7 +133,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "storage": True,
     "log": True,
     "data": {"num_workers": True},
-    "train": {"deadline": True, "collective_timeout_s": True},
+    "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
     "mine": {"worker": True, "workers": True, "items_per_part": True, "queries_per_part": True},
     "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
@@ -276,7 +278,21 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
     except TypeError:
         raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
     tree = {name: value for name, value in source().items() if name not in model.other_programs}
+    try:
+        tree = _in_our_names(model, tree)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", next_command=f"edit {path}") from None
     return {name: Given(value, str(path)) for name, value in _flat(tree, leaves(model)) if name not in RETIRED}
+
+
+def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree in which plans have the keys of another library, with ours. Raises ValueError for what has none."""
+    found = dict(tree)
+    for name, field in model.model_fields.items():
+        kind, value = field.annotation, found.get(name)
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
+            found[name] = in_our_names(value) if issubclass(kind, ParallelPlan) else _in_our_names(kind, value)
+    return found
 
 
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:

@@ -30,6 +30,7 @@ _NOT_IN_GRAPHS = {
     "deadline",
     "on_deadline",
     "collective_timeout_s",
+    "parallel",  # see graph_plan
 }
 
 
@@ -38,6 +39,11 @@ def graph_plan(
 ) -> dict[str, PlanValue]:
     """Everything two runs must share to share their graphs, by name."""
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
+    spread = settings.train.parallel
+    if spread.recompute != "none":
+        plan["train.parallel.recompute"] = spread.recompute
+    if spread.shard == "state" and spread.shard_degree != 1:
+        plan["train.parallel.state_shards"] = spread.shard_degree or share.world_size
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 

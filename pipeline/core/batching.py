@@ -260,7 +260,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Which part of every global batch this rank takes."""
+    """Which part of every global batch this rank takes. Ranks here are data ranks, see core/layout."""
 
     rank: int = 0
     world_size: int = 1

@@ -59,29 +59,7 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _smp_names(cls, given: Any) -> Any:
-        """Raises ValueError for what this library has no other word for, and for two words for one thing."""
-        if not isinstance(given, Mapping):
-            return given
-        values = dict(given)
-        for name in _SMP_ABSENT:
-            degree = values.pop(name, 1)
-            if degree != 1:
-                raise ValueError(f"{name} {degree}: there is no such parallelism here, expected 1 or nothing")
-        offload = values.pop(_SMP_OFFLOAD, None)
-        for theirs, ours in SMP_NAMES.items():
-            if theirs in values:
-                if ours in values:
-                    raise ValueError(f"{theirs} and {ours} are the same thing, expected one of them")
-                values[ours] = values.pop(theirs)
-        if offload is not None and not isinstance(offload, bool):
-            raise ValueError(f"{_SMP_OFFLOAD} is {offload!r}, expected true or false")
-        if offload is False:
-            values["offload_horizon"] = 0
-        elif offload:
-            values.setdefault("offload_horizon", _SMP_HORIZON)
-        if values.get("offload_horizon") and "recompute" not in values:
-            values["recompute"] = "units"
-        return values
+        return in_our_names(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -119,6 +97,30 @@ class Plan(BaseModel):
             return Plan.model_validate(source)
         except ValidationError as error:
             raise ConfigError(f"{origin}: {_first(error)}", expected="a plan, see docs/parallel.md") from error
+
+
+def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys and values of a plan. Raises ValueError for what has no other word here, and for two words for one thing."""
+    values = dict(given)
+    for name in _SMP_ABSENT:
+        degree = values.pop(name, 1)
+        if degree != 1:
+            raise ValueError(f"{name} {degree}: there is no such parallelism here, expected 1 or nothing")
+    offload = values.pop(_SMP_OFFLOAD, None)
+    for theirs, ours in SMP_NAMES.items():
+        if theirs in values:
+            if ours in values:
+                raise ValueError(f"{theirs} and {ours} are the same thing, expected one of them")
+            values[ours] = values.pop(theirs)
+    if offload is not None and not isinstance(offload, bool):
+        raise ValueError(f"{_SMP_OFFLOAD} is {offload!r}, expected true or false")
+    if offload is False:
+        values["offload_horizon"] = 0
+    elif offload:
+        values.setdefault("offload_horizon", _SMP_HORIZON)
+    if values.get("offload_horizon") and "recompute" not in values:
+        values["recompute"] = "units"
+    return values
 
 
 def _parsed(text: str, origin: str) -> Any:

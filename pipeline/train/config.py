@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.core.batching import Bucket, RankShare, row_lengths
 from pipeline.core.errors import ConfigError
+from pipeline.core.layout import Layout, layout_of
 from pipeline.model.config import LossConfig
+from pipeline.parallel.config import Plan
 
 
 class OptimizerConfig(BaseModel):
@@ -57,6 +59,14 @@ class GuardConfig(BaseModel):
     warmup_steps: int = Field(50, ge=1, description="Steps before spikes are judged (NaN always is)")
     decay: float = Field(0.98, gt=0, lt=1, description="Decay of the running mean and variance")
     patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
+
+
+class TrainPlan(Plan):
+    """How a run is spread over its ranks; as it comes, each has all of it (data parallel). See docs/parallel.md."""
+
+    shard_degree: int = Field(
+        1, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"
+    )
 
 
 class TrainConfig(BaseModel):
@@ -139,6 +149,18 @@ class TrainConfig(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     guard: GuardConfig = GuardConfig()
+    parallel: TrainPlan = TrainPlan()
+
+    @model_validator(mode="after")
+    def _plan_is_of_this_run(self) -> Self:
+        if self.parallel.precision not in ("fp32", self.precision):
+            raise ValueError(
+                f"parallel.precision {self.parallel.precision} with precision {self.precision}: a run has"
+                " one precision, expected it in train.precision alone"
+            )
+        if self.parallel.seed is not None:
+            raise ValueError(f"parallel.seed {self.parallel.seed}: a run has one seed, expected it in train.seed")
+        return self
 
     @model_validator(mode="after")
     def _metric_is_trained(self) -> Self:
@@ -182,21 +204,28 @@ def rows_of_batch(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, 
     return row_lengths(buckets, config.candidates_per_query + config.mined_per_query, config.row_tokens)
 
 
+def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
+    """The place of a rank in the plan of a run. Raises ConfigError for degrees that do not divide the ranks."""
+    plan = config.parallel
+    return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
+
+
 def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
-    """The fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query.
+    """The fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query. Of data ranks.
 
     Raises ConfigError when the global batch cannot be shared evenly.
     """
-    per_rank, rest = divmod(groups_of_batch(config), world_size)
+    layout = run_layout(config, world_size, rank)
+    per_rank, rest = divmod(groups_of_batch(config), layout.data_size)
     most = config.micro_batch_size // config.candidates_per_query
     if not rest and most:
         accumulation = next(parts for parts in range(-(-per_rank // most), per_rank + 1) if per_rank % parts == 0)
-        return RankShare(rank, world_size, accumulation)
+        return RankShare(layout.data_rank, layout.data_size, accumulation)
     seen = (
-        f"a global batch of {config.global_batch_size} over {world_size} ranks, in micro-batches of up to"
+        f"a global batch of {config.global_batch_size} over {layout.data_size} ranks, in micro-batches of up to"
         f" {config.micro_batch_size}"
     )
-    raise _refused(config, world_size, seen)
+    raise _refused(config, layout.data_size, seen)
 
 
 def needs_two_passes(config: TrainConfig, share: RankShare, *, gathers_in_graph: bool) -> bool:

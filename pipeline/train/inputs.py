@@ -147,6 +147,7 @@ _NOT_IDENTITY = {
     "step_boundary",
     "batches_per_execution",
     "chunk_mib",
+    "parallel",
     "deadline",
     "on_deadline",
     "collective_timeout_s",
