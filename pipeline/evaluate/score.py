@@ -205,15 +205,15 @@ class Scorer:
         Ranks meet after every few batches. With `parts` the first one saves what is done and alone gets the arrays;
         without, nothing is saved and all get them.
         """
-        is_main, world_size = self.gang.world.is_main, self.gang.world.world_size
+        is_main, layout = self.gang.world.is_main, self.gang.layout
         start, held = parts.load() if parts and is_main else (0, [])
         start = int(self.gang.gather(start)[0])
         advance(start)
         under_way: deque[tuple[Span, int, Arrays]] = deque()
 
         def batches() -> Iterator[Batch]:
-            for span in order.spans(start, self.batch_size * world_size):
-                numbers, num_real = span.share(self.gang.world.rank, self.batch_size)
+            for span in order.spans(start, self.batch_size * layout.data_size):
+                numbers, num_real = span.share(layout.data_rank, self.batch_size)
                 arrays = rows.read(np.full(self.batch_size, span.bucket, dtype=np.int64), numbers, span.bucket)
                 under_way.append((span, num_real, kept(arrays)))
                 yield to_tensors(arrays)
@@ -237,7 +237,8 @@ class Scorer:
                 count = sum(len(span.rows) for span, _, _, _ in done)
                 place += count
                 advance(count)
-                fresh += [part for part, _, _ in said] if is_main or not parts else []
+                # Tensor peers scored the same rows.
+                fresh += [part for part, _, _ in said[:: layout.tensor_size]] if is_main or not parts else []
                 stopping = any(stopped for _, _, stopped in said)
                 due = self.clock() - since >= self.save_every_s and place < order.total
                 if parts and is_main and (due or stopping):

@@ -118,7 +118,7 @@ def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
         values["offload_horizon"] = 0
     elif offload:
         values.setdefault("offload_horizon", _SMP_HORIZON)
-    if values.get("offload_horizon") and "recompute" not in values:
+    if values.get("offload_horizon", 0) not in (0, "0") and "recompute" not in values:  # a flag's value is a text
         values["recompute"] = "units"
     return values
 

@@ -11,15 +11,21 @@ from torch import Tensor
 
 from pipeline.backends import Backend, open_backend, process_group
 from pipeline.core.errors import TransientError
+from pipeline.core.layout import Layout
 from pipeline.parallel.world import World, check_world
 
 
 class Gang:
     """The ranks of one run. Alone, every call returns at once."""
 
-    def __init__(self, world: World, *, timeout_s: float, device_backend: str | None = None) -> None:
-        """Join the others. `device_backend` adds a device-side process group (nccl for cuda)."""
-        self.world = world
+    def __init__(
+        self, world: World, *, timeout_s: float, device_backend: str | None = None, layout: Layout | None = None
+    ) -> None:
+        """Join the others. `device_backend` adds a device-side process group (nccl for cuda).
+
+        `layout`: this rank's place in a plan; without one every rank has rows of its own.
+        """
+        self.world, self.layout = world, layout or Layout(world.rank, world.world_size)
         self._pending: tuple[Tensor, Any] | None = None
         if world.world_size > 1:
             kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
@@ -116,18 +122,22 @@ def peers(doing: str) -> Iterator[None]:
 # The ranks of a run and the device of this one, in the order that all devices need: process group, then device.
 
 
-def join_ranks(name: str, world: World, *, timeout_s: float) -> AbstractContextManager[Gang]:
+def join_ranks(
+    name: str, world: World, *, timeout_s: float, layout: Layout | None = None
+) -> AbstractContextManager[Gang]:
     """The ranks of a run whose devices are those of backend `name`; left at the end. Raises TransientError."""
-    return closing(Gang(world, timeout_s=timeout_s, device_backend=process_group(name)))
+    return closing(Gang(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
 
 
 @contextmanager
-def open_ranks(name: str, world: World, *, timeout_s: float) -> Iterator[tuple[Gang, Backend]]:
+def open_ranks(
+    name: str, world: World, *, timeout_s: float, layout: Layout | None = None
+) -> Iterator[tuple[Gang, Backend]]:
     """Join the other ranks, then open backend `name` (see open_backend); at the end leave them.
 
     Raises ConfigError when torchrun and the device's runtime count ranks differently, TransientError without a peer.
     """
-    with join_ranks(name, world, timeout_s=timeout_s) as gang:
+    with join_ranks(name, world, timeout_s=timeout_s, layout=layout) as gang:
         yield gang, open_device(name, world)
 
 

@@ -31,7 +31,7 @@ from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.registry.history import in_use
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
@@ -143,9 +143,9 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
     `tokenizer`: content of its tokenizer.json, saved beside the weights. Raises TrnpipeError.
     """
     train, world = settings.train, ctx.world
-    share = batch_share(train, world.world_size, world.rank)
+    share, layout = batch_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
-        open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s) as (gang, backend),
+        open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (gang, backend),
         _device_errors(settings, ctx, backend),
     ):
         pools = _training_pools(train, ctx, inputs)

@@ -101,9 +101,10 @@ class Interval:
 class Pace:
     """Counts steps, tokens and waiting; `read` closes an interval. Evaluation and saving are paused out of it."""
 
-    def __init__(self, samples_per_step: int, world_size: int) -> None:
+    def __init__(self, samples_per_step: int, data_size: int) -> None:
+        """`data_size`: ranks with rows of their own."""
         self._samples = samples_per_step
-        self._world_size = world_size
+        self._data_size = data_size
         self.seconds_per_step = 0.0
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
@@ -124,7 +125,7 @@ class Pace:
             seconds,
             self._wait_s,
             self._steps * self._samples / seconds,
-            self._tokens * self._world_size / seconds,
+            self._tokens * self._data_size / seconds,
         )
         if self._steps:
             newest = seconds / self._steps
@@ -198,7 +199,7 @@ class TrainLoop:
         self.step, self.max_steps = stream.start, stream.max_steps
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._digests: list[int] = []
-        self._pace = Pace(self.config.global_batch_size, gang.world.world_size)
+        self._pace = Pace(self.config.global_batch_size, gang.layout.data_size)
         self._warned = False
         self._compiles, self._compile_s = 0, 0.0
 
@@ -250,7 +251,7 @@ class TrainLoop:
             micros.append(batch)
         seeds: list[int] = []
         if self.program.has_dropout:  # by step and micro-step, so that a run that was stopped draws the same numbers
-            purpose = (self.config.seed, _DROPOUT, self.step, self.gang.world.rank)
+            purpose = (self.config.seed, _DROPOUT, self.step, self.gang.layout.data_rank)
             seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
         self.program.step(micros, seeds=seeds)
         self._digests.append(digest)
@@ -277,7 +278,8 @@ class TrainLoop:
         count = len(self._digests)
         figures = self.program.read_figures(count)
         interval = self._pace.read()
-        digests = [add_digests(list(parts)) for parts in zip(*self.gang.gather(self._digests), strict=True)]
+        noted = self.gang.gather(self._digests)[:: self.gang.layout.tensor_size]
+        digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
         self._digests = []
         if not figures or not self.values_are_real:
             return False

@@ -182,7 +182,7 @@ class Trial:
     def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
-        rows = TrialRows(self.spec, self.buckets, size * self.gang.world.world_size)
+        rows = TrialRows(self.spec, self.buckets, size * self.gang.layout.data_size)
         evaluate_holdout(
             score,
             self.backend,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from pipeline.core.layout import Layout
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 
@@ -17,7 +18,7 @@ class ThreadGang(Gang):
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(World(), timeout_s=1)
-        self.world = World(rank=rank, world_size=len(slots))
+        self.world, self.layout = World(rank=rank, world_size=len(slots)), Layout(rank, len(slots))
         self._slots, self._barrier = slots, barrier
 
     def gather(self, value: Any) -> list[Any]:
