@@ -13,7 +13,7 @@ from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, To
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code
-from pipeline.proc.children import LAUNCHER_S
+from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
 
 if TYPE_CHECKING:  # an overview needs no settings
@@ -32,6 +32,8 @@ def _run(name: str, words: list[str]) -> int:
     from pipeline.settings import Settings, as_json, table_text
 
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
+    end = words.index("--") if tool.command and "--" in words else len(words)
+    words, command = words[:end], tuple(words[end + 1 :])
     action = _action(name, tool, words)
     # the flags of a stage's tool belong to its actions
     read = _parser(name, action, tool, is_tool=action != "" or name not in STAGES).read(
@@ -50,6 +52,7 @@ def _run(name: str, words: list[str]) -> int:
             tuple(given[word] for word in tool.arguments.get(action, ()) if given[word] is not None),
             frozenset(switch for switch in tool.switches if given[switch]),
             {option: given[option] for option in tool.options if given[option] is not None},
+            command,
         )
         return run_tool(tool.module or name, settings, call)
     if name in PARALLEL:
@@ -83,7 +86,7 @@ def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandPars
         "" if action or not actions else f"<{'|'.join(tool.actions)}>" if is_tool else f"[{'|'.join(tool.actions)}]"
     )
     prog = " ".join(word for word in ("trnpipe", name, action, choice) if word)
-    parser = CommandParser(prog, "\n".join([COMMANDS[name], "", *rows(actions)]).rstrip())
+    parser = CommandParser(prog, "\n".join([COMMANDS[name], "", *rows(actions)]).rstrip(), tool.command)
     if not is_tool:
         return parser
     for word in arguments:
@@ -151,5 +154,5 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 def run_tool(module: str, settings: "Settings", call: ToolCall) -> int:
     """Run one tool under the signal handlers."""
     stop = StopSignal()
-    with stop_on_signals(stop):
+    with stop_on_signals(stop, grace_s=LAUNCHER_S if call.command else RANK_S):
         return int(import_module(f"pipeline.commands.{module}").run(settings, stop, show, call))

@@ -65,8 +65,10 @@ class Program:
 class CommandParser(argparse.ArgumentParser):
     """The words of one command; every other flag is a setting. Raises ConfigError where argparse would exit."""
 
-    def __init__(self, prog: str, text: str) -> None:
+    def __init__(self, prog: str, text: str, command: str = "") -> None:
+        """`command`: how another command, behind `--`, is shown."""
         self._own = set(HELP)
+        self._command = f" -- {command}" if command else ""
         super().__init__(
             prog=prog,
             description=text,
@@ -100,7 +102,7 @@ class CommandParser(argparse.ArgumentParser):
         return asked, resolve(asked.config, os.environ, flags, model)
 
     def _words(self) -> str:
-        return self.format_usage().removeprefix("usage: ").strip() + " [--section.key value ...]"
+        return self.format_usage().removeprefix("usage: ").strip() + f" [--section.key value ...]{self._command}"
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
         """The words of the command, and flags of settings: `--flag value`, `--flag=value` or a bare `--flag`."""

@@ -22,6 +22,8 @@ class Tool:
     """Flags of the tool itself with a value, and a line of help for each."""
     module: str = ""
     """When it is not the name."""
+    command: str = ""
+    """Of a tool that runs another command, given behind `--`: how the usage shows it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class ToolCall:
     arguments: tuple[str, ...] = ()
     switches: frozenset[str] = frozenset()
     options: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    """What stood behind `--`."""
 
 
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
@@ -99,6 +103,10 @@ TOOLS: dict[str, Tool] = {
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
         },
         module="export_model",
+    ),
+    "launch": Tool(
+        "run a script written for torchrun in --launch.processes ranks, here or on each node of an AWS Batch gang",
+        command="[python] SCRIPT.py|-m MODULE [ARGUMENT ...]",
     ),
     "embed": Tool(
         STAGES["embed"],

@@ -36,8 +36,8 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
+from pipeline.parallel.config import PLAN_VARIABLE, in_our_names
 from pipeline.parallel.config import Plan as ParallelPlan
-from pipeline.parallel.config import in_our_names
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.tune.config import TuneConfig
 
@@ -297,7 +297,8 @@ def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, 
 
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     """`__` separates levels; `TRNPIPE_DATA__FILTER__column=x` is one key of a mapping."""
-    names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in sorted(env) if key.startswith(ENV_PREFIX)}
+    keys = [key for key in sorted(env) if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE]
+    names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in keys}
     ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
     typed = _typed(model, [(name, env[key], f"env {key}") for key, name in ours.items()])
     return _read(model, typed, lambda texts: _Environment(model, texts))

@@ -106,7 +106,8 @@ class _Attempt:
         if self._settings is not None and is_ours:
             file = self.folder / "settings.json"
             file.write_bytes(self._settings)
-            words += ["--config", str(file)]
+            end = words.index("--") if "--" in words else len(words)  # behind it is a command of the user
+            words[end:end] = ["--config", str(file)]
         stacks = self.folder / "stacks"
         stacks.mkdir()
         return Command(words, self.env, stacks, self.tail)

@@ -1,13 +1,14 @@
-"""Local data parallelism: the same command under torchrun, with the exit code of the rank that says most."""
+"""Ranks of this node under torchrun: one exit code for all of them, that of the rank that says most."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
+from pipeline.core.errors import EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.network import torchrun_arguments
 
@@ -19,54 +20,63 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
     return "WORLD_SIZE" not in env and (processes > 1 or "AWS_BATCH_JOB_NUM_NODES" in env)
 
 
-def launch(words: Sequence[str], processes: int, stop: StopSignal) -> int:
-    """Run `trnpipe <words>` in `processes` ranks on this node and return one exit code for all of them."""
+def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
+    """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(processes, os.environ)]
-        command += ["-m", "pipeline", *words]
+        command = [sys.executable, "-m", "pipeline.parallel.torchrun", *torchrun_arguments(processes, os.environ)]
+        command += ["-m", module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
         torchrun = subprocess.Popen(command, env=env, start_new_session=True)  # noqa: S603 - a list, no shell
-        terminating = False
-        while torchrun.poll() is None:
-            if stop.wait(0.2) and not terminating:
-                torchrun.terminate()  # torchrun passes it on to every rank and waits for them
-                terminating = True
-            elif terminating:
-                try:
-                    torchrun.wait(timeout=0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-        codes = [_read(Path(folder) / f"local-rank-{rank}") for rank in range(processes)]
+        while torchrun.poll() is None and not stop.wait(0.2):
+            continue
+        if torchrun.poll() is None:
+            torchrun.terminate()  # torchrun passes it on to every rank and waits for them
+        if torchrun.wait() == EXIT_OK:
+            return EXIT_OK  # of ranks that end by os._exit, too
+        codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
     return gang_exit_code(codes, stopped=stop.is_set())
 
 
 def note_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
     """Leave this rank's exit code for the launcher, which torchrun would otherwise turn into 1."""
+    _note(f"local-rank-{env.get('LOCAL_RANK', '0')}", code, env)
+
+
+def note_end(local_rank: int, returncode: int, env: Mapping[str, str] = os.environ) -> None:
+    """In torchrun: how the process of a rank ended, minus a signal. What a rank has left itself says more."""
+    _note(f"local-rank-{local_rank}.ended", returncode, env)
+
+
+def _note(name: str, code: int, env: Mapping[str, str]) -> None:
     folder = env.get(EXIT_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
-        (Path(folder) / f"local-rank-{env.get('LOCAL_RANK', '0')}").write_text(str(code))
+        (Path(folder) / name).write_text(str(code))
 
 
 def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
-    """One code for a gang (None: the rank died without one).
+    """One code for a gang (None: the rank died without one; below 0: of a signal, as 128 and above in a shell).
 
     A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
-    bug, then (unless all were stopped) a transient failure.
+    bug or another code of its own, then (unless all were stopped) a transient failure. Where a rank was killed, what
+    its peers say comes of that.
     """
     if all(code == EXIT_OK for code in codes):
         return EXIT_OK
     for rule in EXIT_TABLE:
         if not rule.retry and rule.exit_code in codes:
             return rule.exit_code
-    if EXIT_BUG in codes:
-        return EXIT_BUG
+    faults = [code for code in codes if code is not None and 0 < code < 128 and code != TransientError.exit_code]
+    if faults and -signal.SIGKILL not in codes:
+        return min(faults)
     return Preempted.exit_code if stopped else TransientError.exit_code
 
 
-def _read(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def _exit_code(folder: Path, local_rank: int) -> int | None:
+    for name in (f"local-rank-{local_rank}", f"local-rank-{local_rank}.ended"):
+        try:
+            return int((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return None

@@ -62,6 +62,20 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
             monitor.join()
 
 
+def end_in_time(grace_s: float = RANK_S) -> None:
+    """From now on SIGTERM and SIGINT, where the program handles them itself, end it with 143 after `grace_s`; for good.
+
+    No handler is set here: where there is none, the signal ends the process at once.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(
+        target=_monitor, args=((reader, writer), StopSignal(), grace_s, None), name="signals", daemon=True
+    ).start()
+
+
 def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
     """From now on SIGUSR1 writes the stacks of all threads to `<folder>/<process id>`, where the environment names one.
 

@@ -187,6 +187,30 @@ say(f"{before == handlers()} {before == inside} {signal.set_wakeup_fd(-1)} {moni
         assert read_line(process) == "True False -1 []"
 
 
+def test_a_program_that_handles_signals_itself_is_ended_after_the_grace() -> None:
+    """And it alone: the end of a worker that has inherited the handler is none of ours."""
+    script = """
+from pipeline.proc.signals import end_in_time
+end_in_time(grace_s=0.5)
+parent = os.getpid()
+signal.signal(signal.SIGTERM, lambda *_: os.getpid() == parent and say("handled"))
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.2,))
+worker.start()
+time.sleep(0.05)
+worker.terminate()
+worker.join()
+time.sleep(0.7)
+say("ready")
+while True:
+    time.sleep(1000)
+"""
+    with started(script) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert (out, process.returncode) == ("handled\n", 143)
+        assert "SIGTERM, not stopped within 0.5 s; exit 143" in err
+
+
 def test_stacks_are_shown_on_request_even_from_within_c(tmp_path: Path) -> None:
     script = f"""
 from pipeline.proc.signals import show_stacks_when_asked

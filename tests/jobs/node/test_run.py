@@ -30,13 +30,16 @@ def test_commands_of_the_pipeline_get_the_settings_of_the_cycle(tmp_path: Path) 
     settings.write_text('{"seed": 7}')
     trnpipe = tmp_path / "trnpipe"
     trnpipe.write_text(
-        f"#!{sys.executable}\nimport sys\nprint(sys.argv[1:-1], open(sys.argv[-1]).read(), sys.argv[-1])"
+        f"#!{sys.executable}\nimport sys\nwords = sys.argv[1:]\nfile = words[words.index('--config') + 1]\n"
+        "print([word for word in words if word != file], open(file).read(), file)"
     )
     trnpipe.chmod(0o755)
     process = entry(str(trnpipe), "train", "--x", "1", env=job_env(tmp_path))
     out, _ = process.finish()
     assert out.startswith("""['train', '--x', '1', '--config'] {"seed": 7} """)
     assert not Path(out.split()[-1]).exists()
+    script = entry(str(trnpipe), "launch", "--", "x.py", "--", "y", env=job_env(tmp_path))
+    assert script.finish()[0].startswith("""['launch', '--config', '--', 'x.py', '--', 'y'] {"seed": 7} """)
     other = entry(*python(SHOW), "--x", env=job_env(tmp_path))
     assert json.loads(other.finish()[0]) == ["--x"]
 

@@ -1,0 +1,38 @@
+"""`trnpipe launch -- script.py`: a script written for torchrun, in ranks here and on each node of an AWS Batch gang."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.command_table import ToolCall
+from pipeline.core.errors import ConfigError
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.parallel.launch import launch
+from pipeline.settings import Settings
+
+USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """The exit code of the ranks: see gang_exit_code. Raises ConfigError."""
+    code = launch(script_words(call.command), settings.launch.processes, stop, module="pipeline.parallel.rank")
+    if stop.is_set():
+        print(f"trnpipe launch: stopped by {stop.reason}; exit {code}", file=sys.stderr)
+    return code
+
+
+def script_words(command: Sequence[str]) -> list[str]:
+    """`SCRIPT.py ...` or `-m MODULE ...`, with `python` before it or not. Raises ConfigError for anything else."""
+    words = list(command)
+    if words and (words[0] == sys.executable or re.fullmatch(r"python[\d.]*", words[0])):
+        del words[: 2 if words[1:2] == ["-u"] else 1]
+    if not words or words == ["-m"]:
+        raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)
+    if words[0] != "-m" and not Path(words[0]).is_file():
+        seen = f"{words[0]}: no such script in {Path.cwd()}"
+        if words[0].startswith("-"):
+            seen = f"option {words[0]}: ranks run under {sys.executable}, with no options of the interpreter"
+        raise ConfigError(seen, expected="SCRIPT.py, or -m MODULE", next_command=USAGE)
+    return words

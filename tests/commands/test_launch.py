@@ -1,0 +1,50 @@
+"""What `trnpipe launch` is given, and how it starts it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.commands import launch as command
+from pipeline.commands.launch import script_words
+from pipeline.core.errors import ConfigError
+
+
+def test_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    for python in (["python"], ["python3"], ["python3.11", "-u"], [sys.executable], []):
+        assert script_words([*python, "x.py", "--", "-m", "a"]) == ["x.py", "--", "-m", "a"]
+        assert script_words([*python, "-m", "a.b", "x.py"]) == ["-m", "a.b", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([], "no script"),
+        (["python"], "no script"),
+        (["python", "-m"], "no script"),
+        (["y.py"], "y.py: no such script"),
+        (["python", "-X", "dev", "x.py"], "option -X: ranks run under"),
+        (["torchrun", "x.py"], "torchrun: no such script"),
+    ],
+)
+def test_what_is_no_script_is_refused(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        script_words(words)
+
+
+def test_the_words_behind_the_dashes_are_the_script_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They may look like ours; a plan in the environment is not taken for a setting."""
+    called: list[object] = []
+    monkeypatch.setattr(command, "launch", lambda *words, **more: called.extend([*words[:2], more]) or 7)
+    monkeypatch.setenv("TRNPIPE_PARALLEL", '{"shard_degree": 2}')
+    words = ["launch", "--launch.processes", "4", "--", "-m", "a", "--help", "--", "--train.seed", "x"]
+    assert cli.main(words) == 7
+    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4, {"module": "pipeline.parallel.rank"}]
+
+
+def test_without_dashes_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "x.py"]) == 78
+    assert "-- [python] SCRIPT.py|-m MODULE [ARGUMENT ...]" in capsys.readouterr().err

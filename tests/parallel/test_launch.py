@@ -1,0 +1,169 @@
+"""`trnpipe launch`: ranks of a script that knows nothing of us, here and on two nodes, and the one exit code."""
+
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+from tests.ranks import ROOT, run_ranks
+from tests.zygote import Forked
+
+DDP = ROOT / "examples" / "ddp.py"
+WITHIN_S = 20.0
+WAIT_S = 120.0  # generous, machines may be loaded
+
+ENDING = """
+import os, signal, sys, time
+from pathlib import Path
+rank, mode, folder = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+
+def leave(*_):
+    (folder / f"told-{rank}").touch(exist_ok=False)
+    sys.exit(5)
+
+if mode == "handles" or mode == "killed" and rank == 0:
+    signal.signal(signal.SIGTERM, leave)
+(folder / f"here-{rank}").touch()
+while not (folder / "here-0").exists() or not (folder / "here-1").exists():
+    time.sleep(0.02)
+if rank == 1:
+    if mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "fails":
+        raise ValueError("its own fault")
+    if mode == "leaves":
+        os._exit(7)
+    if mode == "refuses":
+        import trnpipe
+        trnpipe.resolve([Path("no-such-file.toml")], {})
+while True:
+    time.sleep(0.02)
+"""
+
+
+def start(folder: Path, *words: object, processes: int = 2, **env: str) -> Forked:
+    """`trnpipe launch`, its output in files of `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["launch", f"--launch.processes={processes}", "--", *map(str, words)]
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        return Forked("pipeline", command, env=whole, cwd=folder, stdout=out, stderr=err)
+
+
+def ending(folder: Path, mode: str) -> Forked:
+    script = folder / "ending.py"
+    script.write_text(ENDING)
+    started = start(folder, "python", script, mode, folder)
+    limit = time.monotonic() + WAIT_S
+    while len(list(folder.glob("here-*"))) < 2:
+        assert started.poll() is None and time.monotonic() < limit, (folder / "err").read_text()
+        time.sleep(0.02)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [
+        ("killed", 75, "rank 1 (process "),
+        pytest.param(
+            "refuses", 78, "rank 1: ConfigError: --config no-such-file.toml", marks=pytest.mark.thorough
+        ),
+        pytest.param("fails", 1, "ValueError: its own fault", marks=pytest.mark.thorough),
+        pytest.param("leaves", 7, "exited with 7", marks=pytest.mark.thorough),
+    ],
+)
+def test_one_code_when_a_rank_ends_badly(tmp_path: Path, mode: str, code: int, said: str) -> None:
+    run = ending(tmp_path, mode)
+    assert run.wait(WITHIN_S) == code
+    err = (tmp_path / "err").read_text()
+    assert said in err
+    assert ("Traceback" in err) == (mode == "fails")
+    assert (tmp_path / "told-0").exists() == (mode == "killed")
+
+
+@pytest.mark.parametrize("mode", ["waits", pytest.param("handles", marks=pytest.mark.thorough)])
+def test_told_to_stop(tmp_path: Path, mode: str) -> None:
+    """A script that handles the signal gets it once, in each rank, and its own code is kept."""
+    run = ending(tmp_path, mode)
+    run.terminate()
+    assert run.wait(WITHIN_S) == (5 if mode == "handles" else 143)
+    assert len(list(tmp_path.glob("told-*"))) == (2 if mode == "handles" else 0)
+    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert "stopped by SIGTERM" in (tmp_path / "err").read_text()
+
+
+def losses(text: str) -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")]
+
+
+def run_script(path: str) -> list[float]:
+    """In a rank that the tests have started: what the script prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(path, run_name="__main__")
+    return losses(out.getvalue())
+
+
+def test_plain_ddp_on_two_nodes_of_batch(tmp_path: Path) -> None:
+    expected = run_ranks("tests.parallel.test_launch:run_script", 1, tmp_path / "alone", str(DDP))[0]
+    gang = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0", "MASTER_PORT": str(free_port())}
+    gang["MASTER_ADDR"] = "127.0.0.1"  # what the main node's own address is to others in a real gang
+    nodes = [
+        start(tmp_path / str(index), DDP, processes=1, AWS_BATCH_JOB_NODE_INDEX=str(index), **gang) for index in (0, 1)
+    ]
+    assert [node.wait(WAIT_S) for node in nodes] == [0, 0], (tmp_path / "0" / "err").read_text()
+    assert len(expected) == 8
+    assert losses((tmp_path / "0" / "out").read_text()) == pytest.approx(expected, abs=1e-6)
+    assert losses((tmp_path / "1" / "out").read_text()) == []
+
+
+@pytest.mark.thorough
+def test_plain_ddp_prints_the_same_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DDP)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    plain = subprocess.run(torchrun, env=env, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert start(tmp_path / "2", "python", DDP).wait(WAIT_S) == 0
+    assert len(losses(plain.stdout)) == 8
+    assert losses((tmp_path / "2" / "out").read_text()) == losses(plain.stdout)
+
+
+LOSING = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+if dist.get_rank() == 1:
+    Path("here").touch()
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(30)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize(("mode", "within_s"), [("killed", 5.0), ("asleep", 3.0 + 5.0)])
+def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str, within_s: float) -> None:
+    (tmp_path / "losing.py").write_text(LOSING)
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    ranks = []
+    with (tmp_path / "log").open("wb") as log:
+        for rank in range(3):
+            mine = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            words = [str(tmp_path / "losing.py"), mode]
+            ranks.append(Forked("pipeline.parallel.rank", words, env=mine, cwd=tmp_path, stdout=log, stderr=log))
+    try:
+        limit = time.monotonic() + WAIT_S
+        while not (tmp_path / "here").exists():
+            assert ranks[1].poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        assert ranks[0].wait(within_s) == ranks[2].wait(within_s) == 75, (tmp_path / "log").read_text()
+        assert ranks[1].poll() == (-9 if mode == "killed" else None)
+    finally:
+        ranks[1].kill()

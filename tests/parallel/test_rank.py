@@ -1,0 +1,85 @@
+"""A script in one rank: what it sees is what `python script.py` shows it, and how it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import DataError
+from pipeline.parallel.launch import EXIT_DIR_VARIABLE
+from pipeline.parallel.rank import exit_code
+from tests.zygote import ROOT
+
+SEEN = """
+import multiprocessing, pickle, sys
+import beside
+
+def double(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    print(sys.argv, sys.path[0], __file__, __name__, beside.__file__, pickle.loads(pickle.dumps(double))(4))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+"""
+
+
+def python(*words: str, folder: Path, exits: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "3", "RANK": "7"}
+    env |= {EXIT_DIR_VARIABLE: str(exits)} if exits else {}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("words", [("parts/script.py", "--a", "-m"), ("-m", "parts.script", "b")])
+def test_it_sees_what_python_shows_it(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "script.py").write_text(SEEN)
+    for folder in (tmp_path, tmp_path / "parts"):
+        (folder / "beside.py").write_text("")
+    expected = python(*words, folder=tmp_path)
+    assert expected.returncode == 0 and "[2, 4]" in expected.stdout, expected.stderr
+    assert python("-m", "pipeline.parallel.rank", *words, folder=tmp_path).stdout == expected.stdout
+
+
+OURS = "from pipeline.core.errors import DataError\nraise DataError('seen', expected='other', next_command='look')"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "err"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('too bad')", 1, "too bad\n"),
+        ("import sys; sys.exit(-1)", 255, ""),
+        (OURS, 65, "rank 7: DataError: seen\n  expected: other\n  next: look\n"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(0.2,)).start()", 0, ""),
+    ],
+)
+def test_its_exit_code_is_kept_and_left_for_the_launcher(tmp_path: Path, text: str, code: int, err: str) -> None:
+    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "exits").mkdir()
+    done = python("-m", "pipeline.parallel.rank", "script.py", folder=tmp_path, exits=tmp_path / "exits")
+    assert (done.returncode, done.stderr) == (code, err)
+    assert (tmp_path / "exits" / "local-rank-3").read_text() == str(code)
+
+
+def test_a_traceback_is_that_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("def low():\n    raise KeyError('x')\n\n\nlow()\n")
+    plain = python("script.py", folder=tmp_path)
+    done = python("-m", "pipeline.parallel.rank", "script.py", folder=tmp_path)
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr == plain.stderr
+
+
+def test_a_lost_peer_is_no_fault_of_the_script() -> None:
+    import torch.distributed as dist
+
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4242"
+    assert exit_code(RuntimeError(gloo)) == exit_code(dist.DistBackendError("NCCL error")) == 75
+    assert exit_code(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == exit_code(ValueError(gloo)) == 1
+    assert exit_code(DataError("seen")) == 65
+    assert exit_code(KeyboardInterrupt()) == 143
