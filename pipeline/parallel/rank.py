@@ -1,4 +1,4 @@
-"""One rank of a script that knows nothing of us: `python -m pipeline.parallel.rank script.py ...` or `... -m module ...`.
+"""One rank of a script that knows nothing of us: `python -m pipeline.parallel.rank script.py ...` or `-m module ...`.
 
 The script sees what it would see of `python script.py`; its exit code is left for the launcher, and an error of
 trnpipe is a message without a traceback.

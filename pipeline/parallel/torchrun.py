@@ -1,4 +1,4 @@
-"""torchrun below the launcher, `python -m pipeline.parallel.torchrun`: says in a line, not in tracebacks, how ranks end."""
+"""torchrun, as the launcher starts it: says in a line, not in tracebacks of its own, how ranks have ended."""
 
 import logging
 import os

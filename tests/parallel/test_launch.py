@@ -72,9 +72,7 @@ def ending(folder: Path, mode: str) -> Forked:
     ("mode", "code", "said"),
     [
         ("killed", 75, "rank 1 (process "),
-        pytest.param(
-            "refuses", 78, "rank 1: ConfigError: --config no-such-file.toml", marks=pytest.mark.thorough
-        ),
+        pytest.param("refuses", 78, "rank 1: ConfigError: --config no-such-file.toml", marks=pytest.mark.thorough),
         pytest.param("fails", 1, "ValueError: its own fault", marks=pytest.mark.thorough),
         pytest.param("leaves", 7, "exited with 7", marks=pytest.mark.thorough),
     ],
