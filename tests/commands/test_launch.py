@@ -38,11 +38,16 @@ def test_what_is_no_script_is_refused(words: list[str], match: str) -> None:
 def test_the_words_behind_the_dashes_are_the_script_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They may look like ours; a plan in the environment is not taken for a setting."""
     called: list[object] = []
-    monkeypatch.setattr(command, "launch", lambda *words, **more: called.extend([*words[:2], more]) or 7)
+
+    def fake_launch(words: list[str], processes: int, stop: object, *, module: str) -> int:
+        called.extend([words, processes, module])
+        return 7
+
+    monkeypatch.setattr(command, "launch", fake_launch)
     monkeypatch.setenv("TRNPIPE_PARALLEL", '{"shard_degree": 2}')
     words = ["launch", "--launch.processes", "4", "--", "-m", "a", "--help", "--", "--train.seed", "x"]
     assert cli.main(words) == 7
-    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4, {"module": "pipeline.parallel.rank"}]
+    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4, "pipeline.parallel.rank"]
 
 
 def test_without_dashes_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

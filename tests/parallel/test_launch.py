@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.ranks import ROOT, run_ranks
-from tests.zygote import Forked
+from tests.ranks import run_ranks
+from tests.zygote import ROOT, Forked
 
 DDP = ROOT / "examples" / "ddp.py"
 WITHIN_S = 20.0
