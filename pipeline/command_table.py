@@ -56,6 +56,19 @@ TOOLS: dict[str, Tool] = {
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
         switches=frozenset({"--hlo"}),
     ),
+    "scaling": Tool(
+        "what a plan of parallelism takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an epoch,"
+        " and the plan that suits better; modelled",
+        arguments={"": ("[CHECKPOINT]",)},
+        switches=frozenset({"--json", "--decisions"}),
+        options={
+            "--plan": "JSON or FILE  the plan (docs/parallel.md; default: a whole model a rank)",
+            "--fabric": "NAME  machine (default: estimate.instance)",
+            "--nodes": "N  that the better plan is for (default: 1)",
+            "--samples": "N  of an epoch (default: 1000000)",
+            "--fixed-s": "SECONDS  of a step that no node shares: update, host (default: 0)",
+        },
+    ),
     "cache": Tool(
         "the compiled graphs of this machine: status, doctor, repair, sync",
         actions={

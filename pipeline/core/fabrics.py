@@ -39,6 +39,10 @@ class Fabric:
     network_hop_s: float
     call_s: float
     """Start of one collective."""
+    shards: tuple[Literal["all", "state"], ...] = ("all", "state")
+    """Of what a plan may cut there. Not "all": the flat program, whose collectives nothing hides."""
+    max_tensor: int = 8
+    """Largest tensor_degree: ranks whose links are the fastest."""
     usd_per_hour: float | None = None
     """List price of a node; None: give one (estimate.price_usd_per_hour)."""
 
@@ -102,7 +106,8 @@ def _gigabits(per_second: float) -> float:
     return per_second * 1e9 / 8
 
 
-def _trainium(name: str, *, link_bytes_s: float, network_gbit_s: float) -> Fabric:
+def _trainium(name: str, *, link_bytes_s: float, network_gbit_s: float, is_native: bool) -> Fabric:
+    """`is_native`: there is a device that runs modules (Neuron SDK 2.33 and later, Trn2); else XLA's line alone."""
     machine = MACHINES[name]
     return Fabric(
         name,
@@ -115,6 +120,8 @@ def _trainium(name: str, *, link_bytes_s: float, network_gbit_s: float) -> Fabri
         link_hop_s=1.5e-6,
         network_hop_s=_EFA_HOP_S,
         call_s=1.1e-3,  # over the five sizes of the nccom-test table below, 1 MiB to 1 GiB, no error is above 7 %
+        shards=("all", "state") if is_native else ("state",),
+        max_tensor=4 if is_native else 1,  # the cores of one chip
         usd_per_hour=machine.usd_per_hour,
     )
 
@@ -131,9 +138,9 @@ _TRN2_LINK = _TRN1_LINK * (1024 / 4) / (384 / 2)
 FABRICS: Mapping[str, Fabric] = {
     fabric.name: fabric
     for fabric in (
-        _trainium("trn1.32xlarge", link_bytes_s=_TRN1_LINK, network_gbit_s=800),
-        _trainium("trn1n.32xlarge", link_bytes_s=_TRN1_LINK, network_gbit_s=1600),
-        _trainium("trn2.48xlarge", link_bytes_s=_TRN2_LINK, network_gbit_s=3200),
+        _trainium("trn1.32xlarge", link_bytes_s=_TRN1_LINK, network_gbit_s=800, is_native=False),
+        _trainium("trn1n.32xlarge", link_bytes_s=_TRN1_LINK, network_gbit_s=1600, is_native=False),
+        _trainium("trn2.48xlarge", link_bytes_s=_TRN2_LINK, network_gbit_s=3200, is_native=True),
         *(
             Fabric(
                 name,

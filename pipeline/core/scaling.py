@@ -6,7 +6,7 @@ FSDP and DDP have it: collectives run behind the compute of other layers, the fi
 exposed (torchtitan's arrangement). The flat program and ZeRO-1 reduce when backward has ended: nothing overlaps.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -116,6 +116,7 @@ class Scaled:
     """One number of nodes. Weak: every rank has its work, the global batch grows; strong: one batch is shared."""
 
     nodes: int
+    layout: Layout
     step: StepTime
     weak_efficiency: float
     """Samples a second, over `nodes` times those of the fewest nodes that hold the plan."""
@@ -139,7 +140,7 @@ def scaled(
         weak = step_time(work, on_these, fabric, jitter=jitter)
         first = first or (count, weak.step_s)
         strong = step_time(_shared(work, count / first[0]), on_these, fabric, jitter=jitter)
-        rows.append(Scaled(count, weak, first[1] / weak.step_s, first[1] / strong.step_s))
+        rows.append(Scaled(count, layout, weak, first[1] / weak.step_s, first[1] / strong.step_s))
     return rows
 
 
@@ -180,6 +181,11 @@ class Candidate:
     fits: bool
     step: StepTime
 
+    @property
+    def replica_s(self) -> float:
+        """Seconds of a step of one replica, by its ranks: tensor peers share the same samples."""
+        return self.step.step_s * self.spread.layout.tensor_size
+
 
 def candidates(
     work: Work,
@@ -187,43 +193,39 @@ def candidates(
     fabric: Fabric,
     nodes: int,
     *,
-    shards: Iterable[Literal["all", "state"]] = ("all",),
-    max_tensor: int = 8,
     jitter: float = 0.0,
 ) -> list[Candidate]:
-    """Plans for these nodes, the best first: those that fit, the fastest; of times alike the least of everything.
+    """Plans for these nodes, the best first: those that fit, the most samples a second, of rates alike the least of
+    everything.
 
     `beside_bytes`: peak less states of a sharded rank, without and with recomputation (parallel/memory.py).
-    `shards`, `max_tensor`: what the device can do. Shard degrees are 1, then whole nodes: a larger one only costs.
+    Shard degrees are 1, then whole nodes, 1 or 2 or 4...: what is between costs as much and holds less.
     """
     found = []
-    for spread in _spreads(fabric, nodes, tuple(shards), max_tensor):
+    for spread in _spreads(fabric, nodes):
         memory = _memory(work.parameters, spread, beside_bytes[spread.recompute])
         fits = memory <= (1 - RESERVE) * fabric.memory_bytes
         found.append(Candidate(spread, memory, fits, step_time(work, spread, fabric, jitter=jitter)))
-    fastest = min((one.step.step_s for one in found if one.fits), default=0.0)
+    fastest = min((one.replica_s for one in found if one.fits), default=0.0)
 
     def rank(one: Candidate) -> tuple[float, ...]:
         if not one.fits:
             return (1, one.memory_bytes)
         place = one.spread.layout
-        time = max(one.step.step_s, ALIKE * fastest)
+        time = max(one.replica_s, ALIKE * fastest)
         return (0, time, place.tensor_size, one.spread.recompute, place.shard_size)
 
     return sorted(found, key=rank)
 
 
-def _spreads(
-    fabric: Fabric, nodes: int, shards: Sequence[Literal["all", "state"]], max_tensor: int
-) -> Iterator[Spread]:
-    tensors = [degree for degree in (1, 2, 4, 8) if degree <= max_tensor and fabric.ranks % degree == 0]
+def _spreads(fabric: Fabric, nodes: int) -> Iterator[Spread]:
+    tensors = [degree for degree in (1, 2, 4, 8) if degree <= fabric.max_tensor]
     for tensor, recompute, count in product(tensors, (False, True), (0, *NODES)):
         if count <= nodes and not (count and nodes % count):
             shard = max(1, count * fabric.ranks // tensor)
             layout = layout_of(0, nodes * fabric.ranks, shard_degree=shard, tensor_degree=tensor)
-            for kind in shards if shard > 1 else shards[:1]:
-                if kind == "all" or tensor == 1:
-                    yield Spread(layout, kind, recompute, overlaps="all" in shards)
+            # where a device shards everything, states alone cost as much and hold less
+            yield Spread(layout, fabric.shards[0], recompute, overlaps="all" in fabric.shards)
 
 
 def _memory(parameters: int, spread: Spread, beside_bytes: int) -> int:
@@ -231,3 +233,27 @@ def _memory(parameters: int, spread: Spread, beside_bytes: int) -> int:
     place = spread.layout
     gradient = 4 * parameters // place.tensor_size // (place.shard_size if spread.shard == "all" else 1)
     return state_bytes(parameters, place, spread.shard) + gradient + beside_bytes // place.tensor_size
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A model by its sizes, for tables: P parameters, L layers of width D, T tokens a rank and micro-step."""
+
+    name: str
+    parameters: int
+    layers: int
+    width: int
+    tokens: int = 8192
+
+    def work(self, fabric: Fabric, mfu: float) -> Work:
+        """In bf16, at `mfu` (0 to 1) of the peak: 6 FLOPs a parameter and token (PaLM, appendix B, less attention)."""
+        micro_s = 6 * self.parameters * self.tokens / (fabric.tflops_bf16 * 1e12 * mfu)
+        exchanged = 2 * self.tokens * self.width
+        return Work(self.parameters, self.layers, micro_s, exchange_bytes=exchanged, gather_bytes=2)
+
+    def beside_bytes(self) -> Mapping[bool, int]:
+        """Activations in bf16, 34 T D bytes a layer (Korthikanti et al. 2022, equation 1, attention fused), or with
+        recomputation 2 T D and one layer's; and one unit gathered, with its gradient and the next one."""
+        layer = 34 * self.tokens * self.width
+        unit = (2 + 2 + 4) * self.parameters // self.layers
+        return {False: self.layers * layer + unit, True: self.layers * 2 * self.tokens * self.width + layer + unit}

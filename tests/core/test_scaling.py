@@ -1,5 +1,7 @@
 """The scaling model against published figures, each named where it stands, and against itself."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from pipeline.core.scaling import Spread, Work, candidates, scaled, state_bytes,
 pytestmark = pytest.mark.unit
 MIB = 2**20
 TRN1, P4D, H100 = (FABRICS[name] for name in ("trn1.32xlarge", "p4d.24xlarge", "h100-infiniband"))
+ALONE = replace(P4D, max_tensor=1)
 SEVEN_B = 6_700_000_000
 
 
@@ -84,7 +87,7 @@ def test_the_smallest_shard_degree_that_fits_node_sized_first() -> None:
     micro_s = 6 * SEVEN_B * 8192 / (0.5 * 312e12)  # 8,192 tokens at half of the peak
     work = Work(SEVEN_B, 32, micro_s, gather_bytes=2, exchange_bytes=2 * 2048 * 4096)
     beside = {False: 8 * 2**30, True: 2**30}
-    first = candidates(work, beside, P4D, 16, max_tensor=1)[0]
+    first = candidates(work, beside, ALONE, 16)[0]
     assert (first.spread.layout.shard_size, first.spread.recompute, first.fits) == (8, False, True)
     exposed = [
         step_time(
@@ -96,9 +99,9 @@ def test_the_smallest_shard_degree_that_fits_node_sized_first() -> None:
     ]
     assert exposed == sorted(exposed)
     assert exposed == pytest.approx([0.78, 0.95, 1.03, 1.07, 1.10], rel=0.03)
-    tight = candidates(work, {False: 20 * 2**30, True: 19 * 2**30}, P4D, 16, max_tensor=1)
+    tight = candidates(work, {False: 20 * 2**30, True: 19 * 2**30}, ALONE, 16)
     assert tight[0].spread.layout.shard_size == 16  # 13.4 GB of states and gradients no longer do
-    none = candidates(work, {False: 60 * 2**30, True: 50 * 2**30}, P4D, 16, max_tensor=1)
+    none = candidates(work, {False: 60 * 2**30, True: 50 * 2**30}, ALONE, 16)
     assert not any(one.fits for one in none)
     assert none[0].memory_bytes == min(one.memory_bytes for one in none)
     shared = candidates(work, {False: 60 * 2**30, True: 50 * 2**30}, P4D, 16)[0]
@@ -108,11 +111,11 @@ def test_the_smallest_shard_degree_that_fits_node_sized_first() -> None:
 def test_a_model_that_fits_is_not_sharded_and_the_flat_devices_shard_states() -> None:
     small = Work(110_000_000, 12, 0.1)
     beside = {False: 5 * 2**30, True: 2**30}
-    for shards in (("all",), ("state",)):
-        first = candidates(small, beside, TRN1, 4, shards=shards, max_tensor=1)[0]
+    for fabric in (TRN1, P4D):
+        first = candidates(small, beside, fabric, 4)[0]
         assert (first.spread.layout.shard_size, first.spread.recompute) == (1, False)
     large = Work(1_000_000_000, 24, 0.1)
-    tight = candidates(large, {False: 2**30, True: 2**29}, TRN1, 4, shards=("state",), max_tensor=1)[0]
+    tight = candidates(large, {False: 2**30, True: 2**29}, TRN1, 4)[0]
     assert (tight.spread.shard, tight.spread.layout.shard_size, tight.fits) == ("state", 32, True)
 
 
