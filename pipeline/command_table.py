@@ -57,12 +57,11 @@ TOOLS: dict[str, Tool] = {
         switches=frozenset({"--hlo"}),
     ),
     "scaling": Tool(
-        "what a plan of parallelism takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an epoch,"
-        " and the plan that suits better; modelled",
+        "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
+        " epoch; and the plan that suits better",
         arguments={"": ("[CHECKPOINT]",)},
         switches=frozenset({"--json", "--decisions"}),
         options={
-            "--plan": "JSON or FILE  the plan (docs/parallel.md; default: a whole model a rank)",
             "--fabric": "NAME  machine (default: estimate.instance)",
             "--nodes": "N  that the better plan is for (default: 1)",
             "--samples": "N  of an epoch (default: 1000000)",

@@ -73,12 +73,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if name not in FABRICS:
         raise ConfigError(f"fabric {name!r}", expected=f"one of {', '.join(FABRICS)}", next_command="--fabric NAME")
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    plan, fabric = Plan.read(call.options.get("--plan", '{"shard_degree": 1}')), FABRICS[name]
+    plan, fabric = settings.train.parallel, FABRICS[name]
     if (plan.shard not in fabric.shards and plan.shard_degree != 1) or plan.tensor_degree > fabric.max_tensor:
         raise ConfigError(
             f"the plan has shard {plan.shard} and tensor_degree {plan.tensor_degree} on {name}",
             expected=f"shard {' or '.join(fabric.shards)}, tensor_degree up to {fabric.max_tensor}",
-            next_command="another --plan, or another --fabric",
+            next_command="--train.parallel.shard-degree 1 --train.parallel.tensor-degree 1, or another --fabric",
         )
     shapes = expected_shapes(settings)
     for named in call.arguments:

@@ -7,7 +7,7 @@ FakeTensorMode, FakeStore and FSDPMemTracker are private to torch 2.9 and stand 
 tests/parallel/test_memory.py fails when they change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +26,9 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import layout_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
+from pipeline.parallel.tensor_plan import TensorPlan, tensor_styles
+from pipeline.parallel.transform import arrange
+from pipeline.parallel.units import UnitRule, find_units
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ def track(
     plan: Plan,
     world_size: int,
     *,
-    units: Callable[[nn.Module], Sequence[nn.Module]],
+    units: UnitRule = find_units,
+    tensor_plan: TensorPlan | None = None,
     accumulates: bool = False,
 ) -> Memory:
     """One forward and backward pass of rank 0 with AdamW's moments there, under `plan` over `world_size` ranks.
 
     `build` makes the model and `loss` a scalar of it, from inputs of its own; nothing is computed, so any size will do.
     `accumulates`: the pass is the last of several. Raises ConfigError in a process that has a process group, and for
-    degrees that do not divide `world_size`.
+    degrees that do not divide `world_size`. `units`, `tensor_plan`: as transform takes them.
     """
     layout = layout_of(0, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
@@ -91,8 +93,10 @@ def track(
         mesh = Mesh(plan, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
         with FakeTensorMode():
             model = build()
-            members = list(units(model))
-            _spread(model, members, mesh)
+            members = [unit for _, unit in units(model)]
+            styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
+            with torch.no_grad():
+                arrange(model, members, styles, mesh)
             optimizer = _Moments(model.parameters())
             tracker = FSDPMemTracker(model, optimizer)
             with tracker:
@@ -107,14 +111,6 @@ def track(
                     del result
             found = _by_use(tracker.get_tracker_snapshot("peak")[backend.device])
     return Memory(**found, unit_inputs=tuple(inputs))
-
-
-def _spread(model: nn.Module, units: Sequence[nn.Module], mesh: Mesh) -> None:
-    """In place, as parallel/transform.py does it, without the talk of ranks that are not there."""
-    if mesh.plan.recompute == "units":
-        apply_activation_checkpointing(model, check_fn=lambda module: module in units)
-    for module in (*units, model):
-        fully_shard(module, mesh=mesh.data_axes)
 
 
 def _by_use(snapshot: dict[Any, int]) -> dict[str, int]:

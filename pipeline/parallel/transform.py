@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
@@ -45,16 +46,16 @@ def spread(
     with peers("spreading the model"), torch.no_grad():
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
-        split(model, styles, mesh.tensor_axis)
-    modules = [unit for _, unit in found]
-    _shard(model, modules, mesh)
+        arrange(model, [unit for _, unit in found], styles, mesh)
     if plan.seed is not None or layout.tensor_size > 1:
         seed = exchanged(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
     return model
 
 
-def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
+def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
+    """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
+    split(model, styles, mesh.tensor_axis)
     reduced = torch.bfloat16 if mesh.plan.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
     outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)

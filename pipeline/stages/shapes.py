@@ -18,7 +18,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.tokens import read_token_sets, spec_of
 from pipeline.model.config import InputSpec
-from pipeline.model.encoder import EncoderLayer
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.config import Plan as ParallelPlan
@@ -135,11 +134,6 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
     }
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The units of our model."""
-    return [module for module in model.modules() if isinstance(module, EncoderLayer)]
-
-
 def tracked_memory(
     settings: Settings, shapes: Shapes, plan: ParallelPlan, world_size: int, samples: int, tokens: int
 ) -> Memory:
@@ -155,7 +149,7 @@ def tracked_memory(
         targets = Targets(labels, torch.zeros(samples), keys[::slots], keys)
         return relevance_loss(model(GroupInputs(ids, ids, ids, features, categories)), targets, train.loss)
 
-    return track(lambda: RelevanceModel(settings.model, spec), loss, plan, world_size, units=layers_of)
+    return track(lambda: RelevanceModel(settings.model, spec), loss, plan, world_size)
 
 
 def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:

@@ -28,8 +28,8 @@ def test_a_machine_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_machine_of_modules_tracks_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = '{"hybrid_shard_degree": 16, "activation_loading_horizon": 2}'
-    code, text = scaling(tmp_path, capsys, "--fabric=p4d.24xlarge", "--plan", plan, "--json")
+    plan = ("--train.parallel.shard-degree=16", "--train.parallel.recompute=units")
+    code, text = scaling(tmp_path, capsys, "--fabric=p4d.24xlarge", *plan, "--json")
     assert code == 0, text
     found = json.loads(text)
     assert found["plan"]["shard_degree"] == 16 and found["plan"]["recompute"] == "units"
@@ -54,9 +54,8 @@ def test_jitter_is_that_of_the_cycle(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("words", "match"),
     [
         (["--fabric=abacus"], "fabric 'abacus'"),
-        (["--plan", '{"shard_degree": 0}'], "shard all and tensor_degree 1 on trn1.32xlarge"),
-        (["--fabric=p4d.24xlarge", "--plan", '{"shard_degree": 3}'], "degrees that divide"),
-        (["--fabric=p4d.24xlarge", "--plan", '{"shards": 3}'], "did you mean 'shard'"),
+        (["--train.parallel.shard-degree=0"], "shard all and tensor_degree 1 on trn1.32xlarge"),
+        (["--fabric=p4d.24xlarge", "--train.parallel.shard-degree=3"], "degrees that divide"),
         (["--nodes=none"], "a number above 0"),
         (["--fixed-s=soon"], "expected: seconds"),
     ],
