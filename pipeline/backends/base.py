@@ -77,11 +77,11 @@ class Backend(Protocol):
     def all_gather(self, tensor: "Tensor", ranks: RankGroup | None = None) -> "Tensor":
         """The tensors [N, ...] of a group one after the other in its order, [size * N, ...]; None: of all ranks."""
 
-    def all_reduce(self, tensors: Sequence["Tensor"], ranks: RankGroup) -> list["Tensor"]:
-        """Sums over a group, of the shapes given; one collective each."""
+    def all_reduce(self, tensor: "Tensor", ranks: RankGroup) -> "Tensor":
+        """The sum over a group."""
 
-    def reduce_scatter(self, tensors: Sequence["Tensor"], ranks: RankGroup) -> list["Tensor"]:
-        """Sums over a group of vectors [size * N], of which this rank gets its part [N]; one collective each."""
+    def reduce_scatter(self, tensor: "Tensor", ranks: RankGroup, scale: float = 1.0) -> "Tensor":
+        """Of the sum over a group of vectors [size * N], times `scale`, the part [N] of this rank."""
 
     def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
         """Rows of all ranks, in rank order. `host_gather` does it for CPU tensors. No gradient flows."""

@@ -32,11 +32,11 @@ class Eager:
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         return gathered(tensor, ranks)
 
-    def all_reduce(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
-        return [summed(tensor.clone(), ranks) for tensor in tensors]
+    def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
+        return summed(tensor, ranks)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
-        return [scattered(tensor, ranks) for tensor in tensors]
+    def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
+        return scattered(tensor, ranks, scale)
 
     def compile_count(self) -> int:
         return 0
@@ -71,15 +71,15 @@ def gathered(tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
 
 
 def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    """In place."""
-    dist.all_reduce(tensor, group=ranks.process_group)
-    return tensor
+    found = tensor.clone()
+    dist.all_reduce(found, group=ranks.process_group)
+    return found
 
 
-def scattered(tensor: Tensor, ranks: RankGroup) -> Tensor:
+def scattered(tensor: Tensor, ranks: RankGroup, scale: float) -> Tensor:
     found = tensor.new_empty(len(tensor) // ranks.size)
     dist.reduce_scatter_tensor(found, tensor, group=ranks.process_group)
-    return found
+    return found.mul_(scale)
 
 
 class CpuBackend(Eager):

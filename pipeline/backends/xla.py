@@ -118,20 +118,21 @@ class XlaBackend:
             return found
         return gathered(self.to_host([tensor])[0], ranks).to(self.device)
 
-    def all_reduce(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+    def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
         if self.reduces_in_graph:
             total, groups = self._xm.REDUCE_SUM, _groups(ranks)
-            return [self._xm.all_reduce(total, tensor, groups=groups, pin_layout=False) for tensor in tensors]
-        return [summed(tensor, ranks).to(self.device) for tensor in self.to_host(tensors)]
+            found: Tensor = self._xm.all_reduce(total, tensor, groups=groups, pin_layout=False)
+            return found
+        return summed(self.to_host([tensor])[0], ranks).to(self.device)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], ranks: RankGroup) -> list[Tensor]:
+    def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
         if self.reduces_in_graph:
             total, groups = self._xm.REDUCE_SUM, _groups(ranks)
-            return [
-                self._xm.reduce_scatter(total, tensor, 1.0, 0, ranks.size, groups=groups, pin_layout=False)
-                for tensor in tensors
-            ]
-        return [scattered(tensor, ranks).to(self.device) for tensor in self.to_host(tensors)]
+            found: Tensor = self._xm.reduce_scatter(
+                total, tensor, scale, 0, ranks.size, groups=groups, pin_layout=False
+            )
+            return found
+        return scattered(self.to_host([tensor])[0], ranks, scale).to(self.device)
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         if self.gathers_in_graph:

@@ -53,18 +53,23 @@ class TrainProgram:
         self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
         self.has_dropout = strategy.model.encoder.dropout > 0
         self._masters = strategy.masters
+        self._copies = strategy.weights if strategy.weights is not strategy.masters else ()
         num_layers = len(strategy.model.encoder.layers)
         rates = [rate_of(part, num_layers, config.optimizer) for part in strategy.parts]
         decayed = [part.decayed for part in strategy.parts]
         self.optimizer = AdamW(self._masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
-        self.average = WeightAverage(self._masters, config.average_decay)
+        self.average = WeightAverage(strategy.weights, config.average_decay)
         self.guard = SpikeGuard(config.guard, backend.device)
-        self._log_scale = strategy.single(LOG_SCALE) if config.loss.learn_temperature else None
+        self._log_scale: Tensor | None = None
+        self._log_scale_master: Tensor | None = None
+        if config.loss.learn_temperature:
+            self._log_scale, self._log_scale_master = strategy.single(LOG_SCALE)
         self._loss = GlobalLoss(
             config, share.accumulation, share.world_size, strategy.gather, backend.gathers_in_graph, self._log_scale
         )
         self._reduces_on_host = share.world_size > 1 and not backend.reduces_in_graph
         self._gathers_on_host = share.world_size > 1 and not backend.gathers_in_graph
+        self._publishes_on_host = bool(self._copies) and self._gathers_on_host
         self._accumulation = share.accumulation
         self._sums: list[Tensor] | None = None  # gradient and loss of this step so far
         self.figures = FIGURES if self._log_scale is None else (*FIGURES, TEMPERATURE)
@@ -77,7 +82,7 @@ class TrainProgram:
     @torch.no_grad()
     def _settle(self) -> None:
         """Bring the state into the form it has after a step; else the first step would be a graph of its own."""
-        for tensor in [*self._masters, *self.average.tensors] if self.backend.is_lazy else ():
+        for tensor in [*self._masters, *self._copies, *self.average.tensors] if self.backend.is_lazy else ():
             tensor.copy_(tensor.clone())
         self._cut("start", self._state())
 
@@ -161,8 +166,12 @@ class TrainProgram:
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
         figures = [loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]]
+        if self._log_scale_master is not None:
+            self._log_scale_master.copy_(torch.clamp(self._log_scale_master, max=LARGEST_LOG_SCALE))
+        if self._publishes_on_host:
+            self._cut("update", [*self._state(), *figures])
+        self.strategy.publish()
         if self._log_scale is not None:
-            self._log_scale.copy_(torch.clamp(self._log_scale, max=LARGEST_LOG_SCALE))
             figures.append(temperature_of(self._log_scale)[0])
         self.average.move(control[3])
         row = torch.stack(figures)
@@ -177,7 +186,7 @@ class TrainProgram:
             apart = True
             self._cut_micro_step()
         self._reduce_and_step(control)
-        self._cut("update" if apart else "step", self._state())
+        self._cut("publish" if self._publishes_on_host else "update" if apart else "step", self._state())
 
     def reduced(self) -> list[Tensor]:
         """The mean over ranks of this step's gradient, by master, and of its loss; the next micro-step starts anew."""
@@ -207,12 +216,13 @@ class TrainProgram:
     @property
     def _served(self) -> Sequence[Tensor]:
         """The weights of the model that is evaluated and saved."""
-        return self.average.tensors or self._masters
+        return self.average.tensors or self.strategy.weights
 
     def _state(self) -> list[Tensor]:
         """Everything a step changes."""
         guard, *vectors = self._optimizer_state().values()
-        return [*guard, *self._served, *chain.from_iterable(vectors), self._figures]
+        first = self.average.tensors or self._masters
+        return [*guard, *first, *chain.from_iterable(vectors), *self._copies, self._figures]
 
     def _optimizer_state(self) -> dict[str, list[Tensor]]:
         vectors: dict[str, Sequence[Tensor]] = {

@@ -40,6 +40,10 @@ class Strategy(Protocol):
         """Its structure, and the switch between training and evaluation."""
 
     @property
+    def weights(self) -> Sequence[Tensor]:
+        """What the forward pass takes, and an average is made of: the masters, or copies that `publish` makes."""
+
+    @property
     def masters(self) -> Sequence[Tensor]:
         """fp32, on the device: what the optimizer changes, in place."""
 
@@ -51,13 +55,13 @@ class Strategy(Protocol):
     def size(self) -> int:
         """Elements of the whole model's parameters."""
 
-    def single(self, name: str) -> Tensor:
-        """The master of a parameter that is one by itself."""
+    def single(self, name: str) -> tuple[Tensor, Tensor]:
+        """A parameter that is a weight by itself, and its master."""
 
     def forward(
         self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
     ) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device. `weights`: in place of the masters."""
+        """Scores and embeddings of one batch on the device. `weights`: in place of those in training."""
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
         """Of a micro-batch, to be added up by the caller and given to `reduce`; `is_last`: of its step.
@@ -73,6 +77,9 @@ class Strategy(Protocol):
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
+
+    def publish(self) -> None:
+        """Make the weights what the masters are, after these have changed. All ranks call it."""
 
     def named(self, vectors: State) -> dict[str, list[Tensor]]:
         """Tensors that there is one of for each master, by their names in a checkpoint."""

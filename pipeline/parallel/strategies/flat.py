@@ -23,7 +23,9 @@ from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceMode
 from pipeline.parallel.strategies.base import Precision, State
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
-_ALIGNED = 16  # elements; see _segments
+ALIGNED = 16  # elements; see _segments
+KINDS = {"decayed": True, "plain": False}
+"""The two vectors of a checkpoint that hold what there is one of for each parameter."""
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
 _ENCODER, _LAYERS = "encoder.", "encoder.layers."
 
@@ -125,7 +127,7 @@ def _part(name: str, by_layer: bool) -> tuple[bool, int | None]:
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
-    """Runs of at least `target` elements (the last one may be shorter), cut at multiples of _ALIGNED elements only.
+    """Runs of at least `target` elements (the last one may be shorter), cut at multiples of ALIGNED elements only.
 
     PyTorch's fused AdamW computes what is left over of a vector register with other instructions, and so other last
     bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp): a cut elsewhere would change them.
@@ -133,7 +135,7 @@ def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Paramete
     run: list[Parameter] = []
     for parameter, end in zip(group, accumulate(shape.numel() for _, shape in group), strict=True):
         run.append(parameter)
-        if _size(run) >= target and end % _ALIGNED == 0:
+        if _size(run) >= target and end % ALIGNED == 0:
             yield run
             run = []
     if run:
@@ -200,10 +202,10 @@ def flat_forward(
     """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
     kind = GroupInputs if "segments" in batch else RelevanceInputs
     inputs = kind(*(batch[name] for name in kind._fields))
+    # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
     if precision == "bf16":
-        flats = [flat.bfloat16() for flat in flats]
+        flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
     elif backend.is_lazy:
-        # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
         flats = [flat.clone() for flat in flats]
     context = backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
     with context:
@@ -236,26 +238,32 @@ class FlatStrategy:
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
-        self.masters = [flat.to(backend.device).requires_grad_() for flat in self.layout.pack(model.state_dict())]
+        self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
         self.model = model.to("meta")  # its tensors are the masters
 
+    def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(weights, masters) on the device."""
+        masters = [flat.to(self.backend.device).requires_grad_() for flat in flats]
+        return masters, masters
+
     @property
-    def parts(self) -> tuple[Chunk, ...]:
+    def parts(self) -> Sequence[Chunk]:
         return self.layout.chunks
 
     @property
     def size(self) -> int:
         return self.layout.size
 
-    def single(self, name: str) -> Tensor:
-        """The master of a parameter that is a vector of its own."""
-        return next(m for m, c in zip(self.masters, self.layout.chunks, strict=True) if c.names == (name,))
+    def single(self, name: str) -> tuple[Tensor, Tensor]:
+        """A parameter that is a vector of its own, and its master."""
+        weight = next(w for w, c in zip(self.weights, self.layout.chunks, strict=True) if c.names == (name,))
+        return weight, next(m for m, c in zip(self.masters, self.parts, strict=True) if c.names == (name,))
 
     def forward(
         self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
     ) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device. `weights`: in place of the masters."""
-        flats = self.masters if weights is None else weights
+        """Scores and embeddings of one batch on the device. `weights`: in place of those in training."""
+        flats = self.weights if weights is None else weights
         return flat_forward(
             self.model,
             self.layout,
@@ -267,10 +275,10 @@ class FlatStrategy:
         )
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """By master, in the form that is reduced: anything later is a graph more."""
+        """By weight, in the form that is reduced: anything later is a graph more."""
         del is_last
         with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
-            return list(torch.autograd.grad(loss, self.masters, materialize_grads=True))
+            return list(torch.autograd.grad(loss, self.weights, materialize_grads=True))
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """The rows of all ranks, in rank order, without a gradient."""
@@ -293,13 +301,16 @@ class FlatStrategy:
         """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
         return torch.sqrt(self.layout.sum_of_squares(grads))
 
+    def publish(self) -> None:
+        """The weights are the masters."""
+
     def named(self, vectors: State) -> dict[str, list[Tensor]]:
         """Vectors that there is one of for each master, by their names in a checkpoint."""
         found = {}
         for name, tensors in vectors.items():
-            for kind, decayed in (("decayed", True), ("plain", False)):
-                pairs = zip(tensors, self.layout.chunks, strict=True)
-                found[f"{name}.{kind}"] = [tensor for tensor, chunk in pairs if chunk.decayed == decayed]
+            for kind, decayed in KINDS.items():
+                pairs = zip(tensors, self.parts, strict=True)
+                found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
         return found
 
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -329,12 +340,18 @@ class FlatStrategy:
         if saved is not None and saved.keys() != state.keys():
             raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
         for name, whole in (saved or {}).items():
-            sizes = [chunk.numel() for chunk in state[name]]
-            if list(whole.shape) != [sum(sizes)]:
-                raise CheckpointError(
-                    f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model"
-                )
-            moves += zip(state[name], torch.split(whole, sizes), strict=True)
+            moves += zip(state[name], self._held(name, whole, state[name]), strict=True)
         for ours, incoming in moves:
-            ours.copy_(incoming.to(self.backend.device))
+            ours.copy_(incoming.to(ours.dtype).to(self.backend.device))
         self.backend.synchronise()
+
+    def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What this rank's `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
+        return split_saved(name, whole, [tensor.numel() for tensor in tensors])
+
+
+def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """A vector of a checkpoint in parts. Raises CheckpointError for another size."""
+    if list(whole.shape) != [sum(sizes)]:
+        raise CheckpointError(f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model")
+    return torch.split(whole, list(sizes))

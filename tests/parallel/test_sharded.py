@@ -1,0 +1,208 @@
+"""State in slices (ZeRO-1) against one process: the same training, the same files, less state on a rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends import open_host
+from pipeline.backends.cpu import CpuBackend
+from pipeline.core.batching import RankShare
+from pipeline.data.loader import training_batches
+from pipeline.model.config import LossConfig
+from pipeline.model.relevance import build_model
+from pipeline.parallel.config import Plan
+from pipeline.parallel.gang import Gang, open_ranks
+from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
+from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout
+from pipeline.parallel.strategies.sharded import ShardedFlatStrategy, buckets_of
+from pipeline.parallel.world import World, world_from_env
+from pipeline.train.config import GuardConfig, OptimizerConfig
+from pipeline.train.optimizer import control_values
+from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from tests.ranks import run_ranks
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
+
+CASES = "tests.parallel.test_sharded"
+STEPS, HALF = 6, 3
+RATE = 1e-3
+CALM = LossConfig(temperature=0.5)
+"""Rounding grows less, with the inverse of the temperature: plain data parallel is 1e-6 off one process at 0.05."""
+BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16, "loss": CALM})
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16"},
+    # Everything that has a tensor of its own, or a rate by chunk; more than one micro-step.
+    "rich": {
+        "average_decay": 0.9,
+        "chunk_mib": 0.004,
+        "micro_batch_size": 2,
+        "loss": LossConfig(temperature=0.5, learn_temperature=True),
+        "optimizer": OptimizerConfig(layer_decay=0.5, head_rate=2.0),
+        "guard": GuardConfig(warmup_steps=2),
+    },
+    "rich-bf16": {
+        "precision": "bf16",
+        "average_decay": 0.9,
+        "loss": LossConfig(temperature=0.5, learn_temperature=True),
+    },
+}
+BUCKET_BYTES = 3000
+"""So small that a chunk is cut."""
+
+Figures = list[dict[str, float]]
+Files = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def program_of(variant: str, degree: int, gang: Gang, seed: int) -> tuple[TrainProgram, RankShare]:
+    """`degree` 0: plain data parallel."""
+    config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed})
+    backend, world = open_host(), gang.world
+    share = RankShare(world.rank, world.world_size, 16 // config.micro_batch_size // world.world_size or 1)
+    model = build_model(MODEL, SPEC, seed)
+    if degree:
+        mesh = open_mesh(Plan(shard="state", shard_degree=degree), backend, timeout_s=60.0)
+        prepare_model(model, backend, config)
+        strategy = ShardedFlatStrategy(
+            model,
+            backend,
+            precision=config.precision,
+            chunk_mib=config.chunk_mib,
+            by_layer=config.optimizer.by_layer,
+            shards=mesh.ranks(SHARD),
+            replicas=mesh.ranks(REPLICATE),
+            host_gather=gang.gather_rows,
+            is_averaged=config.average_decay > 0,
+            largest_bytes=BUCKET_BYTES,
+        )
+        assert len(strategy.buckets) > len(strategy.layout.chunks)
+        return TrainProgram(strategy, backend, config, share, figure_rows=STEPS, buckets=BUCKETS), share
+    flat = flat_strategy(
+        model, backend, config, world_size=world.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
+    )
+    return TrainProgram(flat, backend, config, share, figure_rows=STEPS, buckets=BUCKETS), share
+
+
+def train(program: TrainProgram, share: RankShare, start: int, stop: int) -> Figures:
+    with TemporaryDirectory() as folder:
+        rows = make_rows(Path(folder), [(40, 40)])
+        groups = grouped(rows, BASE)
+        stream = training_batches(groups, plan_of(groups, BASE), share, start, stop)
+        micros = [{**one.tensors, "control": control_values(one.position + 1, RATE, BASE.optimizer)} for one in stream]
+    for step in range(stop - start):
+        program.step(micros[step * share.accumulation : (step + 1) * share.accumulation])
+    return program.read_figures(stop - start)
+
+
+def runs(folder: str, *modes: str) -> list[dict[str, Any]]:
+    """Of each mode, `variant/degree`: its figures, and those of runs that go on, from the snapshot half way and from
+    one of a single process. Rank 0 leaves files: half way, at the end, and at the end of the run that went on.
+    """
+    torch.set_num_threads(1)
+    found = []
+    with open_ranks("cpu", world_from_env(), timeout_s=60.0) as (gang, _):
+        for mode in modes:
+            variant, degree = mode.split("/")
+            program, share = program_of(variant, int(degree), gang, seed=1)
+            figures = train(program, share, 0, HALF)
+            half = program.snapshot()
+            figures += train(program, share, HALF, STEPS)
+            result: dict[str, Any] = {"figures": figures, "state_bytes": state_bytes(program)}
+            files = [half, program.snapshot()]
+            assert gang.world.is_main or degree == "0" or files == [({}, {})] * 2
+            sources = {"resumed": gang.gather(half)[0], "crossed": torch.load(Path(folder) / f"{variant}.pt")}
+            for name, source in sources.items():
+                program, share = program_of(variant, int(degree), gang, seed=5)
+                program.restore(*source)
+                result[name] = train(program, share, HALF, STEPS)
+                files.append(program.snapshot())
+            if gang.world.is_main:
+                torch.save(files[:3], Path(folder) / f"{variant}-{degree}.pt")
+            found.append(result)
+    return found
+
+
+def state_bytes(program: TrainProgram) -> int:
+    """Masters and moments."""
+    vectors = [*program.strategy.masters, *program.optimizer.exp_avg, *program.optimizer.exp_avg_sq]
+    return sum(tensor.numel() * tensor.element_size() for tensor in vectors)
+
+
+def alone(variant: str, source: Files | None = None) -> tuple[Figures, Files, Files]:
+    """Figures, snapshot half way and at the end of one process; from half way on, where it has a `source`."""
+    program, share = program_of(variant, 0, Gang(World(), timeout_s=1.0), seed=1)
+    if source is not None:
+        program.restore(*source)
+    figures = train(program, share, 0, HALF) if source is None else []
+    half = program.snapshot()
+    return figures + train(program, share, HALF, STEPS), half, program.snapshot()
+
+
+def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Of all elements; relative to the largest of a tensor where that is above 1, as the guard's variance is."""
+    assert list(one) == list(other)
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1.0)) for name in one)
+
+
+def assert_alike(figures: Figures, expected: Figures, name: str, bound: float = 1e-6) -> None:
+    for ours, theirs in zip(figures, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=bound), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=bound), name
+        assert ours["skipped"] == theirs["skipped"] and ours["step"] == theirs["step"]
+        assert ours.get("temperature", 0.0) == pytest.approx(theirs.get("temperature", 0.0), rel=1e-5)
+
+
+def check_modes(folder: Path, ranks: int, *modes: str) -> None:
+    """Against one process; in bf16 closely against plain data parallel, which is mode `variant/0`, alone."""
+    expected = {variant: alone(variant) for variant in {mode.split("/")[0] for mode in modes}}
+    for variant, (_, half, _) in expected.items():
+        torch.save(half, folder / f"{variant}.pt")
+    by_rank = run_ranks(f"{CASES}:runs", ranks, folder, str(folder), *modes)
+    found = dict(zip(modes, zip(*by_rank, strict=True), strict=True))
+    for mode, results in found.items():
+        variant, degree = mode.split("/")
+        result, (figures, half, end) = results[0], expected[variant]
+        bound, of_weights = (2e-2, 5e-2) if "bf16" in variant else (1e-6, 1e-5)
+        assert all(other["figures"] == result["figures"] for other in results), "the same on every rank"
+        assert_alike(result["figures"], figures, mode, bound)
+        assert_alike(result["crossed"], figures[HALF:], f"{mode}, from one process", bound)
+        if f"{variant}/0" in found:
+            assert_alike(result["figures"], found[f"{variant}/0"][0]["figures"], f"{mode} and plain")
+        files = torch.load(folder / f"{variant}-{degree}.pt")
+        for (weights, state), theirs in zip(files, (half, end, end), strict=True):
+            assert furthest(weights, theirs[0]) <= of_weights and furthest(state, theirs[1]) <= of_weights, mode
+        assert_alike(alone(variant, files[0])[0], figures[HALF:], f"one process, from {mode}", bound)
+        assert result["resumed"] == result["figures"][HALF:], f"{mode}: bit for bit"
+        for same, other in zip(files[1], files[2], strict=True):
+            assert all(torch.equal(same[name], other[name]) for name in same), f"{mode}: bit for bit"
+        assert [one["state_bytes"] for one in results] == [12 * slices(variant, int(degree))] * ranks
+
+
+def slices(variant: str, shards: int) -> int:
+    """Elements of one rank: whole runs of ALIGNED elements of each bucket, a share of the vector and its padding."""
+    config = BASE.model_copy(update=VARIANTS[variant])
+    model = build_model(MODEL, SPEC, 1)
+    prepare_model(model, CpuBackend(), config)
+    layout = FlatLayout.of(model, config.chunk_mib, by_layer=config.optimizer.by_layer)
+    if not shards:
+        return layout.size
+    buckets = buckets_of(layout, shards, BUCKET_BYTES)
+    padding = sum(bucket.padding for bucket in buckets)
+    assert padding < ALIGNED * shards * len(buckets)
+    count, rest = divmod(layout.size + padding, shards)
+    assert rest == 0
+    return count
+
+
+@pytest.mark.stage
+def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path) -> None:
+    check_modes(tmp_path, 2, "plain/2", "rich/2", "bf16/0", "bf16/2", "rich-bf16/0", "rich-bf16/2")
+
+
+@pytest.mark.stage
+def test_four_ranks_alone_and_in_pairs(tmp_path: Path) -> None:
+    check_modes(tmp_path, 4, "plain/4", "plain/2", "rich/2")
