@@ -92,6 +92,18 @@ class Backend(Protocol):
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
         """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
 
+    def move(self, tensors: Sequence["Tensor"], *, to_host: bool) -> tuple[list["Tensor"], Callable[[], None]]:
+        """Copies in host memory or on the device, made beside what is computed next; eager devices only.
+
+        The call makes what is computed after it wait for them, not the host; both sides have to live until then.
+        """
+
+    def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
+        """The same values; what is computed of them is not replaced by what was computed before (lazy devices)."""
+
+    def replay(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which random numbers are once more those that come from here on; after it all is as before."""
+
     def autocast(self, dtype: "torch.dtype") -> AbstractContextManager[object]:
         """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
 

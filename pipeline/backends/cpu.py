@@ -1,7 +1,8 @@
 """Eager PyTorch on the CPU, and what devices have in common that run each operation as it comes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import psutil
 import torch
@@ -38,6 +39,9 @@ class Eager:
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
         return scattered(tensor, ranks, scale)
 
+    def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
     def compile_count(self) -> int:
         return 0
 
@@ -55,6 +59,25 @@ class Eager:
 
     def hlo_text(self, tensors: Sequence[Tensor]) -> str:
         return ""
+
+
+_State = TypeVar("_State", Tensor, int)
+
+
+def replayed(get: Callable[[], _State], put: Callable[[_State], None]) -> Callable[[], AbstractContextManager[None]]:
+    """Backend.replay, of a device whose state of random numbers is read and written like this."""
+    state = get()
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        before = get()
+        put(state)
+        try:
+            yield
+        finally:
+            put(before)
+
+    return replay
 
 
 # Collectives of the process group of a tensor's device: gloo or nccl.
@@ -108,6 +131,12 @@ class CpuBackend(Eager):
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         copies = self.to_host(tensors)
         return lambda: copies
+
+    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
+        return self.to_host(tensors), lambda: None
+
+    def replay(self) -> Callable[[], AbstractContextManager[None]]:
+        return replayed(torch.get_rng_state, torch.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         return torch.autocast("cpu", dtype=dtype)

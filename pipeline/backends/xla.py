@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.base import Batch, HostGather, HostMean, RankGroup, pjrt_device
-from pipeline.backends.cpu import gathered, scattered, summed
+from pipeline.backends.cpu import gathered, replayed, scattered, summed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
@@ -145,6 +145,23 @@ class XlaBackend:
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: [tensor.detach().cpu() for tensor in tensors]
+
+    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
+        raise ConfigError(
+            f"activations offloaded by {self.device_name()}",
+            expected="a device that runs each operation as it comes",
+            next_command="offload_horizon 0",
+        )
+
+    def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Common subexpression elimination of XLA does not look past it."""
+        after = [tensor.clone() for tensor in tensors]  # of names, not of memory: the barrier changes them in place
+        self._xm.optimization_barrier_(after)
+        return after
+
+    def replay(self) -> Callable[[], AbstractContextManager[None]]:
+        """The state is a number on the host, an input of the graph where random numbers are drawn."""
+        return replayed(self._xm.get_rng_state, self._xm.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         if self.device_type == "CPU":

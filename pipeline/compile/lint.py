@@ -43,8 +43,8 @@ REDUCERS = _words("maximum minimum add multiply")
 
 # Absent from it, but used by AWS's own frameworks today, or refused only in special forms (error code pages).
 USED_TODAY = _words(
-    "all-to-all collective-permute convolution erf logistic reduce-scatter reduce-window shift-right-arithmetic sort",
-    "topk while",
+    "all-to-all collective-permute convolution erf logistic opt-barrier reduce-scatter reduce-window",
+    "shift-right-arithmetic sort topk while",
 )
 
 # Refused by name on an error code page; and of the same family, or a transfer to the host, but not named there.

@@ -5,6 +5,8 @@ matrix.
 Weights go from and to Hugging Face names in model/hf.py.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,6 +65,8 @@ class TextEncoder(nn.Module):
         self.type_embeddings = nn.Embedding(2, width)
         self.embedding_norm = LayerNorm(width, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
+        self.run_layer: Callable[..., Tensor] | None = None
+        """(layer, hidden, score_bias) -> hidden, in place of a call of the layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int [B, T], padded with `pad_id` -> embeddings [B, D], not normalised."""
@@ -98,8 +102,9 @@ class TextEncoder(nn.Module):
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout, self.training)
         score_bias = (masked.to(hidden.dtype) * _MASKED)[:, None]
+        run = self.run_layer
         for layer in self.layers:
-            hidden = layer(hidden, score_bias)
+            hidden = layer(hidden, score_bias) if run is None else run(layer, hidden, score_bias)
         return hidden
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:

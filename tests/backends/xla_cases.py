@@ -18,7 +18,9 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.losses import Targets
+from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
+from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram, flat_strategy
@@ -116,6 +118,28 @@ def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: Tok
     compiled = xla.compile_count()
     losses(xla, rows, averaged)
     assert xla.compile_count() == compiled  # another run of the same shapes
+
+
+def test_recomputed_layers_have_the_gradient_and_the_dropout_of_kept_ones(xla: Backend) -> None:
+    item = {name: torch.ones(2, 5, dtype=torch.int32) for name in ("query", "product")}
+    item |= {"categorical": item["query"][:, :1], "numeric": torch.ones(2, 1)}
+    found = []
+    for recompute in (False, True):
+        model = build_model(SMALL.model_copy(update={"num_layers": 2, "dropout": 0.3}), SPEC, 1)
+        choose_forms(model, traced=True, sums_by_matmul=xla.sums_by_matmul)
+        strategy = FlatStrategy(
+            model, xla, precision="fp32", chunk_mib=64, recompute=recompute, host_mean=lambda tensors: tensors
+        )
+        strategy.model.train()
+        xla.seed(3)
+        outputs = strategy.forward({name: tensor.to(xla.device) for name, tensor in item.items()})
+        loss = outputs.logits.square().sum() + outputs.query.sum(0).square().sum()
+        gradient = strategy.gradient(loss, is_last=True)
+        after = torch.rand(1, device=xla.device)
+        found.append([torch.cat([x.reshape(-1) for x in xla.to_host([loss, *gradient])]), xla.to_host([after])[0]])
+    (expected, after), (ours, same) = found
+    assert torch.equal(after, same)
+    assert float((ours - expected).norm()) < 1e-6 * float(expected.norm())
 
 
 def reduced(

@@ -10,6 +10,7 @@ _internal/neuron.py).
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, islice, product
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.parallel.recompute import recomputed
 from pipeline.parallel.strategies.base import Precision, State
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
@@ -229,17 +231,23 @@ class FlatStrategy:
         precision: Precision,
         chunk_mib: float,
         by_layer: bool = False,
+        recompute: bool = False,
         world_size: int = 1,
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `chunk_mib`, `by_layer`: see FlatLayout; `host_*`: over ranks, of CPU tensors."""
+        """Takes the model over. `chunk_mib`, `by_layer`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
+
+        `recompute`: of the encoder's layers only the inputs are kept for backward.
+        """
         self.backend, self.world_size = backend, world_size
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
         self.model = model.to("meta")  # its tensors are the masters
+        if recompute:
+            self.model.encoder.run_layer = partial(recomputed, backend)
 
     def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """(weights, masters) on the device."""
