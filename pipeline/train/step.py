@@ -280,6 +280,7 @@ def flat_strategy(
         precision=config.precision,
         chunk_mib=config.chunk_mib,
         by_layer=config.optimizer.by_layer,
+        recompute=config.parallel.recompute == "units",
         world_size=world_size,
         host_mean=host_mean,
         host_gather=host_gather,

@@ -1,11 +1,13 @@
 """One test for every rule of the lint: on real traces where torch_xla makes them, on text written by hand otherwise."""
 
 import re
+from collections import Counter
 
 import pytest
 
 from pipeline.compile.hlo import Module, parse
 from pipeline.compile.lint import RULES, Finding, lint, lint_counters
+from pipeline.model.config import ModelConfig
 from tests.compile import traces
 
 REDUCER = """
@@ -260,3 +262,12 @@ class TestRealTraces:
         seen = {(finding.code, finding.message) for findings in found.values() for finding in findings}
         # Dropout brings the operators of its random numbers.
         assert seen <= {("HLO001", f"operator {name}") for name in ("shift-left", "xor", "or")}
+
+    def test_recompute_adds_the_products_of_the_forward_pass_and_a_barrier_a_layer(self) -> None:
+        kept, again = (
+            Counter(one.opcode for part in traces.own(name).computations for one in part.instructions)
+            for name in ("tiny", "tiny-recompute")
+        )
+        layers = ModelConfig(preset="tiny").encoder.num_layers
+        assert (kept["opt-barrier"], again["opt-barrier"]) == (0, layers)
+        assert again["dot"] - kept["dot"] == 6 * layers, "qkv, two of attention, three linear layers"

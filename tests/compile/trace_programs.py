@@ -21,7 +21,7 @@ from pipeline.backends.xla import XlaBackend
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.train.config import TrainConfig, rows_of_batch
+from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
 from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import SPEC
@@ -53,12 +53,16 @@ def own_graph(
     accumulation: int = 1,
     kind: str = "train",
     precision: str = "fp32",
+    recompute: bool = False,
     **model: Any,
 ) -> str:
     """HLO of one of our graphs. `plain`: the operators of Neuron, else those of XLA:CPU. `first`: of the first step."""
     backend = TracingBackend()
     backend.sums_by_matmul = not plain
-    config = TrainConfig(precision=precision)  # type: ignore[arg-type]
+    config = TrainConfig(
+        precision=precision,  # type: ignore[arg-type]
+        parallel=TrainPlan(recompute="units" if recompute else "none"),
+    )
     strategy = flat_strategy(build_model(ModelConfig(**model), SPEC, 1), backend, config)
     program = TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=[bucket])
     batch = _batch(16, bucket)
@@ -110,6 +114,7 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-longer": {"bucket": Bucket(8, 32)},
     "tiny-bf16": {"precision": "bf16"},
     "tiny-dropout": {"dropout": 0.1},
+    "tiny-recompute": {"recompute": True},
     "tiny-accumulation": {"accumulation": 2},
     "tiny-scores": {"kind": "scores"},
     "small": {"preset": "small"},
