@@ -42,6 +42,7 @@ BENCHES: dict[str, Bench] = {
         by_default=False,
     ),
     "two_pass": Bench("two_pass", "what the loss over a whole batch costs in micro-batches (--only)", by_default=False),
+    "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
     "chaos": Bench(
         "chaos", "98.5 % of jobs and 49 of 50 cycles survive random faults (over 30 minutes: --only)", by_default=False
