@@ -122,9 +122,14 @@ class BlockCallback(TrainerCallback):
 
 
 def run_trainer(
-    model: HfPairModel, rows: Arrays, config: TrainConfig, max_steps: int, callback: TrainerCallback
+    model: HfPairModel,
+    rows: Arrays,
+    config: TrainConfig,
+    max_steps: int,
+    callback: TrainerCallback,
+    **chosen: Any,
 ) -> None:
-    """Trainer in the configuration found fastest on XLA:CPU.
+    """Trainer in the configuration found fastest on XLA:CPU, with `chosen` arguments over it.
 
     AdamW is `adamw_torch`: the default (fused) has no XLA kernel. Nothing is logged, saved, evaluated or reported.
     """
@@ -143,7 +148,6 @@ def run_trainer(
             adam_beta2=optimizer.beta2,
             adam_epsilon=optimizer.eps,
             max_grad_norm=optimizer.max_grad_norm,
-            optim="adamw_torch",
             seed=config.seed,
             save_strategy="no",
             eval_strategy="no",
@@ -153,6 +157,7 @@ def run_trainer(
             remove_unused_columns=False,
             dataloader_drop_last=True,
             dataloader_num_workers=0,
+            **{"optim": "adamw_torch", **chosen},
         )
         trainer = Trainer(
             model=model,
