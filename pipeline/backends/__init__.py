@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as Library
     from torch._C._distributed_c10d import Store
 
+Libraries = dict[str, "tuple[dist.ProcessGroup.BackendType, Library]"]
+"""The process group of torch.distributed for each device."""
+
 __all__ = [
     "GROUP_DEVICES",
     "NAMES",
@@ -25,6 +28,7 @@ __all__ = [
     "Batch",
     "HostGather",
     "HostMean",
+    "Libraries",
     "Name",
     "RankGroup",
     "device_guard",
@@ -75,9 +79,7 @@ def process_group(name: str) -> str | None:
     return "cuda:nccl" if _resolved(name) == "cuda" else None
 
 
-def open_groups(
-    store: "Store", rank: int, size: int, timeout: "timedelta"
-) -> "dict[str, tuple[dist.ProcessGroup.BackendType, Library]]":
+def open_groups(store: "Store", rank: int, size: int, timeout: "timedelta") -> "Libraries":
     """The libraries that "cpu:gloo,cuda:nccl" stands for, by device, for one group of ranks; those of this machine."""
     import torch
     import torch.distributed as dist
@@ -85,7 +87,7 @@ def open_groups(
 
     kinds = dist.ProcessGroup.BackendType
     host = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
-    found: dict[str, tuple[dist.ProcessGroup.BackendType, Library]] = {"cpu": (kinds.GLOO, host)}
+    found: Libraries = {"cpu": (kinds.GLOO, host)}
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -8,9 +8,8 @@ within one node, goes to the library of the tensor's device, as under the name "
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 # Not public (torch 2.9); tests/parallel/test_collectives.py fails when one of them goes.
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
+    AllreduceOptions,
     PrefixStore,
     ReduceScatterOptions,
     Store,
@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     _DistributedBackendOptions,
 )
 
-from pipeline.backends import GROUP_DEVICES, open_groups
+from pipeline.backends import GROUP_DEVICES, Libraries, open_groups
 from pipeline.core.fabrics import FABRICS, Fabric, Group, choose_algorithm
 from pipeline.core.format import format_bytes
 from pipeline.core.machines import MACHINES
@@ -75,39 +75,32 @@ def _is_faster(group: Group, num_bytes: int, fabric: Fabric) -> bool:
     return choose_algorithm(num_bytes, group.nodes, group.local, fabric) == "hierarchical"
 
 
-class DeviceGroup(dist.ProcessGroup):
-    """A group in which each tensor goes to the library of its device."""
-
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        # The constructor that the stubs know, with a store, makes no subclasses (torch 2.9, PyProcessGroup.hpp).
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        for device, (kind, library) in open_groups(PrefixStore(name, store), rank, size, timeout).items():
-            self._register_backend(torch.device(device), kind, library)
-            self._set_default_backend(kind)
-        self._set_group_name(name)
-
-
-class HierarchicalGroup(DeviceGroup):
+class HierarchicalGroup(dist.ProcessGroup):
     """What init_process_group and new_group make for the name "topo"."""
 
     def __init__(self, given: _DistributedBackendOptions, options: Options) -> None:
         rank, ranks, store = given.group_rank, given.global_ranks_in_group or range(given.group_size), given.store
-        super().__init__(store, rank, len(ranks), given.timeout, f"{given.group_id}-all")
+        # The constructor that the stubs know, with a store, makes no subclasses (torch 2.9, PyProcessGroup.hpp).
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        libraries = open_groups(store, rank, len(ranks), given.timeout)
+        self.flat = _with(libraries, dist.ProcessGroup(store, rank, len(ranks)), given.group_id)
+        _with(libraries, self, given.group_id)
         self.options = options
         self.nodes = group_of(ranks, options.ranks_per_node or world_from_env().local_world_size)
         self.largest_in_stages = largest_in_stages(self.nodes, options.algorithm)
-        self._stages: tuple[DeviceGroup, ...] = ()
+        self._stages: tuple[dist.ProcessGroup, ...] = ()
         if self.nodes is not None and self.largest_in_stages:
             node, place = divmod(rank, self.nodes.local)
+            between, within = PrefixStore(f"lane-{place}", store), PrefixStore(f"node-{node}", store)
             self._stages = (
-                DeviceGroup(store, node, self.nodes.nodes, given.timeout, f"{given.group_id}-lane-{place}"),
-                DeviceGroup(store, place, self.nodes.local, given.timeout, f"{given.group_id}-node-{node}"),
+                _stage(between, node, self.nodes.nodes, given, f"lane-{place}"),
+                _stage(within, place, self.nodes.local, given, f"node-{node}"),
             )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Between nodes first, where each rank moves its own part alone; then whole lanes within the node."""
         if self.nodes is None or not self._goes_in_stages(output):
-            return super()._allgather_base(output, input, opts or AllgatherOptions())
+            return self.flat._allgather_base(output, input, opts or AllgatherOptions())
         between, within = self._stages
         lane = input.new_empty(self.nodes.nodes, input.numel())
         between._allgather_base(lane.view(-1), input.contiguous().view(-1)).wait()
@@ -122,7 +115,7 @@ class HierarchicalGroup(DeviceGroup):
         # Other operations, such as a sum with a factor, are not the same when done twice.
         is_staged = opts.reduceOp in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and self._goes_in_stages(inputTensor)
         if self.nodes is None or not is_staged:
-            return super()._reduce_scatter_base(outputTensor, inputTensor, opts)
+            return self.flat._reduce_scatter_base(outputTensor, inputTensor, opts)
         between, within = self._stages
         lanes = inputTensor.view(self.nodes.nodes, self.nodes.local, -1).transpose(0, 1).contiguous()
         lane = torch.empty_like(lanes[0])
@@ -131,6 +124,17 @@ class HierarchicalGroup(DeviceGroup):
         between._reduce_scatter_base(part, lane.view(-1), _same_operation(opts)).wait()
         outputTensor.view(-1).copy_(part)
         return _done(outputTensor)
+
+    def allreduce(self, *args: Any, **options: Any) -> Work:
+        """Means of whole numbers too, rounded to zero, as nccl has them and Lightning asks for; gloo raises there."""
+        [tensors, opts] = args if len(args) == 2 else (args[0], None)
+        is_mean = isinstance(opts, AllreduceOptions) and opts.reduceOp == dist.ReduceOp.AVG
+        if not is_mean or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            return self.flat.allreduce(*args, **options)
+        self.flat.allreduce(tensors, AllreduceOptions()).wait()
+        for tensor in tensors:
+            tensor.div_(self.size(), rounding_mode="trunc")
+        return _done(tensors[0])
 
     def _goes_in_stages(self, whole: Tensor) -> bool:
         """Whether it does; then both stages have the group's time-out, which may have been set after its making."""
@@ -150,6 +154,44 @@ class HierarchicalGroup(DeviceGroup):
         for stage in self._stages:
             stage.abort()
         super().abort()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(self: HierarchicalGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.flat, name)(*args, **options)
+
+    return forward
+
+
+# Methods that torch lets a subclass override. Inherited, they run with the interpreter's lock (PyProcessGroup.hpp),
+# and wait with it for gloo's own, while gloo's thread holds that one and waits for the interpreter's to free a tensor.
+for _name in (
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "recv",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+):
+    setattr(HierarchicalGroup, _name, _forwarded(_name))
+
+
+def _stage(store: Store, rank: int, size: int, given: _DistributedBackendOptions, name: str) -> dist.ProcessGroup:
+    libraries = open_groups(store, rank, size, given.timeout)
+    return _with(libraries, dist.ProcessGroup(store, rank, size), f"{given.group_id}-{name}")
+
+
+def _with(libraries: Libraries, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """In which each tensor goes to the library of its device."""
+    for device, (kind, library) in libraries.items():
+        group._register_backend(torch.device(device), kind, library)
+        group._set_default_backend(kind)
+    group._set_group_name(name)
+    return group
 
 
 def _same_operation(opts: ReduceScatterOptions) -> ReduceScatterOptions:

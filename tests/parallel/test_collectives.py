@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeline.core.fabrics import Group
 from pipeline.parallel import adopt
 from pipeline.parallel.collectives import HierarchicalGroup, Options, group_of, largest_in_stages
 from pipeline.parallel.gang import peers
+from pipeline.parallel.mesh import set_timeouts
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_collectives"
@@ -50,6 +52,13 @@ def test_auto_changes_over_by_size() -> None:
     assert found[1] <= 64 * 2**20 and found[2] <= 128 * 2**20, "RCCL's own: 64 MB on 8 nodes, 128 MB on 16"
     assert largest_in_stages(Group(2, 8), "hierarchical") == math.inf
     assert largest_in_stages(None, "hierarchical") == 0
+
+
+def test_what_torch_calls_in_a_subclass_is_forwarded() -> None:
+    """An inherited one would wait for gloo with the interpreter's lock: see pipeline/parallel/collectives.py."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    called = set(re.findall(r"intrusive_ptr<Work> (\w+)\(", header.read_text()))
+    assert len(called) > 8 and called <= vars(HierarchicalGroup).keys()
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,6 +127,9 @@ def by_name(_: str) -> None:
         torch.testing.assert_close(scattered(group, operation), scattered(flat, operation), rtol=0, atol=1e-6)
     asynchronous = scattered(group, dist.ReduceOp.SUM, asynchronous=True)
     assert torch.equal(asynchronous, scattered(group, dist.ReduceOp.SUM))
+    counts = torch.tensor([rank, 7])
+    dist.all_reduce(counts, dist.ReduceOp.AVG)
+    assert counts.tolist() == [1, 7], "6 of 4 ranks, rounded to zero"
     inner = functional.all_gather_tensor(torch.ones(1) * rank, 0, mesh["inner"])
     assert inner.tolist() == [2 * (rank // 2), 2 * (rank // 2) + 1]
     assert losses("topo") == pytest.approx(losses("gloo"), abs=1e-6)
@@ -130,12 +142,14 @@ def test_by_name_as_the_library(tmp_path: Path) -> None:
 
 def planned(algorithm: str) -> dict[str, Any]:
     """By the plan: shards over two nodes in stages, and time-outs within them as those of the run."""
-    adopt.init({"collectives": algorithm}, timeout_s=3)
-    group = adopt.current_mesh().devices.get_group("shard")
+    adopt.init({"collectives": algorithm})
+    mesh = adopt.current_mesh().devices
+    group = mesh.get_group("shard")
     assert isinstance(group, HierarchicalGroup)
     found: dict[str, Any] = {"stages": len(group._stages), "world": dist.get_backend()}
     if algorithm == "hierarchical":
         found["gathers"] = torch.equal(gathered(group, 3, torch.float32), gathered(dist.group.WORLD, 3, torch.float32))
+        set_timeouts(mesh, 3)
         started = time.monotonic()
         if os.environ["RANK"] == "0":
             time.sleep(6)
@@ -151,7 +165,7 @@ def test_by_plan(tmp_path: Path) -> None:
     folder = tmp_path / "hierarchical"
     ranks = run_ranks(f"{CASES}:planned", 4, folder, "hierarchical", env=NODES)
     assert all(rank["stages"] == 2 and rank["world"] == "gloo" and rank["gathers"] for rank in ranks)
-    assert all(2 < rank["waited_s"] < 9 for rank in ranks[1:])
+    assert all(2 < rank["waited_s"] < 30 for rank in ranks[1:])
     assert "collectives: hierarchical over 2 nodes of 2 ranks\n" in (folder / "rank-0.err").read_text()
     assert "collectives:" not in (folder / "rank-1.err").read_text()
 
