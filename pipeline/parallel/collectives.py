@@ -128,7 +128,7 @@ class HierarchicalGroup(dist.ProcessGroup):
     def allreduce(self, *args: Any, **options: Any) -> Work:
         """Means of whole numbers too, rounded to zero, as nccl has them and Lightning asks for; gloo raises there."""
         [tensors, opts] = args if len(args) == 2 else (args[0], None)
-        is_mean = isinstance(opts, AllreduceOptions) and opts.reduceOp == dist.ReduceOp.AVG
+        is_mean = getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG
         if not is_mean or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
             return self.flat.allreduce(*args, **options)
         self.flat.allreduce(tensors, AllreduceOptions()).wait()
