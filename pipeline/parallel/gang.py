@@ -107,16 +107,25 @@ class Gang:
 
 
 @contextmanager
-def peers(doing: str) -> Iterator[None]:
-    """Turn the collective library's RuntimeError into a TransientError that says what was going on."""
+def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
+    """Turn the collective library's RuntimeError into a TransientError that says what was going on.
+
+    `mixed`: there is work of this rank alone within, whose errors pass as they are.
+    """
     try:
         yield
     except RuntimeError as error:
+        if mixed and not (isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_COLLECTIVES)):
+            raise
         raise TransientError(
             f"a peer failed while {doing}: {str(error).splitlines()[0]}",
             expected="all ranks alive",
             next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
         ) from error
+
+
+_OF_COLLECTIVES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+"""In errors of gloo, which are plain RuntimeErrors, and of streams that wait for others (torch 2.9)."""
 
 
 # The ranks of a run and the device of this one, in the order that all devices need: process group, then device.

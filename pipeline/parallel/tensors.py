@@ -25,7 +25,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            by_groups.setdefault(_sharing(parameter.grad), []).append(local(parameter.grad))
+            by_groups.setdefault(sharing(parameter.grad), []).append(local(parameter.grad))
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     for groups, grads in by_groups.items():
@@ -42,7 +42,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which it is cut; of one rank none. Over the others there are copies of it."""
     if not isinstance(tensor, DTensor):
         return ()

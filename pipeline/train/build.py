@@ -28,13 +28,15 @@ from pipeline.mine.negatives import open_negatives
 from pipeline.model.hf import from_hf, hf_config, initial_model, to_hf
 from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.parallel.gang import Gang, open_ranks
+from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.registry.history import in_use
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
-from pipeline.train.step import TrainProgram, open_program
+from pipeline.train.program import open_program
+from pipeline.train.step import TrainProgram
 
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""
@@ -50,7 +52,7 @@ class Saver:
     gang: Gang
     base: TrainState
     """State at step 0; only step and best change."""
-    template: dict[str, Tensor]
+    template: Mapping[str, Tensor]
     """Names and shapes of the model's tensors (on the meta device)."""
     tokenizer: bytes
     warn: Callable[[str], None]
@@ -148,6 +150,8 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (gang, backend),
         _device_errors(settings, ctx, backend),
     ):
+        check_same(train.parallel.model_dump_json(), "plan")
+        check_plan(train.parallel, backend)
         pools = _training_pools(train, ctx, inputs)
         plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
@@ -176,8 +180,6 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
             buckets=valid.buckets,
             watch=watch,
         )
-        template = model.state_dict()  # without content: the program has taken the model over
-
         store = CheckpointStore(
             ctx.workspace_after_stop, ctx.cycle, cache_dir=ctx.scratch / "checkpoints", emit=ctx.events.emit
         )
@@ -194,7 +196,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
             writer,
             gang,
             _state_at_start(settings, ctx, inputs, max_steps),
-            template,
+            program.strategy.template,
             tokenizer,
             ctx.console.warn,
             start_values(train.loss),

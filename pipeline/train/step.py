@@ -11,16 +11,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from pipeline.backends import Backend, HostGather, HostMean
+from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import DataError
-from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Temperature, temperature_of
-from pipeline.model.ops import choose_forms
-from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
-from pipeline.parallel.gang import Gang
+from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, temperature_of
+from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.strategies.base import Strategy
-from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.train.config import TrainConfig, rows_of_batch
 from pipeline.train.contrast import Contrast, GlobalLoss, targets_of
 from pipeline.train.optimizer import AdamW, SpikeGuard, WeightAverage, rate_of
@@ -243,56 +240,6 @@ class TrainProgram:
         if optimizer is None and self.average.tensors:  # training begins with what was served
             into.append(self._masters)
         self.strategy.restore(weights, into, optimizer, self._optimizer_state())
-
-
-def open_program(
-    model: RelevanceModel,
-    backend: Backend,
-    config: TrainConfig,
-    share: RankShare,
-    gang: Gang,
-    *,
-    figure_rows: int,
-    buckets: Sequence[Bucket],
-    watch: GraphWatch,
-) -> TrainProgram:
-    """The program of one rank of a run, or of the trial of one: both have the same graphs. Takes the model over."""
-    strategy = flat_strategy(
-        model, backend, config, world_size=share.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
-    )
-    return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
-
-
-def flat_strategy(
-    model: RelevanceModel,
-    backend: Backend,
-    config: TrainConfig,
-    *,
-    world_size: int = 1,
-    host_mean: HostMean = list,
-    host_gather: HostGather = list,
-) -> FlatStrategy:
-    """Plain data parallel over `world_size` ranks, of a model as `prepare_model` makes it. Takes the model over."""
-    prepare_model(model, backend, config)
-    return FlatStrategy(
-        model,
-        backend,
-        precision=config.precision,
-        chunk_mib=config.chunk_mib,
-        by_layer=config.optimizer.by_layer,
-        recompute=config.parallel.recompute == "units",
-        world_size=world_size,
-        host_mean=host_mean,
-        host_gather=host_gather,
-    )
-
-
-def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
-    """Give a model, in place, what its loss learns and the form of its operators. Raises ConfigError for its width."""
-    config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
-    if config.loss.learn_temperature:
-        model.temperature = Temperature(config.loss.temperature)
-    choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

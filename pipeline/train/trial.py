@@ -21,11 +21,12 @@ from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
 from pipeline.model.config import InputSpec
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
+from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
-from pipeline.train.step import open_program
+from pipeline.train.program import open_program
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -101,6 +102,7 @@ class Trial:
         self.embed_blank()
 
     def _train(self) -> None:
+        check_plan(self.train.parallel, self.backend)
         groups = self._groups()
         plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
         steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)

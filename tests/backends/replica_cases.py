@@ -34,7 +34,8 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import TrainProgram, flat_strategy
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import TrainProgram
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 

@@ -23,7 +23,8 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import BatchStream
-from pipeline.train.step import TrainProgram, flat_strategy
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.

@@ -23,7 +23,8 @@ from pipeline.parallel.strategies.sharded import ShardedFlatStrategy, buckets_of
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import GuardConfig, OptimizerConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from pipeline.train.program import flat_strategy, prepare_model
+from pipeline.train.step import TrainProgram
 from tests.ranks import run_ranks
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 

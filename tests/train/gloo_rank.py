@@ -12,7 +12,8 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import TrainConfig
-from pipeline.train.step import TrainProgram, flat_strategy
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import TrainProgram
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 

@@ -16,7 +16,8 @@ from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
-from pipeline.train.step import TrainProgram, flat_strategy
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import TrainProgram
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))

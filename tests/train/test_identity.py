@@ -34,7 +34,9 @@ def test_the_same_run_is_itself() -> None:
     check_identity(identity(), identity(), where="x")
 
 
-@pytest.mark.parametrize("name", ["start", "micro_batch_size", "deadline", "on_deadline", "collective_timeout_s"])
+@pytest.mark.parametrize(
+    "name", ["start", "micro_batch_size", "deadline", "on_deadline", "collective_timeout_s", "parallel"]
+)
 def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
     assert identity() == identity(**{f"train_{name}": None})
 

@@ -22,7 +22,8 @@ from pipeline.model.relevance import build_model
 from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import FIGURES, TrainProgram, flat_strategy
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import FIGURES, TrainProgram
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]

@@ -44,6 +44,10 @@ class Strategy(Protocol):
         """What the forward pass takes, and an average is made of: the masters, or copies that `publish` makes."""
 
     @property
+    def template(self) -> Mapping[str, Tensor]:
+        """Names and shapes of the tensors in a checkpoint, on the meta device."""
+
+    @property
     def masters(self) -> Sequence[Tensor]:
         """fp32, on the device: what the optimizer changes, in place."""
 

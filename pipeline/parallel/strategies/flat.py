@@ -22,7 +22,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
 from pipeline.parallel.recompute import recomputed
-from pipeline.parallel.strategies.base import Precision, State
+from pipeline.parallel.strategies.base import Part, Precision, State
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments
@@ -262,6 +262,10 @@ class FlatStrategy:
     def size(self) -> int:
         return self.layout.size
 
+    @property
+    def template(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
     def single(self, name: str) -> tuple[Tensor, Tensor]:
         """A parameter that is a vector of its own, and its master."""
         weight = next(w for w, c in zip(self.weights, self.layout.chunks, strict=True) if c.names == (name,))
@@ -313,13 +317,7 @@ class FlatStrategy:
         """The weights are the masters."""
 
     def named(self, vectors: State) -> dict[str, list[Tensor]]:
-        """Vectors that there is one of for each master, by their names in a checkpoint."""
-        found = {}
-        for name, tensors in vectors.items():
-            for kind, decayed in KINDS.items():
-                pairs = zip(tensors, self.parts, strict=True)
-                found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
-        return found
+        return by_kind(vectors, self.parts)
 
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) copied to host memory with one synchronisation.
@@ -356,6 +354,16 @@ class FlatStrategy:
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What this rank's `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
         return split_saved(name, whole, [tensor.numel() for tensor in tensors])
+
+
+def by_kind(vectors: State, parts: Sequence[Part]) -> dict[str, list[Tensor]]:
+    """Tensors that there is one of for each master, by their names in a checkpoint."""
+    found = {}
+    for name, tensors in vectors.items():
+        for kind, decayed in KINDS.items():
+            pairs = zip(tensors, parts, strict=True)
+            found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
+    return found
 
 
 def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -1,0 +1,265 @@
+"""A model spread over ranks as modules: shards of units, tensor peers, units computed again or offloaded.
+
+The masters are this rank's slices of the parameters, one of each. Checkpoints are those of flat vectors: whole named
+tensors, and moments in the order of FlatLayout, so a run may change the way it is spread at a resume.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+# There is no public way to learn which slice of a whole tensor is this rank's; tests/parallel/test_module.py fails when
+# this one goes.
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from pipeline.backends import HostGather, HostMean
+from pipeline.core.errors import CheckpointError
+from pipeline.model.losses import LOG_SCALE
+from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.parallel.gang import peers
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.strategies.base import Precision, State
+from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, split_saved
+from pipeline.parallel.tensor_plan import fused_parts, interleaved
+from pipeline.parallel.tensors import local, sharing, whole
+from pipeline.parallel.transform import spread
+
+
+class ModuleStrategy:
+    """A Strategy: the parameters of a module, each in slices over the ranks of a mesh."""
+
+    def __init__(
+        self,
+        model: RelevanceModel,
+        mesh: Mesh,
+        *,
+        precision: Precision,
+        by_layer: bool = False,
+        host_mean: HostMean = list,
+        host_gather: HostGather = list,
+    ) -> None:
+        """Takes the model over. `by_layer`: see FlatLayout; `host_*`: over all ranks, of CPU tensors."""
+        self.mesh, self.backend = mesh, mesh.backend
+        self._precision: Precision = precision
+        self._host_mean, self._host_gather = host_mean, host_gather
+        self.template = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+        flat = FlatLayout.of(model, _ONE_VECTOR_MIB, by_layer=by_layer)
+        self.parts = [
+            Chunk(chunk.decayed, chunk.encoder, (name,), (shape,), (shape.numel(),), chunk.layer)
+            for chunk in flat.chunks
+            for name, shape in zip(chunk.names, chunk.shapes, strict=True)
+        ]
+        self.names = [part.names[0] for part in self.parts]
+        self.size = flat.size
+        outside: dict[str, Tensor] = {}
+        if LOG_SCALE in self.names:  # a part of the loss, not of the forward pass: whole on every rank
+            start = model.get_parameter(LOG_SCALE).detach()
+            outside[LOG_SCALE] = start.to(self.backend.device, copy=True).requires_grad_()
+            del model.temperature
+        self.model = model
+        self._root = cast(Any, spread(model, mesh))  # an FSDPModule as well
+        # Before the first forward pass slices that need padding move, and masters would be copies from then on.
+        self._root._get_fsdp_state()._lazy_init()
+        parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **outside}
+        self._parameters = [parameters[name] for name in self.names]
+        fused = fused_parts(model)
+        self._fused = [fused.get(name, 1) for name in self.names]
+        with torch.no_grad():
+            self.masters = [local(one) if isinstance(one, DTensor) else one for one in self._parameters]
+        self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            self._norms.setdefault(sharing(parameter), []).append(index)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return self.masters
+
+    def single(self, name: str) -> tuple[Tensor, Tensor]:
+        master = self.masters[self.names.index(name)]
+        return master, master
+
+    def publish(self) -> None:
+        """Units gather their weights from the masters as they are used."""
+
+    def forward(
+        self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
+    ) -> RelevanceOutputs:
+        """Scores and embeddings of one batch on the device. `weights`: in place of the masters. All ranks call it."""
+        kind = GroupInputs if "segments" in batch else RelevanceInputs
+        inputs = kind(*(batch[name] for name in kind._fields))
+        context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
+        with self._serving(weights), context, peers("computing", mixed=True):
+            outputs: RelevanceOutputs = self.model(inputs, head_gradient=head_gradient)
+        return outputs
+
+    @contextmanager
+    def _serving(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
+        if weights is None or weights is self.masters:
+            yield
+            return
+        self._exchange(weights)
+        try:
+            yield
+        finally:
+            self._exchange(weights)
+
+    @torch.no_grad()
+    def _exchange(self, weights: Sequence[Tensor]) -> None:
+        for master, other in zip(self.masters, weights, strict=True):
+            kept = master.clone()
+            master.copy_(other)
+            other.copy_(kept)
+        self._forget_whole()
+
+    def _forget_whole(self) -> None:
+        """What is gathered still, after a forward pass without a backward pass, is of other weights."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
+        """By master, of all micro-batches of the step, at the last of them.
+
+        Where ranks hold slices each micro-batch is reduced to them, else they would hold whole gradients in between;
+        replicas meet at the last one.
+        """
+        if self.mesh.layout.shard_size == 1:
+            self._root.set_requires_gradient_sync(is_last)
+        else:
+            self._root.set_requires_all_reduce(is_last)
+        with peers("computing gradients", mixed=True):
+            loss.backward()  # type: ignore[no-untyped-call]
+        if not is_last:
+            return []
+        found = []
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            found.append(torch.zeros_like(master) if parameter.grad is None else local(parameter.grad))
+            parameter.grad = None
+        return found
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The rows of all data ranks, in their order, without a gradient."""
+        layout = self.mesh.layout
+        if layout.world_size == 1:
+            return tensors
+        with peers("gathering embeddings", mixed=True):
+            every = self.backend.gather(tensors, self._host_gather)
+        if layout.tensor_size == 1:
+            return every
+        return [torch.cat(rows.chunk(layout.world_size)[:: layout.tensor_size]) for rows in every]
+
+    def reduce(self, sums: list[Tensor]) -> list[Tensor]:
+        """The gradient is reduced already: the mean over ranks of the loss, and of what stands outside the model."""
+        outside = [grad for grad, parameter in zip(sums, self._parameters, strict=False) if not _is_spread(parameter)]
+        if self.mesh.layout.world_size > 1:
+            with peers("reducing the loss", mixed=True):
+                self.backend.reduce([*outside, sums[-1]], self._host_mean)
+        return sums
+
+    def norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks. Each slice counts once."""
+        total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
+        with peers("summing gradients", mixed=True):
+            for groups, indices in self._norms.items():
+                squares = torch.stack([(grads[index] * grads[index]).sum() for index in indices]).sum()
+                for group in groups:
+                    dist.all_reduce(squares, group=group)
+                total += squares
+        return torch.sqrt(total)
+
+    def named(self, vectors: State) -> dict[str, list[Tensor]]:
+        return by_kind(vectors, self.parts)
+
+    @torch.no_grad()
+    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(named weights fp32, optimizer state) in host memory of rank 0, nothing on the others; all ranks call it.
+
+        One tensor at a time is whole on the device.
+        """
+        is_main = self.mesh.layout.rank == 0
+        weights: dict[str, Tensor] = {}
+        parts: dict[str, list[Tensor]] = {}
+        with peers("gathering a checkpoint", mixed=True):
+            for index, tensor in enumerate(served):
+                if (full := self._whole(index, tensor)) is not None:
+                    weights[self.names[index]] = full
+            for name, tensors in state.items():
+                indices = self._indices(name, len(tensors))
+                for index, tensor in zip(indices, tensors, strict=True):
+                    full = self._whole(index, tensor) if index >= 0 else tensor.cpu().clone()
+                    if full is not None and is_main:
+                        parts.setdefault(name, []).append(self._packed(index, full))
+        return weights, {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+    def _indices(self, name: str, count: int) -> list[int]:
+        """Which masters the tensors of an optimizer belong to, by their name in a checkpoint; -1: to none of them."""
+        decayed = KINDS.get(name.rpartition(".")[2])
+        return [i for i, part in enumerate(self.parts) if part.decayed == decayed] or [-1] * count
+
+    def _whole(self, index: int, tensor: Tensor) -> Tensor | None:
+        """In host memory, of a slice [of parameter `index`]; on rank 0 alone."""
+        parameter = self._parameters[index]
+        if isinstance(parameter, DTensor):
+            carrier = torch.empty_like(parameter, requires_grad=False)
+            local(carrier).copy_(tensor)
+            tensor = carrier
+        full = whole(tensor, self._fused[index])
+        return full.clone() if self.mesh.layout.rank == 0 else None
+
+    def _packed(self, index: int, full: Tensor) -> Tensor:
+        if index < 0:
+            return full
+        return FlatLayout((self.parts[index],)).pack({self.names[index]: full})[0]
+
+    @torch.no_grad()
+    def restore(
+        self,
+        weights: Mapping[str, Tensor],
+        into: Sequence[Sequence[Tensor]],
+        saved: Mapping[str, Tensor] | None,
+        state: State,
+    ) -> None:
+        """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
+
+        Of tensors that are mapped from files each rank reads its slices. Raises CheckpointError for the state of
+        another model or optimizer.
+        """
+        if saved is not None and saved.keys() != state.keys():
+            raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
+        for index, name in enumerate(self.names):
+            for tensors in into:
+                tensors[index].copy_(self._slice(index, weights[name]))
+        for name, vector in (saved or {}).items():
+            indices = self._indices(name, len(state[name]))
+            sizes = [self.parts[i].size if i >= 0 else one.numel() for i, one in zip(indices, state[name], strict=True)]
+            pieces = split_saved(name, vector, sizes)
+            for index, ours, incoming in zip(indices, state[name], pieces, strict=True):
+                ours.copy_(incoming if index < 0 else self._slice(index, self._unpacked(index, incoming)))
+        self._forget_whole()
+        self.backend.synchronise()
+
+    def _unpacked(self, index: int, flat: Tensor) -> Tensor:
+        return FlatLayout((self.parts[index],)).unpack([flat])[self.names[index]]
+
+    def _slice(self, index: int, full: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, or of one of its moments."""
+        parameter, fused = self._parameters[index], self._fused[index]
+        if not isinstance(parameter, DTensor):
+            return full
+        full = interleaved(full, fused) if fused > 1 else full
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sizes, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        return full[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+
+
+_ONE_VECTOR_MIB = 2.0**40
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)

@@ -1,0 +1,109 @@
+"""The training program of a run: its model, spread as the plan says."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.backends import Backend, HostGather, HostMean
+from pipeline.compile.watch import GraphWatch
+from pipeline.core.batching import Bucket, RankShare
+from pipeline.model.losses import Temperature
+from pipeline.model.ops import choose_forms
+from pipeline.model.relevance import RelevanceModel
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
+from pipeline.parallel.strategies.base import Strategy
+from pipeline.parallel.strategies.flat import FlatStrategy
+from pipeline.parallel.strategies.module import ModuleStrategy
+from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
+from pipeline.train.config import TrainConfig
+from pipeline.train.step import TrainProgram
+
+
+def open_program(
+    model: RelevanceModel,
+    backend: Backend,
+    config: TrainConfig,
+    share: RankShare,
+    gang: Gang,
+    *,
+    figure_rows: int,
+    buckets: Sequence[Bucket],
+    watch: GraphWatch,
+) -> TrainProgram:
+    """The program of one rank of a run, or of the trial of one: both have the same graphs. Takes the model over."""
+    plan, layout = config.parallel, gang.layout
+    strategy: Strategy
+    if layout.tensor_size > 1 or plan.offload_horizon or (plan.shard == "all" and layout.shard_size > 1):
+        strategy = module_strategy(model, backend, config, gang)
+    elif layout.shard_size > 1:
+        strategy = state_strategy(model, backend, config, gang)
+    else:
+        strategy = flat_strategy(
+            model, backend, config, world_size=share.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
+        )
+    return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
+
+
+def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> ModuleStrategy:
+    """Shards, tensor peers and units as the plan of the run says. Takes the model over."""
+    prepare_model(model, backend, config)
+    precision: Literal["fp32", "bf16"] = "bf16" if config.precision == "bf16" else "fp32"
+    plan = config.parallel.model_copy(update={"precision": precision})
+    return ModuleStrategy(
+        model,
+        open_mesh(plan, backend, timeout_s=config.collective_timeout_s),
+        precision=config.precision,
+        by_layer=config.optimizer.by_layer,
+        host_mean=gang.mean,
+        host_gather=gang.gather_rows,
+    )
+
+
+def state_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> FlatStrategy:
+    """Whole weights on every rank, the optimizer's state in slices. Takes the model over."""
+    prepare_model(model, backend, config)
+    mesh = open_mesh(config.parallel, backend, timeout_s=config.collective_timeout_s)
+    return ShardedFlatStrategy(
+        model,
+        backend,
+        precision=config.precision,
+        chunk_mib=config.chunk_mib,
+        by_layer=config.optimizer.by_layer,
+        recompute=config.parallel.recompute == "units",
+        shards=mesh.ranks(SHARD),
+        replicas=mesh.ranks(REPLICATE),
+        host_gather=gang.gather_rows,
+        is_averaged=config.average_decay > 0,
+    )
+
+
+def flat_strategy(
+    model: RelevanceModel,
+    backend: Backend,
+    config: TrainConfig,
+    *,
+    world_size: int = 1,
+    host_mean: HostMean = list,
+    host_gather: HostGather = list,
+) -> FlatStrategy:
+    """Plain data parallel over `world_size` ranks. Takes the model over."""
+    prepare_model(model, backend, config)
+    return FlatStrategy(
+        model,
+        backend,
+        precision=config.precision,
+        chunk_mib=config.chunk_mib,
+        by_layer=config.optimizer.by_layer,
+        recompute=config.parallel.recompute == "units",
+        world_size=world_size,
+        host_mean=host_mean,
+        host_gather=host_gather,
+    )
+
+
+def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
+    """Give a model, in place, what its loss learns and the form of its operators. Raises ConfigError for its width."""
+    config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
+    if config.loss.learn_temperature:
+        model.temperature = Temperature(config.loss.temperature)
+    choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)

@@ -1,0 +1,62 @@
+"""Plans that spread a model over ranks train it as one process does, and leave the same files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.train import spread
+from tests.train.spread import HALF, config_of
+
+FIGURE, WEIGHT = 1e-6, 1e-5
+
+
+def difference(ours: Path, theirs: Path) -> float:
+    """Largest, of all tensors of two files, of values above 1 by their size; infinity where the names differ."""
+    left, right = load_file(ours), load_file(theirs)
+    if left.keys() != right.keys():
+        return float("inf")
+    apart = ((left[name] - right[name]).abs() / right[name].abs().clamp(min=1.0) for name in left)
+    return max(float(one.max()) for one in apart)
+
+
+def check_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["step"] == other["step"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=FIGURE)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=FIGURE)
+        assert one["temperature"] == pytest.approx(other["temperature"], rel=FIGURE)
+
+
+def check_plans(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    config = config_of({})
+    expected = spread.alone(config, folder)
+    found = run_ranks("tests.train.spread:over_ranks", ranks, folder, str(folder), json.dumps(cases))
+    for number, name in enumerate(cases):
+        for rank in found:
+            whole, again = rank[number]["whole"], rank[number]["again"]
+            check_alike(whole["figures"], expected.figures)
+            torch.testing.assert_close(torch.tensor(whole["logits"]), torch.tensor(expected.logits), rtol=0, atol=1e-5)
+            assert whole == again, f"{name}: a resume is the same to the bit"
+            check_alike(rank[number]["theirs"]["figures"], expected.figures[HALF:])
+        for kind in ("weights", "optimizer"):
+            assert (folder / f"{name}-end.{kind}").read_bytes() == (folder / f"{name}-again.{kind}").read_bytes()
+            assert difference(folder / f"{name}-end.{kind}", folder / f"alone-end.{kind}") <= WEIGHT
+        check_alike(spread.go_on(config, folder, name).figures, expected.figures[HALF:])
+    return found
+
+
+@pytest.mark.stage
+def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> None:
+    cases = {
+        "hybrid": {"plan": {"shard_degree": 2}},
+        "tensor": {"plan": {"shard_degree": 2, "tensor_degree": 2}},
+    }
+    found = check_plans(tmp_path, 4, cases)
+    sizes = [[rank[number]["state"] for rank in found] for number in range(2)]
+    whole = sum(tensor.numel() for tensor in load_file(tmp_path / "alone-end.weights").values())
+    assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole + 1, "the temperature is whole"
