@@ -124,7 +124,7 @@ def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
         ) from error
 
 
-_OF_COLLECTIVES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+_OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by peer")
 """In errors of gloo, which are plain RuntimeErrors, and of streams that wait for others (torch 2.9)."""
 
 
