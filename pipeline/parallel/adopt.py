@@ -68,10 +68,14 @@ def layout() -> Layout:
 def transform(model: nn.Module, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> nn.Module:
     """Spread a model as the plan of `init` says, in place; then make the optimizer, of its parameters as they are now.
 
+    Without `init` before it the plan is that of TRNPIPE_PARALLEL, else full sharding, and the device the parameters'.
     `units`: which parts are gathered and computed again one at a time; by default the members of its lists of layers.
     `tensor_plan`: how layers are split where tensor_degree is above 1; by default that of a Hugging Face model's
     configuration. All ranks get the weights of rank 0, and gradients are means over data-parallel ranks. A loop that
     accumulates gradients saves traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass.
     Raises ConfigError, on every rank, for a model that cannot be spread so.
     """
+    if _mesh is None:
+        kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
+        init(device=kinds.pop() if len(kinds) == 1 else "auto")
     return spread(model, current_mesh(), units=units, tensor_plan=tensor_plan)

@@ -1,9 +1,6 @@
 """`trnpipe launch`: ranks of a script that knows nothing of us, here and on two nodes, and the one exit code."""
 
-import contextlib
-import io
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -12,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.ranks import run_ranks
 from tests.zygote import ROOT, Forked
 
 DDP = ROOT / "examples" / "ddp.py"
@@ -86,50 +82,56 @@ def test_one_code_when_a_rank_ends_badly(tmp_path: Path, mode: str, code: int, s
     assert (tmp_path / "told-0").exists() == (mode == "killed")
 
 
-@pytest.mark.parametrize("mode", ["waits", pytest.param("handles", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["waits", "handles"])
 def test_told_to_stop(tmp_path: Path, mode: str) -> None:
     """A script that handles the signal gets it once, in each rank, and its own code is kept."""
     run = ending(tmp_path, mode)
     run.terminate()
     assert run.wait(WITHIN_S) == (5 if mode == "handles" else 143)
     assert len(list(tmp_path.glob("told-*"))) == (2 if mode == "handles" else 0)
-    assert "Traceback" not in (tmp_path / "err").read_text()
     assert "stopped by SIGTERM" in (tmp_path / "err").read_text()
+
+
+def start_nodes(folder: Path, *words: object) -> list[Forked]:
+    """One rank on each of two nodes, which AWS Batch describes so."""
+    gang = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0", "MASTER_PORT": str(free_port())}
+    gang["MASTER_ADDR"] = "127.0.0.1"  # the main node's own address, elsewhere
+    return [
+        start(folder / str(node), *words, processes=1, AWS_BATCH_JOB_NODE_INDEX=str(node), **gang) for node in (0, 1)
+    ]
+
+
+def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text(ENDING)
+    nodes = start_nodes(tmp_path, tmp_path / "ending.py", "waits", tmp_path)
+    limit = time.monotonic() + WAIT_S
+    while len(list(tmp_path.glob("here-*"))) < 2:  # ranks 0 and 1
+        assert [node.poll() for node in nodes] == [None, None] and time.monotonic() < limit
+        time.sleep(0.02)
+    for node in nodes:
+        node.terminate()
+    assert [node.wait(WITHIN_S) for node in nodes] == [143, 143]
+    for node in (0, 1):
+        err = (tmp_path / str(node) / "err").read_text()
+        assert "stopped by SIGTERM" in err and "Traceback" not in err
 
 
 def losses(text: str) -> list[float]:
     return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")]
 
 
-def run_script(path: str) -> list[float]:
-    """In a rank that the tests have started: what the script prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        runpy.run_path(path, run_name="__main__")
-    return losses(out.getvalue())
-
-
-def test_plain_ddp_on_two_nodes_of_batch(tmp_path: Path) -> None:
-    expected = run_ranks("tests.parallel.test_launch:run_script", 1, tmp_path / "alone", str(DDP))[0]
-    gang = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0", "MASTER_PORT": str(free_port())}
-    gang["MASTER_ADDR"] = "127.0.0.1"  # what the main node's own address is to others in a real gang
-    nodes = [
-        start(tmp_path / str(index), DDP, processes=1, AWS_BATCH_JOB_NODE_INDEX=str(index), **gang) for index in (0, 1)
-    ]
-    assert [node.wait(WAIT_S) for node in nodes] == [0, 0], (tmp_path / "0" / "err").read_text()
-    assert len(expected) == 8
-    assert losses((tmp_path / "0" / "out").read_text()) == pytest.approx(expected, abs=1e-6)
-    assert losses((tmp_path / "1" / "out").read_text()) == []
-
-
 @pytest.mark.thorough
-def test_plain_ddp_prints_the_same_under_torchrun(tmp_path: Path) -> None:
+def test_plain_ddp_prints_the_same_under_torchrun_and_on_two_nodes(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DDP)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     plain = subprocess.run(torchrun, env=env, capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert start(tmp_path / "2", "python", DDP).wait(WAIT_S) == 0
     assert len(losses(plain.stdout)) == 8
-    assert losses((tmp_path / "2" / "out").read_text()) == losses(plain.stdout)
+    nodes = start_nodes(tmp_path, DDP)
+    assert [node.wait(WAIT_S) for node in nodes] == [0, 0], (tmp_path / "0" / "err").read_text()
+    for folder, expected in (("2", losses(plain.stdout)), ("0", losses(plain.stdout)), ("1", [])):
+        assert losses((tmp_path / folder / "out").read_text()) == expected
 
 
 LOSING = """
@@ -141,13 +143,14 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 if dist.get_rank() == 1:
     Path("here").touch()
-    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(30)
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(300)
 dist.all_reduce(torch.ones(4))
 """
 
 
-@pytest.mark.parametrize(("mode", "within_s"), [("killed", 5.0), ("asleep", 3.0 + 5.0)])
-def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str, within_s: float) -> None:
+@pytest.mark.parametrize("mode", ["killed", "asleep"])
+def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> None:
+    """At once, and 5 s at most after its time-out of 3 s; more than that is the load of this machine."""
     (tmp_path / "losing.py").write_text(LOSING)
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     ranks = []
@@ -161,7 +164,9 @@ def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str, within
         while not (tmp_path / "here").exists():
             assert ranks[1].poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
             time.sleep(0.02)
-        assert ranks[0].wait(within_s) == ranks[2].wait(within_s) == 75, (tmp_path / "log").read_text()
+        assert ranks[0].wait(WITHIN_S) == ranks[2].wait(WITHIN_S) == 75, (tmp_path / "log").read_text()
         assert ranks[1].poll() == (-9 if mode == "killed" else None)
     finally:
-        ranks[1].kill()
+        for one in ranks:
+            one.kill()
+            one.wait(WAIT_S)
