@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.test_examples import losses
 from tests.ports import free_port
 from tests.zygote import ROOT, Forked
 
@@ -112,13 +113,9 @@ def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
     for node in nodes:
         node.terminate()
     assert [node.wait(WITHIN_S) for node in nodes] == [143, 143]
-    for node in (0, 1):
-        err = (tmp_path / str(node) / "err").read_text()
+    for folder in ("0", "1"):
+        err = (tmp_path / folder / "err").read_text()
         assert "stopped by SIGTERM" in err and "Traceback" not in err
-
-
-def losses(text: str) -> list[float]:
-    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")]
 
 
 @pytest.mark.thorough
