@@ -3,40 +3,29 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import trnpipe as trn
 from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.rows import RandomRows, input_spec
 from bench.side_process import Line
-from bench.stepper import ENDLESS, make_program, open_stepper, train_config
+from bench.stepper import ENDLESS, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.core.batching import Bucket
-from pipeline.model.config import LossConfig, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
+from pipeline.model.config import ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from pipeline.train.config import batch_share
+from pipeline.train.program import flat_strategy, module_strategy
 from pipeline.train.step import TrainProgram
 
 SIDES = ("flat", "module", "module_compiled", "ddp", "trainer")
 VOCABULARY, WARM_UP_STEPS, LOG_EVERY = 30522, 5, 20
-
-
-class Pairs(nn.Module):
-    """Our model with its loss, as the peer's has it: one forward pass for a loop."""
-
-    def __init__(self, model: RelevanceModel, loss: LossConfig) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Tensors of one batch (see data/loader.py) to {"loss": fp32 scalar}."""
-        outputs = self.model(RelevanceInputs(*(batch[name] for name in RelevanceInputs._fields)))
-        return {"loss": relevance_loss(outputs, Targets(*(batch[name] for name in Targets._fields)), self._loss)}
 
 
 class Task:
@@ -68,12 +57,28 @@ class Task:
             torch.cuda.synchronize()
 
 
-def serve_loop(task: Task, line: Line, model: nn.Module, clip: Callable[[nn.Module, float], Tensor]) -> None:
-    """The usual loop of a user, with the fused AdamW."""
+def serve_ours(task: Task, line: Line, *, is_flat: bool, is_compiled: bool = False) -> None:
+    """Our training program: as it comes, or through a module spread over the one rank there is."""
+    backend, config, share = open_backend(task.device), task.config, batch_share(task.config, 1)
+    model = build_model(task.model, task.spec, config.seed)
+    for layer in model.encoder.layers if is_compiled else ():
+        layer.compile()  # type: ignore[no-untyped-call]
+    alone = Gang(World(), timeout_s=60)
+    strategy = flat_strategy(model, backend, config) if is_flat else module_strategy(model, backend, config, alone)
+    program = TrainProgram(strategy, backend, config, share, figure_rows=LOG_EVERY, buckets=(task.bucket,))
+    with open_stepper(program, backend, task.rows, config, LOG_EVERY) as stepper:
+        stepper.warm_up()
+        steps = line.ready(0)
+        while steps:
+            steps = line.took(stepper.seconds(steps), 0)
+
+
+def serve_ddp(task: Task, line: Line) -> None:
+    """The usual loop of a user: transformers' BertModel under DistributedDataParallel and autocast, fused AdamW."""
+    dist.init_process_group("nccl" if task.is_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = DistributedDataParallel(task.peer().to(task.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=task.is_gpu)
-    low = torch.autocast(
-        task.device, torch.bfloat16, enabled=task.is_gpu and isinstance(model, DistributedDataParallel)
-    )
+    low = torch.autocast(task.device, torch.bfloat16, enabled=task.is_gpu)
     batches = task.batches()
 
     def take(steps: int) -> float:
@@ -83,7 +88,7 @@ def serve_loop(task: Task, line: Line, model: nn.Module, clip: Callable[[nn.Modu
             with low:
                 loss = model(**next(batches))["loss"]
             loss.backward()
-            clip(model, 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         task.wait()
@@ -93,34 +98,6 @@ def serve_loop(task: Task, line: Line, model: nn.Module, clip: Callable[[nn.Modu
     steps = line.ready(0)
     while steps:
         steps = line.took(take(steps), 0)
-
-
-def serve_module(task: Task, line: Line, *, is_compiled: bool) -> None:
-    """Our model in the two lines, sharded over the one rank there is."""
-    trn.init({"precision": "bf16" if task.is_gpu else "fp32"}, device=task.device)
-    model = build_model(task.model, task.spec, 1)
-    if is_compiled:
-        for layer in model.encoder.layers:
-            layer.compile()  # type: ignore[no-untyped-call]
-    serve_loop(task, line, trn.transform(Pairs(model, task.config.loss)), trn.clip_grad_norm)
-
-
-def serve_ddp(task: Task, line: Line) -> None:
-    """transformers' BertModel under DistributedDataParallel and autocast."""
-    dist.init_process_group("nccl" if task.is_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    model = DistributedDataParallel(task.peer().to(task.device))
-    serve_loop(task, line, model, lambda module, norm: nn.utils.clip_grad_norm_(module.parameters(), norm))
-
-
-def serve_flat(task: Task, line: Line) -> None:
-    """Our training program as it comes."""
-    backend = open_backend(task.device)
-    program = make_program(task.model, task.spec, task.config, backend, (task.bucket,), LOG_EVERY, TrainProgram)
-    with open_stepper(program, backend, task.rows, task.config, LOG_EVERY) as stepper:
-        stepper.warm_up()
-        steps = line.ready(0)
-        while steps:
-            steps = line.took(stepper.seconds(steps), 0)
 
 
 def serve_trainer(task: Task, line: Line) -> None:
@@ -152,10 +129,10 @@ def main() -> None:
     line = Line.open()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     task = Task(asked.preset, asked.batch_size, asked.tokens, asked.device)
-    if asked.side.startswith("module"):
-        serve_module(task, line, is_compiled=asked.side == "module_compiled")
+    if asked.side in ("ddp", "trainer"):
+        (serve_ddp if asked.side == "ddp" else serve_trainer)(task, line)
     else:
-        {"flat": serve_flat, "ddp": serve_ddp, "trainer": serve_trainer}[asked.side](task, line)
+        serve_ours(task, line, is_flat=asked.side == "flat", is_compiled=asked.side == "module_compiled")
 
 
 if __name__ == "__main__":

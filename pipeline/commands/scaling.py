@@ -28,8 +28,8 @@ from pipeline.core.scaling import (
     Transformer,
     Work,
     candidates,
+    copy_bytes,
     scaled,
-    state_bytes,
     steady_share,
 )
 from pipeline.core.stop import StopSignal
@@ -165,14 +165,13 @@ def _of_flat_program(
         True: work.layers * work.exchange_bytes + sizes.activation_bytes // work.layers,
     }
     memory = {
-        "parameters": sizes.master_bytes + sizes.compute_bytes,
-        "moments": state_bytes(work.parameters, layout, "state") - sizes.master_bytes,
+        "parameters": 4 * work.parameters // layout.shard_size + copy_bytes(work, layout),
+        "moments": 8 * work.parameters // layout.shard_size,
         "gradients": sizes.gradient_bytes,
         "activations": kept[plan.recompute == "units"] + sizes.workspace_bytes,
     }
     memory["peak"] = sum(memory.values())
-    beside = {recompute: bytes_ + sizes.workspace_bytes + sizes.compute_bytes for recompute, bytes_ in kept.items()}
-    return memory, beside
+    return memory, {recompute: size + sizes.workspace_bytes for recompute, size in kept.items()}
 
 
 def _jitter(workspace: Storage, cycle: str) -> tuple[float, str]:

@@ -165,10 +165,14 @@ def steady_share(seconds_a_sample: Sequence[float]) -> float:
 # Memory of a plan, and the choice of degrees.
 
 
-def state_bytes(parameters: int, layout: Layout, shard: Literal["all", "state"] = "all") -> int:
+def state_bytes(parameters: int, layout: Layout) -> int:
     """fp32 weights and both moments of AdamW on one rank, where its slices are even: 12 bytes over the degrees."""
-    mine = parameters // layout.tensor_size
-    return 12 * mine // layout.shard_size if shard == "all" else 4 * mine + 8 * mine // layout.shard_size
+    return 12 * parameters // layout.tensor_size // layout.shard_size
+
+
+def copy_bytes(work: Work, layout: Layout) -> int:
+    """Whole weights to compute with beside the slices or fp32 masters, in the flat program; none where they are one."""
+    return work.gather_bytes * work.parameters if layout.shard_size > 1 or work.gather_bytes < 4 else 0
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def candidates(
     """
     found = []
     for spread in _spreads(fabric, nodes):
-        memory = _memory(work.parameters, spread, beside_bytes[spread.recompute])
+        memory = _memory(work, spread, beside_bytes[spread.recompute])
         fits = memory <= (1 - RESERVE) * fabric.memory_bytes
         found.append(Candidate(spread, memory, fits, step_time(work, spread, fabric, jitter=jitter)))
     fastest = min((one.replica_s for one in found if one.fits), default=0.0)
@@ -228,11 +232,14 @@ def _spreads(fabric: Fabric, nodes: int) -> Iterator[Spread]:
             yield Spread(layout, fabric.shards[0], recompute, overlaps="all" in fabric.shards)
 
 
-def _memory(parameters: int, spread: Spread, beside_bytes: int) -> int:
-    """States, a gradient as large as the weights of the rank, and the rest, which tensor peers share."""
+def _memory(work: Work, spread: Spread, beside_bytes: int) -> int:
+    """States, the gradient of the weights that are whole or cut, and the rest, which tensor peers share."""
     place = spread.layout
-    gradient = 4 * parameters // place.tensor_size // (place.shard_size if spread.shard == "all" else 1)
-    return state_bytes(parameters, place, spread.shard) + gradient + beside_bytes // place.tensor_size
+    gradient = 4 * work.parameters // place.tensor_size
+    weights = copy_bytes(work, place) if spread.shard == "state" else 0
+    if spread.shard == "all":
+        gradient //= place.shard_size
+    return state_bytes(work.parameters, place) + weights + gradient + beside_bytes // place.tensor_size
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ def track(
 
     `build` makes the model and `loss` a scalar of it, from inputs of its own; nothing is computed, so any size will do.
     `accumulates`: the pass is the last of several. Raises ConfigError in a process that has a process group, and for
-    degrees that do not divide `world_size`. `units`, `tensor_plan`: as transform takes them.
+    degrees that do not divide `world_size`. `units`, `tensor_plan`: as in transform.
+    Offload is left out, see Memory.offloaded.
     """
     layout = layout_of(0, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
@@ -88,9 +89,9 @@ def track(
     def note(_: nn.Module, given: tuple[Any, ...]) -> None:
         inputs.append(sum(one.nbytes for one in given if isinstance(one, Tensor) and one.requires_grad))
 
-    backend = open_host()
+    backend, on_device = open_host(), plan.model_copy(update={"offload_horizon": 0})  # here host and device are one
     with _no_peers(world_size):
-        mesh = Mesh(plan, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
+        mesh = Mesh(on_device, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
         with FakeTensorMode():
             model = build()
             members = [unit for _, unit in units(model)]

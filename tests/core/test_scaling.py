@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.core.fabrics import FABRICS, Algorithm, Group, all_reduce_s, choose_algorithm, half_s
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.machines import MACHINES
-from pipeline.core.scaling import Spread, Work, candidates, scaled, state_bytes, steady_share, step_time
+from pipeline.core.scaling import Spread, Work, candidates, copy_bytes, scaled, state_bytes, steady_share, step_time
 
 pytestmark = pytest.mark.unit
 MIB = 2**20
@@ -135,7 +135,9 @@ def test_hierarchical_pays_for_small_messages_on_many_nodes() -> None:
 def test_state_bytes() -> None:
     place = layout_of(0, 16, shard_degree=4, tensor_degree=2)
     assert state_bytes(800, place) == 12 * 800 // 8
-    assert state_bytes(800, layout_of(0, 4, shard_degree=4, tensor_degree=1), "state") == 4 * 800 + 8 * 200
+    alone, four = (layout_of(0, 4, shard_degree=degree, tensor_degree=1) for degree in (1, 4))
+    exact, low = Work(800, 1, 1.0), Work(800, 1, 1.0, gather_bytes=2)
+    assert [copy_bytes(work, at) for work in (exact, low) for at in (alone, four)] == [0, 3200, 1600, 1600]
 
 
 def test_jitter_is_what_the_mean_has_above_the_median() -> None:
