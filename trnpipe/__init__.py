@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeline.core.stop import StopSignal
     from pipeline.parallel.adopt import init, layout, transform
     from pipeline.parallel.config import Plan
+    from pipeline.parallel.delayed import delayed_init
+    from pipeline.parallel.files import load, save
     from pipeline.parallel.tensors import clip_grad_norm
     from pipeline.settings import Settings, resolve
 
@@ -35,10 +37,13 @@ __all__ = [
     "TrnpipeError",
     "__version__",
     "clip_grad_norm",
+    "delayed_init",
     "init",
     "layout",
+    "load",
     "open_context",
     "resolve",
+    "save",
     "transform",
 ]
 _HOME = {
@@ -51,10 +56,13 @@ _HOME = {
     "StopSignal": "pipeline.core.stop",
     "TrnpipeError": "pipeline.core.errors",
     "clip_grad_norm": "pipeline.parallel.tensors",
+    "delayed_init": "pipeline.parallel.delayed",
     "init": "pipeline.parallel.adopt",
     "layout": "pipeline.parallel.adopt",
+    "load": "pipeline.parallel.files",
     "open_context": "pipeline.context",
     "resolve": "pipeline.settings",
+    "save": "pipeline.parallel.files",
     "transform": "pipeline.parallel.adopt",
 }
 

@@ -1,11 +1,13 @@
 """The ranks of a run as a grid: replicate x shard x tensor, with groups that time out as the run itself does."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -22,6 +24,7 @@ REPLICATE: Axis = "replicate"
 SHARD: Axis = "shard"
 TENSOR: Axis = "tensor"
 AXES = (REPLICATE, SHARD, TENSOR)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,18 @@ def together(doing: str) -> Iterator[None]:
     alike = all(error is not None and error.seen == first.seen for error in found)
     seen = first.seen if alike else f"rank {rank}: {first.seen}"
     raise type(first)(seen, expected=first.expected, next_command=first.next_command) from mine
+
+
+def patiently(work: Callable[[], T], doing: str) -> T:
+    """`work` of each rank, without collectives, which may take longer than they may: all wait in short exchanges."""
+    pause_s = 0.001
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(work)
+        while not all(exchanged(future.done(), doing)):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+    with together(doing):
+        return future.result()
 
 
 def check_same(value: object, what: str) -> None:

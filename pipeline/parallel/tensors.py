@@ -1,11 +1,12 @@
 """What lies in shards: norms of it, whole tensors one at a time, and slices of files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.parallel.tensor_plan import fused_parts, interleaved
 
@@ -75,3 +76,28 @@ def whole(tensor: Tensor, parts: int = 1) -> Tensor:
     """All of it, in host memory, on every rank; the rows of fused matrices one part after the other."""
     full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
     return interleaved(full, full.shape[0] // parts) if parts > 1 else full
+
+
+Slices = tuple[slice, ...]
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, read: Callable[[Slices], Tensor], parts: int = 1) -> None:
+    """Put this rank's part in place; `read` gives slices of the whole, as a file has it, and of nothing else."""
+    target = local(tensor)
+    if not target.numel():
+        return
+    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        # Private, but the one that knows the order of shards over two axes (torch 2.9 to 2.14).
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    rows, *others = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)] or [slice(0)]
+    if parts == 1:
+        target.copy_(read((rows, *others) if tensor.ndim else ()))
+        return
+    height = tensor.shape[0] // parts
+    for part in range(parts):  # row n of it lies at n * parts + part
+        first, last = (-((part - end) // parts) for end in (rows.start, rows.stop))
+        if first < last:
+            piece = read((slice(part * height + first, part * height + last), *others))
+            target[first * parts + part - rows.start :: parts].copy_(piece)

@@ -4,6 +4,9 @@ The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A deg
 calls over groups of one rank.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,9 +16,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
+from pipeline.parallel.delayed import Recipe, recipe_of
+from pipeline.parallel.files import load
 from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh, check_same, exchanged, together
-from pipeline.parallel.tensor_plan import TensorPlan, split, tensor_styles
+from pipeline.parallel.offload import offload_units
+from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
+from pipeline.parallel.tensors import fill, plain_entries
 from pipeline.parallel.units import Unit, UnitRule, check_units, find_units
 
 _DROPOUT = 1  # purpose of a stream
@@ -41,12 +49,21 @@ def spread(
             )
         found = list(units(model))
         check_units(model, found)
+        if plan.recompute == "units" and not found:
+            raise ConfigError(
+                f"recompute units of {type(model).__name__}, in which there are none",
+                expected="a ModuleList or Sequential of layers of one class",
+                next_command="transform(..., units=...), or recompute none",
+            )
         styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
+        recipes = _recipes(model)
     check_same(_described(model), "model")
     with peers("spreading the model"), torch.no_grad():
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
         arrange(model, [unit for _, unit in found], styles, mesh)
+        if recipes:
+            _fill(model, recipes, mesh.backend.device)
     if plan.seed is not None or layout.tensor_size > 1:
         seed = exchanged(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
@@ -56,6 +73,10 @@ def spread(
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
     """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
     split(model, styles, mesh.tensor_axis)
+    if mesh.plan.recompute == "units":
+        recompute_units(units)
+    if mesh.plan.offload_horizon:
+        offload_units(units, mesh.plan.offload_horizon, mesh.backend)
     reduced = torch.bfloat16 if mesh.plan.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
     outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)
@@ -73,6 +94,40 @@ def _described(model: nn.Module) -> str:
     ]
     size = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
+
+
+def _recipes(model: nn.Module) -> dict[str, Recipe]:
+    """Of parameters on meta. Raises ConfigError for one whose values cannot be told."""
+    found = {name: recipe_of(parameter) for name, parameter in model.named_parameters() if parameter.is_meta}
+    for name, recipe in found.items():
+        if recipe.lost:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            raise ConfigError(
+                f"delayed_init: the values of {name!r} ({type(owner).__name__}) cannot be told: {recipe.lost}",
+                expected="a module that sets its parameters in place, as nn.Linear does in reset_parameters",
+                next_command="delayed_init(weights=FOLDER) with what save wrote, or this module built outside of it",
+            )
+    return found
+
+
+def _fill(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
+    """Values of each rank's part, from a file, or drawn as rank 0 would have drawn them: one parameter at a time."""
+    # As to_empty, which would take the buffers' values as well.
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    folder = next(iter(recipes.values())).weights
+    if folder is not None:
+        load(folder, model)
+        return
+    if dist.get_world_size() > 1:
+        states: list[Any] = [[recipe.states for recipe in recipes.values()]]
+        with peers("exchanging the state of generators"):
+            dist.broadcast_object_list(states)
+        for recipe, found in zip(recipes.values(), states[0], strict=True):
+            recipe.states = found
+    parts = fused_parts(model)
+    for name, parameter in plain_entries(model):
+        if name in recipes:
+            fill(parameter, recipes[name].drawn().__getitem__, parts.get(name, 1))
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:

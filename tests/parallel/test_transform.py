@@ -18,6 +18,7 @@ from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import Mesh, open_mesh
 from pipeline.parallel.tensors import clip_grad_norm, plain_tensors
 from pipeline.parallel.transform import spread
+from pipeline.parallel.units import Unit, find_units
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_transform"
@@ -25,17 +26,17 @@ STEPS, QUERIES, SLOTS = 6, 8, 4
 PAIRS = QUERIES * SLOTS
 MODEL = ModelConfig(
     preset="tiny",
-    hidden_size=64,
+    hidden_size=32,
     num_layers=3,
     num_heads=4,
-    intermediate_size=128,
+    intermediate_size=64,
     max_positions=64,
     interaction_size=16,
     mlp_sizes=(32, 16),
     feature_sizes=(8, 8),
 )
 INPUTS = InputSpec(
-    vocab_size=503,
+    vocab_size=103,
     pad_id=0,
     labels=("a", "b", "c"),
     label_gains=(1.0, 0.1, 0.0),
@@ -46,11 +47,11 @@ INPUTS = InputSpec(
 
 def batch_of(step: int, part: int, parts: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1000 + step)
-    product = torch.randint(1, 503, (PAIRS, 16), generator=draw, dtype=torch.int32)
+    product = torch.randint(1, 103, (PAIRS, 16), generator=draw, dtype=torch.int32)
     product[:, 12:] = 0
     whole = {
         "product": product,
-        "query": torch.randint(1, 503, (QUERIES, 8), generator=draw, dtype=torch.int32),
+        "query": torch.randint(1, 103, (QUERIES, 8), generator=draw, dtype=torch.int32),
         "numeric": torch.randn(PAIRS, 1, generator=draw),
         "categorical": torch.randint(0, 7, (PAIRS, 1), generator=draw, dtype=torch.int32),
         "label": torch.randint(0, 3, (PAIRS,), generator=draw),
@@ -88,6 +89,10 @@ def train(model: nn.Module, mesh: Mesh | None, steps: range, optimizer: torch.op
     return found
 
 
+def encoder_layers(model: nn.Module) -> list[Unit]:
+    return [(name, unit) for name, unit in find_units(model) if name.startswith("encoder.")]
+
+
 def opened(plan: Mapping[str, Any]) -> Mesh:
     return open_mesh(Plan.read(plan), open_host(), timeout_s=60)
 
@@ -102,7 +107,7 @@ def matrix(*plans: str) -> list[dict[str, float]]:
     for plan in plans:
         mesh = opened(json.loads(plan))
         # Ranks that were seeded differently: the weights are those of rank 0.
-        model = spread(build_model(MODEL, INPUTS, seed=1 + dist.get_rank()), mesh)
+        model = spread(build_model(MODEL, INPUTS, seed=1 + dist.get_rank()), mesh, units=encoder_layers)
         assert isinstance(model, RelevanceModel)
         found = train(model, mesh, range(STEPS), adamw(model))
         weights, reference = dict(plain_tensors(model)), dict(plain_tensors(alone))
@@ -117,18 +122,18 @@ def matrix(*plans: str) -> list[dict[str, float]]:
 
 
 def plans_of(ranks: int) -> list[dict[str, Any]]:
-    shards = [{"shard_degree": degree} for degree in (1, 2, 4) if degree <= ranks]
-    tensors = [
-        {"shard_degree": shard, "tensor_degree": tensor}
-        for shard, tensor in ((1, 2), (1, 4), (2, 2))
-        if shard * tensor <= ranks
-    ]
-    return [*shards, {"shard": "state", "shard_degree": 2}, *tensors]
+    """Each once plain, half of them with recompute and offload as well."""
+    saving = {"recompute": "units", "offload_horizon": 2}
+    found: list[dict[str, Any]] = [{"shard_degree": 1}, {"shard_degree": 2, **saving}]
+    found += [{"shard": "state", "shard_degree": 2}, {"shard_degree": 1, "tensor_degree": 2, **saving}]
+    if ranks >= 4:
+        found += [{"shard_degree": 4, "recompute": "units"}, {"shard_degree": 2, "tensor_degree": 2}]
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.thorough)])
 def test_a_plan_changes_no_number(tmp_path: Path, ranks: int) -> None:
-    plans = [{}] if ranks == 1 else plans_of(ranks)
+    plans = [{}, {"recompute": "units"}] if ranks == 1 else plans_of(ranks)
     for found in run_ranks(f"{CASES}:matrix", ranks, tmp_path, *map(json.dumps, plans)):
         for plan, difference in zip(plans, found, strict=True):
             assert difference["loss"] <= 1e-6, (plan, difference)

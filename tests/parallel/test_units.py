@@ -1,6 +1,8 @@
 """Which parts of a model are its units, and what cannot be cut."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import (
 
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.tensor_plan import FusedColwise, interleaved, tensor_styles
-from pipeline.parallel.units import Unit, check_units, find_units
+from pipeline.parallel.units import check_units, find_units
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -27,16 +29,25 @@ SMALL: dict[str, Any] = {
 }
 
 
-def names(units: list[Unit]) -> list[str]:
-    return [name for name, _ in units]
-
-
 def blocks(count: int, width: int = 4) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)]
 
 
 def llama(**changes: Any) -> nn.Module:
+
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=32, **changes))
+    return model
+
+
+def bert() -> nn.Module:
+
+    model: nn.Module = BertForMaskedLM(BertConfig(**SMALL, vocab_size=32))
+    return model
+
+
+def vit() -> nn.Module:
+
+    model: nn.Module = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
     return model
 
 
@@ -50,19 +61,18 @@ def llama(**changes: Any) -> nn.Module:
         (nn.ModuleList([nn.ModuleList(blocks(2)), nn.ModuleList(blocks(2))]), ["0.0", "0.1", "1.0", "1.1"]),
         (nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.LayerNorm(4))), []),
         (nn.ModuleList([nn.Linear(4, 4)]), []),
-        (llama(), ["model.layers.0", "model.layers.1"]),
-        (BertForMaskedLM(BertConfig(**SMALL, vocab_size=32)), ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
     ],
 )
 def test_members_of_lists_of_one_class(model: nn.Module, expected: list[str]) -> None:
     units = find_units(model)
-    assert names(units) == expected
+    assert [name for name, _ in units] == expected
     check_units(model, units)
 
 
-def test_a_model_of_images() -> None:
-    model = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
-    assert len(find_units(model)) == 2
+@pytest.mark.parametrize(("make", "first"), [(llama, "model.layers.0"), (bert, "bert.encoder.layer.0"), (vit, None)])
+def test_layers_of_hugging_face_models(make: Callable[[], nn.Module], first: str | None) -> None:
+    units = find_units(make())
+    assert len(units) == 2 and units[0][0] == (first or units[0][0])
 
 
 class Tied(nn.Module):
@@ -123,24 +133,19 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "plan", "degree", "match"),
+    ("make", "plan", "degree", "match"),
     [
-        (nn.Linear(4, 4), None, 2, "Linear, which has no plan.*\n.*\n.*tensor_plan="),
-        (Fused(), {"qkv": "colwise", "out": "rowwise"}, 2, "several matrices in one.*\n.*FusedColwise"),
-        (Fused(), {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused is called 'output'"),
-        (Fused(), {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 over 4 outputs of 'qkv'"),
-        (Fused(), {"out": "rowwise"}, 3, "tensor_degree 3 over 4 inputs of 'out'"),
-        (Fused(), {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
-        (nn.Sequential(nn.ReLU()), {"0": "colwise"}, 2, "'0' is a ReLU"),
-        (llama(), None, 4, "tensor_degree 4 over 2 heads .num_attention_heads"),
-        (
-            llama(tie_word_embeddings=True),
-            {"lm_head": "colwise"},
-            2,
-            "'lm_head.weight' is the same parameter as 'model.",
-        ),
+        (Fused, None, 2, "Fused, which has no plan.*\n.*\n.*tensor_plan="),
+        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several matrices in one.*\n.*FusedColwise"),
+        (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused is called 'output'"),
+        (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 over 4 outputs of 'qkv'"),
+        (Fused, {"out": "rowwise"}, 3, "tensor_degree 3 over 4 inputs of 'out'"),
+        (Fused, {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
+        (lambda: nn.Sequential(nn.ReLU()), {"0": "colwise"}, 2, "'0' is a ReLU"),
+        (llama, None, 4, "tensor_degree 4 over 2 heads .num_attention_heads"),
+        (partial(llama, tie_word_embeddings=True), {"lm_head": "colwise"}, 2, "'lm_head.weight' is the same parameter"),
     ],
 )
-def test_what_cannot_be_split(model: nn.Module, plan: Any, degree: int, match: str) -> None:
+def test_what_cannot_be_split(make: Callable[[], nn.Module], plan: Any, degree: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        tensor_styles(model, plan, degree)
+        tensor_styles(make(), plan, degree)

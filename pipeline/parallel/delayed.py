@@ -1,0 +1,184 @@
+"""Delayed initialisation: a model is built without its parameters' memory, and filled after it is spread.
+
+What a constructor does to its parameters in place is written down and done again later, for each parameter with the
+random numbers that it had; so the weights are to the bit those of a model that was built as usual, and so is the state
+of the generators afterwards. Buffers are real from the start: most are computed once, in the constructor.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_RECIPE, _DELAYED_AS = "trnpipe_recipe", "trnpipe_delayed_as"  # attributes of parameters
+_KEPT_BYTES = 2**20
+"""Up to this a parameter with values before it is registered (`nn.Parameter(torch.randn(...))`) keeps them."""
+_OVERWRITING = (
+    "normal_",
+    "uniform_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "exponential_",
+    "random_",
+    "bernoulli_",
+    "log_normal_",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation in place, on a view of a parameter."""
+
+    function: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    words: tuple[Any, ...]
+    options: dict[str, Any]
+    is_random: bool
+
+
+@dataclass
+class Recipe:
+    """How the values of one parameter come about."""
+
+    meta: Tensor
+    start: Tensor | None
+    """Its values as it was registered (one, where they are all alike); None: not known."""
+    weights: Path | str | None
+    """The folder that they are read from, instead."""
+    steps: list[Step] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    """Of the generator, before each random step."""
+    lost: str = ""
+    """Why they cannot be told."""
+
+    def drawn(self) -> Tensor:
+        """The whole parameter, in host memory."""
+        values = torch.empty_strided(self.meta.size(), self.meta.stride(), dtype=self.meta.dtype)
+        states = iter(self.states)
+        with torch.no_grad():
+            if self.start is not None:
+                values.copy_(self.start)
+            for step in self.steps:
+                options = step.options
+                if step.is_random:
+                    generator = torch.Generator()
+                    generator.set_state(next(states))
+                    options = {**options, "generator": generator}
+                step.function(values.as_strided(step.size, step.stride, step.offset), *step.words, **options)
+        return values
+
+
+@contextmanager
+def delayed_init(weights: str | Path | None = None) -> Iterator[None]:
+    """Modules that are built within have parameters on meta; `transform` fills them, a part on each rank.
+
+    With the values that the constructors would have drawn, or those of `weights`, a folder that `save` wrote: then
+    nothing is drawn. A model whose values cannot be told is refused by `transform`, by the name of the parameter.
+    """
+    recorder = _Recorder(weights)
+    register = nn.Module.register_parameter
+
+    def register_delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter if parameter is None or parameter.is_meta else recorder.delayed(parameter))
+
+    nn.Module.register_parameter = register_delayed  # type: ignore[method-assign, assignment]
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def recipe_of(parameter: Tensor) -> Recipe:
+    """Of a parameter on meta."""
+    unknown = Recipe(parameter, None, None, lost="it was built on meta outside delayed_init, or computed there")
+    found: Recipe = getattr(parameter, _RECIPE, unknown)
+    if found.start is None and not found.steps and not found.weights and not found.lost:
+        found.lost = "it has its values before it is registered in a module, and nothing in place sets them"
+    return found
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, weights: str | Path | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+        self._recipes: dict[int, Recipe] = {}
+        """By storage, which views share; recipes keep it alive."""
+
+    def delayed(self, real: nn.Parameter) -> nn.Parameter:
+        """In place of a parameter that is being registered; the same one, where it is in two modules."""
+        known: nn.Parameter | None = getattr(real, _DELAYED_AS, None)
+        if known is not None:
+            return known
+        made = nn.Parameter(torch.empty_like(real, device="meta"), real.requires_grad)
+        recipe = Recipe(made.detach(), self._start(real.detach()), self._weights)
+        setattr(made, _RECIPE, recipe)
+        setattr(real, _DELAYED_AS, made)
+        self._recipes[_storage(made)] = recipe
+        return made
+
+    def _start(self, values: Tensor) -> Tensor | None:
+        if self._weights is not None or not values.numel():
+            return None
+        first = values.flatten()[0]
+        if bool((values == first).all()):
+            return first.clone()
+        return values.clone() if values.nbytes <= _KEPT_BYTES else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        for written in _written(func, args, options):
+            recipe = self._recipes.get(_storage(written)) if written.is_meta else None
+            if recipe is not None and self._weights is None:
+                _record(recipe, func, args, options)
+        return func(*args, **options)
+
+
+def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors that an operation changes."""
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else options.get(argument.name)
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _record(recipe: Recipe, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    target, words = args[0], args[1:]
+    computed: list[Tensor] = []
+    words, options = tree_map_only(
+        Tensor, lambda value: computed.append(value) if value.is_meta else value.clone(), (words, options)
+    )
+    name = function._schema.name.removeprefix("aten::")
+    is_whole = target.numel() == recipe.meta.numel()
+    overwrites = is_whole and name in _OVERWRITING
+    if computed or _storage(target) != _storage(recipe.meta):
+        recipe.lost = f"{name} sets it from other values on meta"
+        return
+    if overwrites:
+        recipe.start, recipe.lost = None, ""
+        recipe.steps.clear()
+        recipe.states.clear()
+    elif recipe.start is None and not recipe.steps and not recipe.lost:
+        recipe.lost = f"it has its values before it is registered in a module, and {name} changes only some of them"
+    is_random = any(argument.name == "generator" for argument in function._schema.arguments)
+    size, stride = target.size(), target.stride()
+    if is_random:
+        generator = options.pop("generator", None) or torch.default_generator
+        recipe.states.append(generator.get_state())
+        # Drawn now as well, so that whoever draws next gets what he would have got.
+        function(torch.empty_strided(size, stride, dtype=target.dtype), *words, **options, generator=generator)
+    recipe.steps.append(Step(function, size, stride, target.storage_offset(), words, options, is_random))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
