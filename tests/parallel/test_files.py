@@ -47,20 +47,18 @@ def matrix(folder: str, *plans: str) -> dict[str, Any]:
         halves[saved] = (mesh, train(model, mesh, range(HALF, STEPS), optimizer))
     for saved, (first, rest) in halves.items():
         for mesh in meshes:
-            with delayed_init(saved):
-                model = build_model(MODEL, INPUTS, seed=9)
-            model_again = spread(model, mesh, units=encoder_layers)
-            optimizer = adamw(model_again)
+            model = spread(build_model(MODEL, INPUTS, seed=9), mesh, units=encoder_layers)
+            optimizer = adamw(model)
             optimizer.param_groups[0]["lr"] = 7.0
-            load(saved, model_again, optimizer)
-            again = Path(folder) / "again" / f"{saved.name}-{mesh.layout.shard_size}-{mesh.layout.tensor_size}"
-            save(again, model_again, optimizer)
-            assert [sha256(saved / name) for name in FILES] == [sha256(again / name) for name in FILES]
-            found = train(model_again, mesh, range(HALF, STEPS), optimizer)
+            load(saved, model, optimizer)
+            if mesh is not first and mesh is not meshes[0]:
+                save(saved / "again", model, optimizer)
+                assert [sha256(saved / name) for name in FILES] == [sha256(saved / "again" / name) for name in FILES]
+            found = train(model, mesh, range(HALF, STEPS), optimizer)
             worst = max(worst, *(abs(a[0] - b[0]) for a, b in zip(found, expected[HALF:], strict=True)))
             if mesh is first:
                 exact.append(found == rest)
-    return {"worst": worst, "exact": exact, "folders": [str(saved) for saved in halves]}
+    return {"worst": worst, "exact": exact}
 
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -75,7 +73,6 @@ def test_a_run_goes_on_from_any_mesh_on_any_other(tmp_path: Path) -> None:
     plans = map(json.dumps, MESHES)
     for found in run_ranks(f"{CASES}:matrix", 4, tmp_path, str(tmp_path / "saved"), *plans):
         assert found["exact"] == [True] * len(MESHES)
-        print(found["cpu"])
         assert found["worst"] <= 1e-6
 
 
@@ -85,8 +82,9 @@ def same_bytes(folder: str, *plans: str) -> list[int]:
     read = []
     for plan in plans:
         mesh = opened(json.loads(plan))
-        model = spread(build_model(MODEL, INPUTS, seed=2 + dist.get_rank()), mesh, units=encoder_layers)
-        load(Path(folder) / "one", model)
+        with delayed_init(Path(folder) / "one"):
+            model = build_model(MODEL, INPUTS, seed=2 + dist.get_rank())
+        spread(model, mesh, units=encoder_layers)
         read.append(sum(local(parameter).numel() for parameter in model.parameters()))
         save(Path(folder) / str(len(read)), model)
     return read
