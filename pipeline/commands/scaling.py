@@ -40,6 +40,7 @@ from pipeline.registry.checkpoints import locate, read_checkpoint
 from pipeline.settings import Settings
 from pipeline.stages.shapes import Shapes, estimates, expected_shapes, tracked_memory
 from pipeline.telemetry.events import EventName, read_events
+from pipeline.train.config import TrainPlan
 
 EPOCH_SAMPLES = 1_000_000
 
@@ -115,7 +116,8 @@ def _answer(
 ) -> Answer:
     train, size, samples = settings.train, settings.model.encoder, settings.train.micro_batch_size
     node = {
-        "train": train.model_copy(update={"global_batch_size": samples * fabric.ranks}),
+        # Without recomputation: `Spread` and `_of_flat_program` reckon with it.
+        "train": train.model_copy(update={"global_batch_size": samples * fabric.ranks, "parallel": TrainPlan()}),
         "estimate": settings.estimate.model_copy(update={"instance": "trn1.32xlarge"}),  # any: only sizes are read
     }
     by_length = estimates(settings.model_copy(update=node), shapes, RankShare(0, fabric.ranks, 1))

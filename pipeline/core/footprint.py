@@ -82,6 +82,8 @@ class Workload:
     """fp32 tensors that the optimizer keeps for each parameter (AdamW: 2)."""
     contrastive: ContrastiveBatch | None = None
     """None: off."""
+    recompute: bool = False
+    """Only what goes into a layer is kept for the backward pass, which computes one layer after the other again."""
 
     @staticmethod
     def of_groups(
@@ -95,6 +97,7 @@ class Workload:
         dropout: bool = False,
         moments: int = 2,
         contrastive: ContrastiveBatch | None = None,
+        recompute: bool = False,
     ) -> "Workload":
         """`samples` products, each `slots` of them with their query in one row of `row_tokens` tokens.
 
@@ -102,7 +105,9 @@ class Workload:
         """
         groups = samples // slots
         passes = (EncoderPass(groups, row_tokens),)
-        return Workload(passes, samples + groups * mined, accumulation, precision, dropout, moments, contrastive)
+        return Workload(
+            passes, samples + groups * mined, accumulation, precision, dropout, moments, contrastive, recompute
+        )
 
 
 @dataclass(frozen=True)
@@ -189,14 +194,14 @@ def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int
 
     A token costs 6 FLOPs a matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q T);
     embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads); the
-    graph of a first pass for embeddings has none of them.
+    graph of a first pass for embeddings has none of them. Recomputation is one more forward pass.
     """
     contrastive, encoding = workload.contrastive, 0.0
     for call in workload.passes:
         per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * call.tokens
         encoding += float(call.sequences * call.tokens * per_token)
-    forward = encoding / 3.0 if contrastive is not None and contrastive.two_passes else 0.0
-    step = workload.accumulation * (encoding + forward + 6.0 * sample_parameters * workload.samples)
+    again = (contrastive is not None and contrastive.two_passes) + workload.recompute
+    step = workload.accumulation * (encoding * (1.0 + again / 3.0) + 6.0 * sample_parameters * workload.samples)
     return step + (contrastive.flops(encoder.width) if contrastive is not None else 0.0)
 
 
@@ -246,4 +251,5 @@ def _activation_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Worklo
     if workload.dropout:
         per_token += 2 * width + scores + product * scores
     embedding = (other + (1 if workload.dropout else 0)) * width
-    return call.sequences * call.tokens * (encoder.layers * per_token + embedding)
+    layers = encoder.layers * other * width + per_token if workload.recompute else encoder.layers * per_token
+    return call.sequences * call.tokens * (layers + embedding)

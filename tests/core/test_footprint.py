@@ -1,6 +1,7 @@
 """The estimate per core against the real model, published figures and the arithmetic of the papers."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pipeline.core.machines import GIB, MACHINES
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.relevance import GroupInputs, RelevanceModel
+from pipeline.parallel.recompute import recompute_units
 
 TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)
 BASE = EncoderSizes(vocab=30522, positions=512, layers=12, width=768, heads=12, intermediate=3072)
@@ -88,7 +90,8 @@ def test_activations_are_those_of_the_paper() -> None:
     assert footprint(BASE.parameters, BASE, workload).activation_bytes == layers + embedding
 
 
-def test_activations_of_fp32_are_what_autograd_keeps() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_of_fp32_are_what_autograd_keeps(recompute: bool) -> None:
     """Within a third: torch keeps some tensors once for two users, and masks and views on top."""
     kept: dict[int, int] = {}
 
@@ -97,6 +100,8 @@ def test_activations_of_fp32_are_what_autograd_keeps() -> None:
         return tensor
 
     model = encoder()
+    if recompute:
+        recompute_units(list(model.layers))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
@@ -104,8 +109,15 @@ def test_activations_of_fp32_are_what_autograd_keeps() -> None:
     ):
         loss = model(torch.ones(8, 32, dtype=torch.int32)).sum()
     real = sum(size for address, size in kept.items() if address not in weights)
-    expected = footprint(0, TINY, Workload((EncoderPass(8, 32),), samples=8)).activation_bytes
-    assert loss.requires_grad and expected == pytest.approx(real, rel=0.33)
+    workload = Workload((EncoderPass(8, 32),), samples=8)
+    whole, less = (footprint(0, TINY, replace(workload, recompute=again)).activation_bytes for again in (False, True))
+    layer = (whole - 8 * 32 * TINY.width * 4) // TINY.layers  # computed again in backward, which has not begun
+    assert loss.requires_grad and (less - layer if recompute else whole) == pytest.approx(real, rel=0.33)
+
+
+def test_recompute_is_one_more_forward_pass() -> None:
+    kept = Workload.of_groups(4, 16, recompute=False)
+    assert step_flops(TINY, replace(kept, recompute=True)) == pytest.approx(step_flops(TINY, kept) * 4 / 3)
 
 
 def test_bytes_of_each_precision() -> None:
