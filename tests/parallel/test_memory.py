@@ -46,6 +46,8 @@ def base(plan: Plan, ranks: int) -> Memory:
     [
         (Plan(), 1, 6117),
         (Plan(), 8, 5049),
+        (Plan(recompute="units"), 8, 1090),
+        pytest.param(Plan(recompute="units", offload_horizon=2), 64, 950, marks=pytest.mark.thorough),
     ],
 )
 def test_the_table_of_bert_base(plan: Plan, ranks: int, peak_mib: float) -> None:
