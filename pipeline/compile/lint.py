@@ -6,6 +6,7 @@ code: results that are documented to be wrong, and operators that the published 
 as refused is an error; what is dated, heuristic or wrong only for some values is a warning.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ USED_TODAY = _words(
 REFUSED = _words("triangular-solve")
 DOUBTFUL = _words("cholesky fft infeed outfeed send send-done recv recv-done map")
 DYNAMIC = _words("set-dimension-size get-dimension-size dynamic-reshape")
+
+LARGEST_EXCHANGE_BYTES = 140_000_000
 
 INTEGERS = _words("s2 s4 s8 s16 s32 s64 u2 u4 u8 u16 u32 u64")
 FLOATS = _words("f16 bf16 f32 f64")
@@ -259,6 +262,13 @@ def _integers(one: Instruction, scope: Scope) -> str:
     return f"{one.opcode} of {', '.join(sorted(dtypes))}" if dtypes else ""
 
 
+def _large_exchange(one: Instruction, scope: Scope) -> str:
+    """Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB")."""
+    parts = [part for whole in (one, *scope.operands(one)) for part in whole.shape.arrays()]
+    bits = max(math.prod(part.dims) * sum(_numbers(part.dtype)[:1]) for part in parts)
+    return f"{one.opcode} of {bits / 8e6:,.0f} MB" if bits > 8 * LARGEST_EXCHANGE_BYTES else ""
+
+
 def _unlisted_operator(one: Instruction, scope: Scope) -> str:
     if one.opcode in ("dynamic-slice", "dynamic-update-slice"):
         starts = scope.operands(one)[1 if one.opcode == "dynamic-slice" else 2 :]
@@ -364,6 +374,13 @@ RULES: tuple[Rule, ...] = (
         "int64 is cut to 32 bits: keep constants below 2^31",
     ),
     Rule("HLO004", "warning", SUMS, _integers, NARROW),
+    Rule(
+        "HLO007",
+        "warning",
+        _words("all-gather reduce-scatter"),
+        _large_exchange,
+        "NaN was seen above 140 MB: exchange it in parts",
+    ),
 )
 
 

@@ -116,7 +116,9 @@ class Trial:
             buckets=self.buckets,
             watch=self.watch,
         )
-        program.restore(*program.snapshot())  # as after a stop
+        weights, optimizer = program.snapshot()
+        if weights:  # on rank 0 at least; as after a stop
+            program.restore(weights, optimizer)
 
         def evaluate(step: int) -> Standing:
             self._score(program.outputs)

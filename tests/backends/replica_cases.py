@@ -6,6 +6,9 @@ XLA:CPU stands for a device whose processes are replicas of one program; what in
 import importlib
 import re
 from collections.abc import Iterator
+from itertools import chain
+from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from pipeline import backends
-from pipeline.backends import Backend, Batch
+from pipeline.backends import Backend, Batch, RankGroup
 from pipeline.backends import xla as xla_module
 from pipeline.backends.xla import XlaTracer
-from pipeline.compile.hlo import parse, stable_key
+from pipeline.compile.hlo import Instruction, Module, parse, stable_key
+from pipeline.compile.lint import lint
 from pipeline.compile.watch import Recorder
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
+from pipeline.core.layout import Axis, Layout
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
@@ -29,12 +34,15 @@ from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
+from pipeline.parallel.mesh import AXES
+from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import flat_strategy
+from pipeline.train.program import flat_strategy, prepare_model
 from pipeline.train.step import TrainProgram
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
@@ -146,6 +154,76 @@ def test_a_step_holds_one_all_reduce_for_each_chunk(
     assert "f32[1]" in found[-1], "the loss goes with the last"
     assert {"start", "evaluate"} <= graphs.keys()
     assert not [phase for phase, text in graphs.items() if "all-reduce" in text]
+
+
+CORES, LARGEST_BYTES = 32, 3000
+
+
+def step_in_slices(
+    config: TrainConfig, rows: TokenRows, shards: int, rank: int
+) -> tuple[ShardedFlatStrategy, Module, set[str]]:
+    """The graph of a step of one of CORES ranks, of which `shards` have the optimizer's state; phases of the others."""
+    grid = Layout(rank, CORES // shards, shards)
+    backend = Replica(0, 2, 2)
+    recorder = Recorder(backend, {})
+    model = build_model(MODEL, SPEC, 1)
+    prepare_model(model, backend, config)
+    strategy = ShardedFlatStrategy(
+        model,
+        backend,
+        precision=config.precision,
+        chunk_mib=config.chunk_mib,
+        shards=RankGroup(grid.rank, grid.groups("shard")),
+        replicas=RankGroup(grid.rank, grid.groups("replicate")),
+        largest_bytes=LARGEST_BYTES,
+    )
+    share = RankShare(rank, CORES, 1)
+    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
+    groups = grouped(rows, config)
+    rates = {"control": control_values(1, 0.1, config.optimizer)}
+    for micro in training_batches(groups, plan_of(groups, config), share, 0, 2):
+        program.step([{name: one.to(backend.device) for name, one in {**micro.tensors, **rates}.items()}])
+    found = {graph.phase: recorder.modules[key] for key, graph in recorder.graphs.items()}
+    assert len(found) == len(recorder.graphs), "two steps, one graph"
+    return strategy, found.pop("step"), set(found)
+
+
+@pytest.mark.parametrize(("shards", "precision"), [(CORES, "fp32"), (16, "bf16")])
+def test_state_in_slices_is_exchanged_by_buckets_within_the_graph(
+    tmp_path: Path, _replicas: Any, monkeypatch: pytest.MonkeyPatch, shards: int, precision: Precision
+) -> None:
+    rows = make_rows(tmp_path, [(160, 0)])
+    loss = LossConfig(contrastive_weight=0.0)  # whose embeddings would be gathered, too
+    config = TRAIN.model_copy(update={"global_batch_size": 2 * CORES, "precision": precision, "loss": loss})
+    Replica(0, 2, 2)
+    monkeypatch.setattr(_replicas, "_WORLD_SIZE", CORES)
+    strategy, step, others = step_in_slices(config, rows, shards, 5)
+    assert others == {"start"} and len(strategy.buckets) > len(strategy.layout.chunks)
+    assert not [str(finding) for finding in lint(step)]
+    exchanges: dict[str, list[Instruction]] = {"reduce-scatter": [], "all-reduce": [], "all-gather": []}
+    for one in chain.from_iterable(computation.instructions for computation in step.computations):
+        exchanges.get(one.opcode, []).append(one)
+    slices = [master.numel() for master in strategy.masters]
+    wholes = [shards * size for size in slices]
+    assert 4 * max(wholes) <= LARGEST_BYTES
+    of_shards, of_replicas = (group_text(Layout(5, CORES // shards, shards), axis) for axis in AXES[1::-1])
+    assert [prod(one.dims) for one in exchanges["reduce-scatter"]] == slices
+    assert [prod(one.dims) for one in exchanges["all-gather"]] == wholes
+    assert {one.dtype for one in exchanges["all-gather"]} == {"bf16" if precision == "bf16" else "f32"}
+    for one in (*exchanges["reduce-scatter"], *exchanges["all-gather"]):
+        assert one.attribute("replica_groups") == of_shards
+    # Beside what is reduced goes a token that orders collectives.
+    reduced = [
+        (prod(next(one.shape.arrays()).dims), one.attribute("replica_groups")) for one in exchanges["all-reduce"]
+    ]
+    scalars = [(1, of_shards)] * 2  # the loss and the norm
+    over_replicas = [(size, of_replicas) for size in (*slices, 1)] if shards < CORES else []
+    assert sorted(reduced) == sorted(scalars + over_replicas)
+    assert stable_key(step_in_slices(config, rows, shards, 0)[1]) == stable_key(step), "one graph for all ranks"
+
+
+def group_text(grid: Layout, axis: Axis) -> str:
+    return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in grid.groups(axis)) + "}"
 
 
 OF_LAYERS = {

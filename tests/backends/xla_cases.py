@@ -8,10 +8,12 @@ from itertools import count, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends import Backend, Batch, is_lazy_host, lazy_device_name, open_backend
+from pipeline.backends import Backend, Batch, RankGroup, is_lazy_host, lazy_device_name, open_backend
 from pipeline.backends.cpu import CpuBackend
+from pipeline.compile.watch import Recorder
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
@@ -21,11 +23,12 @@ from pipeline.model.losses import Targets
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
+from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import BatchStream
-from pipeline.train.program import flat_strategy
+from pipeline.train.program import flat_strategy, prepare_model
 from pipeline.train.step import TrainProgram
-from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
@@ -95,13 +98,17 @@ def test_leaving_early_ends_its_threads(xla: Backend) -> None:
 
 def trained(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelConfig = SMALL) -> TrainProgram:
     program = make_program(backend, config, model)
+    run(program, rows, config)
+    return program
+
+
+def run(program: TrainProgram, rows: TokenRows, config: TrainConfig) -> None:
     groups = grouped(rows, config)
     stream = BatchStream(groups, plan_of(groups, config), RankShare(), config, 0, 6)
-    with backend.loader(stream) as batches:
+    with program.backend.loader(stream) as batches:
         for step, item in enumerate(batches):
             stream.received(step)
             program.step([item], seeds=[step] if program.has_dropout else ())
-    return program
 
 
 def losses(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelConfig = SMALL) -> list[float]:
@@ -244,6 +251,58 @@ def test_fused_steps_with_dropout_are_reproducible_without_new_graphs(xla: Backe
     plain = losses(CpuBackend(), rows, graded)
     assert first != plain and first == pytest.approx(plain, rel=0.5)
     assert all(a != b for a, b in pairwise(first))
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) -> None:
+    """One slice, so that one process is enough: what is exchanged, and where graphs end, is as with several."""
+    config = TRAIN.model_copy(update={"average_decay": 0.9, "loss": LossConfig(contrastive_weight=0.0)})
+    expected = trained(CpuBackend(), rows, config)
+    everybody = RankGroup(0, ((0,),))
+
+    def in_slices() -> tuple[TrainProgram, list[str]]:
+        model = build_model(SMALL, SPEC, config.seed)
+        prepare_model(model, xla, config)
+        strategy = ShardedFlatStrategy(
+            model,
+            xla,
+            precision=config.precision,
+            chunk_mib=config.chunk_mib,
+            shards=everybody,
+            replicas=everybody,
+            is_averaged=True,
+            largest_bytes=1000,
+        )
+        recorder = Recorder(xla, {})
+        # Two ranks, since one alone has no reason to end a graph before it reduces.
+        share = RankShare(0, 2, 1)
+        program = TrainProgram(strategy, xla, config, share, figure_rows=8, buckets=BUCKETS, watch=recorder)
+        run(program, rows, config)
+        assert not [place for place in recorder.outside if not place.startswith("start")]  # what came before it
+        return program, [graph.phase for graph in recorder.graphs.values()]
+
+    program, phases = in_slices()
+    assert sorted(phases) == ["first_micro_step", "publish", "start", "update"]
+    ours, theirs = (one.read_figures(6) for one in (program, expected))
+    for row, other in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(other, rel=1e-4)
+    (weights, state), (same, again) = program.snapshot(), expected.snapshot()
+    for found, wanted in ((weights, same), (state, again)):
+        assert list(found) == list(wanted)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+    compiled = xla.compile_count()
+    program, _ = in_slices()
+    program.restore(weights, state)
+    run(program, rows, config)
+    assert xla.compile_count() == compiled
 
 
 def test_a_poisoned_step_changes_nothing(xla: Backend, rows: TokenRows) -> None:

@@ -90,6 +90,10 @@ BY_HAND = {
     "HLO001 operator": ("ROOT r = f32[4] log-plus-one(x)", "ROOT r = f32[4] log(x)"),
     "HLO001 dynamic-slice": ("ROOT r = f32[2] dynamic-slice(x, n), dynamic_slice_sizes={2}", None),
     "HLO003": ("ROOT r = s64[] constant(2147483648)", "ROOT r = s64[] constant(9223372036854775807)"),
+    "HLO007 all-gather": (
+        "ROOT r = bf16[70000001] all-gather(x), dimensions={0}",
+        "ROOT r = bf16[70000000] all-gather(x), dimensions={0}",
+    ),
     "HLO004 all-reduce": ("ROOT r = s32[4] all-reduce(n), to_apply=sum", "ROOT r = f32[4] all-reduce(x), to_apply=sum"),
 }
 WARNINGS = {"EVRF001 fft", "EVRF001 cholesky", "EVRF001 infeed", "EVRF001 map", "EVRF001 rng", "ESPP004 f64"}
