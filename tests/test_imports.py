@@ -50,6 +50,7 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 # A third-party package and the only places (files, or folders ending in /) that may import it.
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
+    "lightning": ("pipeline/parallel/lightning.py",),
     "matplotlib": ("pipeline/parity/compare.py",),
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),

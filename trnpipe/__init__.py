@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     from pipeline.parallel.config import Plan
     from pipeline.parallel.delayed import delayed_init
     from pipeline.parallel.files import load, save
+    from pipeline.parallel.lightning import Environment, Strategy
     from pipeline.parallel.tensors import clip_grad_norm
     from pipeline.settings import Settings, resolve
 
 __all__ = [
     "CycleSettings",
+    "Environment",
     "Layout",
     "Plan",
     "Settings",
     "StageContext",
     "StageResult",
     "StopSignal",
+    "Strategy",
     "TrnpipeError",
     "__version__",
     "clip_grad_norm",
@@ -48,12 +51,14 @@ __all__ = [
 ]
 _HOME = {
     "CycleSettings": "jobs.settings",
+    "Environment": "pipeline.parallel.lightning",
     "Layout": "pipeline.core.layout",
     "Plan": "pipeline.parallel.config",
     "Settings": "pipeline.settings",
     "StageContext": "pipeline.context",
     "StageResult": "pipeline.context",
     "StopSignal": "pipeline.core.stop",
+    "Strategy": "pipeline.parallel.lightning",
     "TrnpipeError": "pipeline.core.errors",
     "clip_grad_norm": "pipeline.parallel.tensors",
     "delayed_init": "pipeline.parallel.delayed",

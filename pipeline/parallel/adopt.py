@@ -21,12 +21,12 @@ from pipeline.parallel.transform import spread
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import world_from_env
 
-_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
 _mesh: Mesh | None = None
 
 
 def init(
-    plan: Plan | Mapping[str, Any] | str | Path | None = None, *, device: str = "auto", timeout_s: float = _TIMEOUT_S
+    plan: Plan | Mapping[str, Any] | str | Path | None = None, *, device: str = "auto", timeout_s: float = TIMEOUT_S
 ) -> Layout:
     """Join the ranks that torchrun or `trnpipe launch` describe, in the groups of `plan`; alone without them.
 
@@ -58,6 +58,21 @@ def current_mesh() -> Mesh:
     if _mesh is None:
         raise ConfigError("no plan is in force", expected="trnpipe.init(...) before this")
     return _mesh
+
+
+def mesh_of(plan: Plan | Mapping[str, Any] | str | Path | None, *, device: str, timeout_s: float) -> Mesh:
+    """That of `init`, which is done where it was not. Raises ConfigError where that was another plan or device."""
+    if _mesh is None:
+        init(plan, device=device, timeout_s=timeout_s)
+    mesh = current_mesh()
+    wanted = mesh.plan if plan is None else Plan.read(plan)
+    if (wanted, device) != (mesh.plan, mesh.backend.name):
+        raise ConfigError(
+            f"a plan of {wanted.model_dump_json(exclude_defaults=True)} on {device}, and init had"
+            f" {mesh.plan.model_dump_json(exclude_defaults=True)} on {mesh.backend.name}",
+            expected="one plan a process",
+        )
+    return mesh
 
 
 def layout() -> Layout:

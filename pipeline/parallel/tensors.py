@@ -1,6 +1,6 @@
 """What lies in shards: norms of it, whole tensors one at a time, and slices of files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,19 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before, fp32, on every rank.
 
-    That of torch.nn.utils fails where some parameters are split over tensor peers and some are not (pytorch issue
-    180346). Nothing waits for the device. After the last backward pass of a step.
+    `model`: or those of its parameters that count. That of torch.nn.utils fails where some parameters are split over
+    tensor peers and some are not (pytorch issue 180346). Nothing waits for the device. After the last backward pass of
+    a step.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for parameter in model.parameters():
+    parameters = [*(model.parameters() if isinstance(model, nn.Module) else model)]
+    for parameter in parameters:
         if parameter.grad is not None:
             by_groups.setdefault(sharing(parameter.grad), []).append(local(parameter.grad))
-    device = next(model.parameters()).device
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=parameters[0].device)
     for groups, grads in by_groups.items():
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         squares = torch.stack(norms).square().sum()
