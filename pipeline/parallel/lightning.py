@@ -27,7 +27,7 @@ from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import NUM_NODES_VARIABLE, World, world_from_env
 
 try:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.precision import Precision

@@ -16,7 +16,7 @@ sys.modules["torch_xla"] = None  # type: ignore[assignment]
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 import trnpipe
@@ -59,7 +59,12 @@ class Classifier(LightningModule):
 
 
 def trainer_of(strategy: Any, devices: int, **more: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    quiet: Any = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, **quiet, **more)
 
 
@@ -70,7 +75,7 @@ def trained(
     drawn = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 5, (6 * SIZE, 4), generator=drawn)
     rows = TensorDataset(tokens, tokens.sum(1) % 3)
-    alone = DistributedSampler(rows, 1, 0) if devices == 1 else None  # else Lightning's, of the strategy's ranks
+    alone: Any = DistributedSampler(rows, 1, 0) if devices == 1 else None  # else Lightning's, of the strategy's ranks
     callbacks: Any = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else None
     limits: Any = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     trainer = trainer_of(strategy, devices, callbacks=callbacks, enable_checkpointing=folder is not None, **limits)
@@ -87,7 +92,7 @@ def matrix(words: str, plan: str) -> dict[str, Any]:
     """One process, which needs no other; the articles' snippet; ours, over the group that is there; checkpoints."""
     ranks, folder = int(os.environ["WORLD_SIZE"]), Path(words)
     plain = folder / f"plain-{os.environ['RANK']}"
-    found = {"plain": trained(SingleDeviceStrategy("cpu"), 1, 1, folder=plain)}
+    found: dict[str, Any] = {"plain": trained(SingleDeviceStrategy("cpu"), 1, 1, folder=plain)}
 
     env = LightningEnvironment()
     env.world_size = lambda: int(os.environ["WORLD_SIZE"])  # type: ignore[method-assign]
