@@ -1,7 +1,7 @@
-"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--processes 2]`: must hold 3 in full.
+"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--processes 2] [--mesh 2:shard_degree=2 ...]`.
 
 Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
-that nobody touched. Exit 0 when all of them do.
+that nobody touched. Exit 0 when all of them do. With several meshes (processes and a plan) cycles take turns.
 """
 
 import argparse
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("cpu", "xla"), default="cpu")
     parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
     parser.add_argument("--processes", type=int, default=1, help="ranks that train together")
+    parser.add_argument("--mesh", nargs="*", default=[], help="PROCESSES:key=value,... of train.parallel, in turns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with ExitStack() as stack:
@@ -40,15 +41,15 @@ def main() -> int:
 
 def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
     started = time.monotonic()
-    flags: tuple[str, ...] = ON_XLA if arguments.backend == "xla" else TINY
-    if arguments.processes > 1:
-        flags += (f"--launch.processes={arguments.processes}", "--train.candidates-per-query=2")
-    whole = reference(arguments.backend, flags)
-    start_s = time.monotonic() - started
-    print(f"reference: candidate {whole.candidate}, {len(whole.trace)} steps", flush=True)
+    cases = [_flags(arguments.backend, mesh) for mesh in arguments.mesh or [f"{arguments.processes}:"]]
+    wholes = [reference(arguments.backend, flags) for flags in cases]
+    start_s = (time.monotonic() - started) / len(cases)
+    for whole in wholes:
+        print(f"reference: candidate {whole.candidate}, {len(whole.trace)} steps", flush=True)
     rng = random.Random(arguments.seed)
     counts, kills, cycles, different = Counter[str](), 0, 0, 0
     while kills < arguments.kills:
+        whole, flags = wholes[cycles % len(cases)], cases[cycles % len(cases)]
         cycles += 1
         home = folder / f"cycle-{cycles}"
         home.mkdir()
@@ -59,12 +60,21 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
         counts.update(hits)
         problem = _difference(whole, place)
         different += bool(problem)
-        print(f"cycle {cycles}: {problem or 'bit-identical'} after {len(hits)} kills", flush=True)
+        print(f"cycle {cycles}: {problem or 'bit-identical'} after {len(hits)} kills {flags[-3:]}", flush=True)
     verdict = "ALL BIT-IDENTICAL" if not different else f"{different} OF {cycles} CYCLES DIFFER"
     print(f"{verdict}: {kills} kills in {cycles} cycles on {arguments.backend}{' with s3' if server else ''}")
     for what, number in sorted(counts.items()):
         print(f"  {number:3d}  {what}")
     return bool(different)
+
+
+def _flags(backend: str, mesh: str) -> tuple[str, ...]:
+    flags: tuple[str, ...] = ON_XLA if backend == "xla" else TINY
+    processes, _, plan = mesh.partition(":")
+    if processes != "1":
+        flags += (f"--launch.processes={processes}", "--train.candidates-per-query=2")
+    keys = (key.partition("=") for key in plan.split(",") if key)
+    return flags + tuple(f"--train.parallel.{name.replace('_', '-')}={value}" for name, _, value in keys)
 
 
 def _new_place(home: Path, backend: str, flags: tuple[str, ...], server: S3Server | None, *, empty: bool) -> Place:
