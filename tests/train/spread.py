@@ -1,6 +1,8 @@
 """Training over ranks, in one of which this is called (tests/ranks.py), or alone: what comes of it, by plan."""
 
 import json
+import time
+from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -12,9 +14,12 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.compile.watch import NoWatch
+from pipeline.core.errors import TransientError
 from pipeline.core.shuffle import stream_key
+from pipeline.core.stop import StopSignal
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
+from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_ranks
@@ -43,6 +48,7 @@ class Trained(NamedTuple):
     figures: list[dict[str, float]]
     logits: list[list[float]]
     """Of one batch, by the model that is served."""
+    holdout: Sequence[float | None] = ()
 
 
 def config_of(plan: dict[str, Any], **changes: Any) -> TrainConfig:
@@ -82,6 +88,20 @@ class Place:
             program.step(micros[number * count : (number + 1) * count], seeds=seeds if program.has_dropout else [])
         return Trained(program.read_figures(stop - start), logits.tolist())
 
+    def evaluated(self, program: TrainProgram) -> HoldoutFigures:
+        """Of more rows than fill the batches of all ranks."""
+        return evaluate_holdout(
+            program.outputs,
+            self.backend,
+            self.rows,
+            label_gains=SPEC.label_gains,
+            batch_size=8,
+            limit=87,
+            gang=self.gang,
+            stop=StopSignal(),
+            search_pad_id=self.rows.pad_id,
+        )
+
 
 def pairs_of(rows: TokenRows) -> dict[str, Tensor]:
     return to_tensors(rows.read(np.zeros(8, dtype=np.int64), np.arange(8), 0))
@@ -108,7 +128,7 @@ def alone(config: TrainConfig, folder: Path, name: str = "alone", model: ModelCo
         save(program, folder / f"{name}-half")
         last = place.train(program, HALF, STEPS)
         save(program, folder / f"{name}-end")
-    return Trained(first.figures + last.figures, last.logits)
+        return Trained(first.figures + last.figures, last.logits, list(astuple(place.evaluated(program))))
 
 
 def go_on(config: TrainConfig, folder: Path, name: str) -> Trained:
@@ -144,9 +164,30 @@ def over_ranks(folder: str, cases: str) -> list[dict[str, Any]]:
             found.append(
                 {
                     "whole": Trained(figures + last.figures, last.logits)._asdict(),
+                    "holdout": list(astuple(place.evaluated(first))),
                     "again": Trained(figures + repeated.figures, repeated.logits)._asdict(),
                     "theirs": place.train(theirs, HALF, STEPS)._asdict(),
                     "state": sum(one.numel() for one in first.strategy.masters),
                 }
             )
     return found
+
+
+def hung(folder: str, timeout_s: str) -> None:
+    """Rank 0 is late for a step; the others leave how long they waited for it."""
+    world = world_from_env()
+    config = config_of({"shard_degree": 0}, collective_timeout_s=float(timeout_s))
+    layout = run_layout(config, world.world_size, world.rank)
+    with open_ranks("cpu", world, timeout_s=60, layout=layout) as (gang, backend), TemporaryDirectory() as rows:
+        place = Place(gang, backend, config, rows, SMALL)
+        program = place.program()
+        place.train(program, 0, 1)
+        gang.barrier()
+        if world.rank == 0:
+            time.sleep(float(timeout_s) + 5)
+        started = time.monotonic()
+        try:
+            place.train(program, 1, 2)
+        except TransientError:
+            (Path(folder) / f"waited-{world.rank}").write_text(str(time.monotonic() - started))
+            raise

@@ -43,6 +43,7 @@ def check_plans(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> l
             torch.testing.assert_close(torch.tensor(whole["logits"]), torch.tensor(expected.logits), rtol=0, atol=1e-5)
             assert whole == again, f"{name}: a resume is the same to the bit"
             check_alike(rank[number]["theirs"]["figures"], expected.figures[HALF:])
+            assert rank[number]["holdout"] == pytest.approx(expected.holdout, rel=1e-4)
         for kind in ("weights", "optimizer"):
             assert (folder / f"{name}-end.{kind}").read_bytes() == (folder / f"{name}-again.{kind}").read_bytes()
             assert difference(folder / f"{name}-end.{kind}", folder / f"alone-end.{kind}") <= WEIGHT
@@ -60,3 +61,31 @@ def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> No
     sizes = [[rank[number]["state"] for rank in found] for number in range(2)]
     whole = sum(tensor.numel() for tensor in load_file(tmp_path / "alone-end.weights").values())
     assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole + 1, "the temperature is whole"
+
+
+@pytest.mark.thorough
+def test_two_ranks(tmp_path: Path) -> None:
+    cases = {
+        "shards": {"plan": {"shard_degree": 0}},
+        "replicas": {"plan": {"shard_degree": 1}},
+        "tensor": {"plan": {"tensor_degree": 2}},
+        "recompute": {"plan": {"shard_degree": 2, "recompute": "units"}},
+        "offload": {"plan": {"shard_degree": 2, "offload_horizon": 2}},
+    }
+    check_plans(tmp_path, 2, cases)
+
+
+@pytest.mark.thorough
+def test_four_ranks(tmp_path: Path) -> None:
+    check_plans(tmp_path, 4, {"shards": {"plan": {"shard_degree": 0}}, "tensor": {"plan": {"tensor_degree": 4}}})
+
+
+@pytest.mark.thorough
+def test_eight_ranks(tmp_path: Path) -> None:
+    check_plans(tmp_path, 8, {"all": {"plan": {"shard_degree": 2, "tensor_degree": 2, "offload_horizon": 2}}})
+
+
+@pytest.mark.stage
+def test_a_rank_that_does_not_come_ends_all_in_time(tmp_path: Path) -> None:
+    run_ranks("tests.train.spread:hung", 2, tmp_path, str(tmp_path), "2", code=75)
+    assert float((tmp_path / "waited-1").read_text()) < 2 + 5
