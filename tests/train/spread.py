@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
