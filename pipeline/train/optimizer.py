@@ -58,20 +58,28 @@ class AdamW:
         self._rates = list(rates or [1.0] * len(self.masters))
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        self._update = self._traced if traced else self._fused
+        # What has the same decay and rate, for one call of the fused kernel; traced updates stand for themselves.
+        alike: dict[object, list[int]] = {}
+        for index, key in enumerate(zip(self._decays, self._rates, strict=True)):
+            alike.setdefault(index if traced else key, []).append(index)
+        self._calls = list(alike.values())
+        self._traced = traced
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """Update in place where `ok` (bool scalar). `clip` (fp32 scalar) scales the gradients, `control` see above."""
-        for index, grad in enumerate(grads):
-            self._update(index, grad, self._decays[index], control, clip, ok)
+        for indices in self._calls:
+            if self._traced:
+                self._written_out(indices[0], grads[indices[0]], control, clip, ok)
+            else:
+                self._fused(indices, [grads[index] for index in indices], control, clip, ok)
 
-    def _traced(self, index: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+    def _written_out(self, index: int, grad: Tensor, control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """The decision is folded into scalars, which halves the time of choosing whole vectors with `where`.
 
         A skipped step multiplies by one and adds zero: nothing changes by a bit, whatever the gradient holds.
         """
-        config = self.config
+        config, decay = self.config, self._decays[index]
         master, first, second = self.masters[index], self.exp_avg[index], self.exp_avg_sq[index]
         taken = ok.float()
         gain1, gain2 = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2)
@@ -88,19 +96,19 @@ class AdamW:
         factor = self._rates[index]
         return control[0] if factor == 1.0 else control[0] * factor
 
-    def _fused(self, index: int, grad: Tensor, decay: float, control: Tensor, clip: Tensor, ok: Tensor) -> None:
+    def _fused(self, indices: Sequence[int], grads: list[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         config = self.config
         torch._fused_adamw_(
-            [self.masters[index]],
-            [grad],
-            [self.exp_avg[index]],
-            [self.exp_avg_sq[index]],
+            [self.masters[index] for index in indices],
+            grads,
+            [self.exp_avg[index] for index in indices],
+            [self.exp_avg_sq[index] for index in indices],
             [],
-            [control[3]],
-            lr=self._rate(index, control),
+            [control[3]] * len(indices),
+            lr=self._rate(indices[0], control),
             beta1=config.beta1,
             beta2=config.beta2,
-            weight_decay=decay,
+            weight_decay=self._decays[indices[0]],
             eps=config.eps,
             amsgrad=False,
             maximize=False,

@@ -65,7 +65,7 @@ def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> No
 
 @pytest.mark.thorough
 def test_two_ranks(tmp_path: Path) -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "shards": {"plan": {"shard_degree": 0}},
         "replicas": {"plan": {"shard_degree": 1}},
         "tensor": {"plan": {"tensor_degree": 2}},

@@ -1,0 +1,50 @@
+"""A run whose model lies in slices over ranks is killed and goes on, over the same ranks or others."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.fault.harness import TINY, Place, reference
+from tests.fault.kills import Moment, kill_at
+from tests.fault.test_elastic import assert_losses_agree, digests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SHORT = (
+    *TINY,
+    "--train.max-steps=24",
+    "--train.evaluate-every=12",
+    "--checkpoint.every-steps=6",
+    "--log.every-steps=2",
+    "--train.candidates-per-query=2",
+)
+
+
+def over(processes: int, **plan: object) -> tuple[str, ...]:
+    keys = (f"--train.parallel.{name.replace('_', '-')}={value}" for name, value in plan.items())
+    return (f"--launch.processes={processes}", *keys)
+
+
+def test_two_ranks_with_slices_go_on_to_the_bit(place: Callable[..., Place]) -> None:
+    sliced = (*SHORT, *over(2, shard_degree=2))
+    here = place("cpu", sliced)
+    run, doing = kill_at(here, Moment("step", 14, 0.02))
+    assert doing, f"ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
+    here.run("train")
+    assert here.ended() == reference("cpu", sliced)
+    assert [event["step"] for event in here.events("train_resumed")] == [12]
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_under_other_plans(place: Callable[..., Place]) -> None:
+    alone, here = reference("cpu", SHORT), place("cpu", SHORT)
+    plans = [over(4, shard_degree=2), over(1), over(4, shard_degree=2, tensor_degree=2), over(2, shard_degree=0)]
+    for step, plan in zip((6, 11, 17), plans, strict=False):
+        run = here.start("train", *plan)
+        assert run.until(lambda step=step: here.step() >= step), run.err[-3000:]  # type: ignore[misc]
+        assert run.terminate() == 143, run.err[-3000:]
+    here.run("train", *plans[-1])
+    worlds = [event["world_size"] for event in here.events("train_started")]
+    assert worlds == [4, 1, 4, 2]
+    assert digests(here.trace()) == digests(alone.trace)
+    assert_losses_agree(here.trace(), alone.trace, num_steps=24, relative=1e-6)
