@@ -140,6 +140,42 @@ def test_the_same_bits_whatever_the_horizon() -> None:
             assert all(torch.equal(*pair) for pair in zip(stepped(model), expected, strict=True))
 
 
+class Slow(CpuBackend):
+    """Its copies are made when they are waited for, and not a moment before, as a stream may."""
+
+    too_early = 0
+    """Times that memory of a copy under way was let go."""
+
+    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
+        copies = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+        pending = [True]
+
+        def gone(_: weakref.ref[Tensor]) -> None:
+            self.too_early += len(pending)
+
+        sides = [
+            (weakref.ref(copy, gone), weakref.ref(tensor, gone)) for copy, tensor in zip(copies, tensors, strict=True)
+        ]
+
+        def wait() -> None:
+            for ours, theirs in sides if pending else ():
+                copy, tensor = ours(), theirs()
+                assert copy is not None and tensor is not None
+                copy.data.copy_(tensor)  # its first values: no change of its version
+            pending.clear()
+
+        return copies, wait
+
+
+def test_copies_are_waited_for() -> None:
+    expected, backend = stepped(Model(CpuBackend(), None)), Slow()
+    for horizon in (1, 2, 4):
+        model = Model(backend, horizon)
+        model(16)  # and no backward
+        assert all(torch.equal(*pair) for pair in zip(stepped(model), expected, strict=True))
+    assert backend.too_early == 0
+
+
 @pytest.mark.parametrize(("horizon", "late"), [(1, UNITS * PASSES - 1), (2, 0), (4, 0)])
 def test_few_are_on_the_device_and_come_ahead_of_need(horizon: int, late: int) -> None:
     backend = Recording()
