@@ -2,23 +2,29 @@
 
 import hashlib
 import json
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-from pipeline.backends import open_host
+from pipeline.core.errors import CheckpointError, ConfigError, TrnpipeError
 from pipeline.model.relevance import build_model
-from pipeline.parallel.config import Plan
+from pipeline.parallel import files
 from pipeline.parallel.delayed import delayed_init
 from pipeline.parallel.files import load, save
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.tensors import local
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.tensors import Slices, local
 from pipeline.parallel.transform import spread
 from tests.parallel.test_transform import INPUTS, MODEL, adamw, encoder_layers, opened, train
+from tests.parallel.test_units import bert, llama
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_files"
@@ -37,12 +43,13 @@ def matrix(folder: str, *plans: str) -> dict[str, Any]:
     expected = train(alone, None, range(STEPS), optimizer)
     dist.init_process_group("gloo")
     meshes = [opened(json.loads(plan)) for plan in plans]
-    worst, exact, halves = 0.0, [], {}
+    worst, exact = 0.0, []
+    halves: dict[Path, tuple[Mesh, list[list[float]]]] = {}
     for mesh in meshes:
         model = spread(build_model(MODEL, INPUTS, seed=1), mesh, units=encoder_layers)
         optimizer = adamw(model)
         train(model, mesh, range(HALF), optimizer)
-        saved = Path(folder) / f"{mesh.layout.shard_size}-{mesh.layout.tensor_size}"
+        saved = Path(folder) / str(len(halves))
         save(saved, model, optimizer)
         halves[saved] = (mesh, train(model, mesh, range(HALF, STEPS), optimizer))
     for saved, (first, rest) in halves.items():
@@ -62,32 +69,42 @@ def matrix(folder: str, *plans: str) -> dict[str, Any]:
 
 
 FILES = ("model.safetensors", "optimizer.safetensors")
-MESHES: list[dict[str, Any]] = [
-    {"shard_degree": 4},
-    {"shard_degree": 2},
-    {"shard_degree": 2, "tensor_degree": 2},
-]
+MESHES: list[dict[str, Any]] = [{"shard_degree": 2}, {"shard_degree": 2, "tensor_degree": 2}]
+ALL: list[dict[str, Any]] = [*MESHES, {"shard_degree": 4}, {"shard_degree": 1}, {"shard": "state", "shard_degree": 2}]
 
 
-def test_a_run_goes_on_from_any_mesh_on_any_other(tmp_path: Path) -> None:
-    plans = map(json.dumps, MESHES)
-    for found in run_ranks(f"{CASES}:matrix", 4, tmp_path, str(tmp_path / "saved"), *plans):
-        assert found["exact"] == [True] * len(MESHES)
+@pytest.mark.parametrize("plans", [MESHES, pytest.param(ALL, marks=pytest.mark.thorough)])
+def test_a_run_goes_on_from_any_mesh_on_any_other(tmp_path: Path, plans: list[dict[str, Any]]) -> None:
+    words = map(json.dumps, plans)
+    for found in run_ranks(f"{CASES}:matrix", 4, tmp_path, str(tmp_path / "saved"), *words):
+        assert found["exact"] == [True] * len(plans)
         assert found["worst"] <= 1e-6
 
 
 def same_bytes(folder: str, *plans: str) -> list[int]:
     """A model loaded and saved on each mesh; the elements that this rank read."""
     dist.init_process_group("gloo")
-    read = []
-    for plan in plans:
+    found, reader = [], files._reader
+    taken: list[int] = []
+
+    def counted(file: Any, name: str) -> Callable[[Slices], Tensor]:
+        def piece(where: Slices) -> Tensor:
+            taken.append(reader(file, name)(where).numel())
+            return reader(file, name)(where)
+
+        return piece
+
+    files._reader = counted
+    for number, plan in enumerate(plans):
         mesh = opened(json.loads(plan))
         with delayed_init(Path(folder) / "one"):
             model = build_model(MODEL, INPUTS, seed=2 + dist.get_rank())
         spread(model, mesh, units=encoder_layers)
-        read.append(sum(local(parameter).numel() for parameter in model.parameters()))
-        save(Path(folder) / str(len(read)), model)
-    return read
+        assert sum(taken) == sum(local(parameter).numel() for parameter in model.parameters())
+        found.append(sum(taken))
+        taken.clear()
+        save(Path(folder) / str(number), model)
+    return found
 
 
 def test_files_are_the_same_bytes_from_every_mesh(tmp_path: Path) -> None:
@@ -96,12 +113,94 @@ def test_files_are_the_same_bytes_from_every_mesh(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "theirs.safetensors", {"format": "pt"})
     expected = sha256(tmp_path / "theirs.safetensors")
     assert sha256(tmp_path / "one/model.safetensors") == expected
-    plans = list(map(json.dumps, MESHES))
+    plans = map(json.dumps, [{"shard_degree": 4}, *MESHES])
     size = sum(parameter.numel() for parameter in model.parameters())
     for read in run_ranks(f"{CASES}:same_bytes", 4, tmp_path / "ranks", str(tmp_path), *plans):
         assert read[0] < size / 3.5 and read[1] < size / 1.9
-    assert [sha256(tmp_path / str(number) / "model.safetensors") for number in (1, 2, 3)] == [expected] * 3
+    assert [sha256(tmp_path / str(number) / "model.safetensors") for number in range(3)] == [expected] * 3
 
 
-def one_rank(model: nn.Module) -> nn.Module:
-    return spread(model, open_mesh(Plan(), open_host(), timeout_s=30))
+def full_disk(folder: str) -> list[str]:
+    """Rank 0 alone fails, half way through."""
+    dist.init_process_group("gloo")
+    model = spread(build_model(MODEL, INPUTS, seed=1), opened({}), units=encoder_layers)
+    save(folder, model)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    found = []
+    for target in (folder, "/proc/none"):
+        with pytest.raises(TrnpipeError) as caught:
+            save(target, model)
+        found.append(caught.value.seen)
+    load(folder, model)
+    return found
+
+
+def test_what_fails_on_rank_0_fails_on_all_and_leaves_what_was_there(tmp_path: Path) -> None:
+    first, second = run_ranks(f"{CASES}:full_disk", 2, tmp_path / "ranks", str(tmp_path / "saved"))
+    assert first == second
+    assert "EFBIG" in first[0] and "/proc/none" in first[1]
+
+
+def test_what_is_not_this_models(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = adamw(model)
+    save(tmp_path / "saved", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"'weight' is \[4, 3\].*\n.*\[4, 5\]"):
+        load(tmp_path / "saved", nn.Linear(5, 4))
+    with pytest.raises(CheckpointError, match=r"'bias' is \[4\].*\n.*nothing of that name"):
+        load(tmp_path / "saved", nn.Linear(3, 4, bias=False))
+    with pytest.raises(CheckpointError, match="1 groups of other parameters"):
+        load(tmp_path / "saved", model, torch.optim.SGD([model.weight]))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "other", model)
+    with pytest.raises(ConfigError, match=r"2 parameters that are not the model's.*\n.*\n.*transform"):
+        save(tmp_path / "saved", nn.Linear(3, 4), optimizer)
+    (tmp_path / "saved/model.safetensors").write_bytes(b"0" * (tmp_path / "saved/model.safetensors").stat().st_size)
+    with pytest.raises(CheckpointError, match="xxh3_128"):
+        load(tmp_path / "saved", model)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
+def test_other_optimizers_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
+    model = nn.Linear(3, 4)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step(model, optimizer)
+    schedule.step()
+    save(tmp_path, model, optimizer)
+    other = nn.Linear(3, 4)
+    other_optimizer = getattr(torch.optim, kind)(other.parameters())
+    load(tmp_path, other, other_optimizer)
+    assert other_optimizer.param_groups[0]["lr"] == 0.005
+    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        step(one, its_optimizer)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_it_loads_in_transformers(tmp_path: Path) -> None:
+    for make in (bert, partial(llama, tie_word_embeddings=True)):
+        model: Any = make()
+        save(tmp_path, model)
+        model.config.save_pretrained(tmp_path)
+        again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_numbers_of_all_types_are_as_safetensors_writes_them(tmp_path: Path) -> None:
+    model = nn.Module()
+    for number, kind in enumerate(files._TYPES):
+        model.register_buffer(f"b{number % 3}-{number} \u00e9", torch.arange(number + 1).to(kind))
+    model.register_buffer("scalar", torch.tensor(3.0))
+    model.register_buffer("empty", torch.zeros(0, 3))
+    save(tmp_path, model)
+    save_file(model.state_dict(), tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
