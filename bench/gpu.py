@@ -3,7 +3,6 @@
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from bench.gpu_side import SIDES, VOCABULARY
@@ -50,11 +49,11 @@ def peak_flops() -> tuple[str, float | None]:
     return name, next((1e12 * peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
-def seconds_of(names: Sequence[str], flags: list[str], *, blocks: int, block: int) -> dict[str, list[float]]:
+def seconds_of(flags: list[str], *, blocks: int, block: int) -> dict[str, list[float]]:
     """Seconds a step by side, one value a block."""
     with ExitStack() as stack:
         sides = {
-            name: stack.enter_context(Side([sys.executable, "-m", "bench.gpu_side", name, *flags])) for name in names
+            name: stack.enter_context(Side([sys.executable, "-m", "bench.gpu_side", name, *flags])) for name in SIDES
         }
         for number in range(blocks):
             for side in sides.values() if number % 2 else reversed(sides.values()):
@@ -71,7 +70,7 @@ def run(*, quick: bool) -> Result:
     print(FORMULA, flush=True)
     for tokens, batch_size in batches.items():
         flags = ["--device", device, "--preset", preset, "--tokens", str(tokens), "--batch-size", str(batch_size)]
-        found, work = seconds_of(SIDES, flags, blocks=blocks, block=block), flops(preset, batch_size, tokens)
+        found, work = seconds_of(flags, blocks=blocks, block=block), flops(preset, batch_size, tokens)
         best = min(SIDES[:3], key=lambda side: statistics.median(found[side]))
         shape = f"texts of {tokens} tokens, batch {batch_size}"
         for side, seconds in found.items():
@@ -89,29 +88,7 @@ def run(*, quick: bool) -> Result:
     return finish(NAME, TITLE, METHOD, figures, quick=quick, settings=settings, **judged)  # type: ignore[arg-type]
 
 
-HOST_NAME = "module_program"
-HOST_TITLE = "Time of a step of the module program at shard degree 1, over that of the flat program; one rank, CPU"
-HOST_METHOD = """
-Preset small in fp32, 16 pairs of texts of 32 tokens, one thread; two processes take blocks of steps in turn, each the
-program of our own training: flat vectors, and a module spread by FSDP2 over the one rank. Nobody pays it unasked: a
-plan with all degrees 1 is the flat program.
-"""
-
-
-def run_on_host(*, quick: bool) -> Result:
-    """What the module program costs where it gains nothing."""
-    preset, blocks, block = ("tiny", 1, 1) if quick else ("small", 6, 4)
-    flags = ["--device", "cpu", "--preset", preset, "--tokens", "32", "--batch-size", "16"]
-    found = seconds_of(("flat", "module"), flags, blocks=blocks, block=block)
-    ratios = [module / flat for module, flat in zip(found["module"], found["flat"], strict=True)]
-    figures = [figure("ratio", ratios, "x", "module program / flat program")]
-    figures += [figure(name, [1e3 * one for one in found[name]], "ms", f"step, {name} program") for name in found]
-    return finish(HOST_NAME, HOST_TITLE, HOST_METHOD, figures, quick=quick, settings={"preset": preset})
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="tiny, on the host: proves that the script works")
-    parser.add_argument("--host", action="store_true", help="the module program against the flat one, without a GPU")
-    asked = parser.parse_args()
-    (run_on_host if asked.host else run)(quick=asked.quick)
+    run(quick=parser.parse_args().quick)

@@ -134,7 +134,8 @@ def _answer(
     )
     jitter, jitter_source = _jitter(workspace, cycle_name(settings))
     alone = layout_of(0, fabric.ranks, shard_degree=1, tensor_degree=plan.tensor_degree)
-    spread = Spread(alone, plan.shard, plan.recompute == "units", overlaps="all" in fabric.shards)
+    in_modules = plan.tensor_degree > 1 or plan.offload_horizon > 0 or (plan.shard == "all" and plan.shard_degree != 1)
+    spread = Spread(alone, plan.shard, plan.recompute == "units", overlaps=in_modules)
     table = scaled(work, spread, fabric, shard_degree=plan.shard_degree, jitter=jitter)
     if not table:
         raise ConfigError(
@@ -142,20 +143,34 @@ def _answer(
             expected=f"degrees that divide the ranks of {', '.join(map(str, NODES[:-1]))} or {NODES[-1]} nodes",
         )
 
-    def tracked(shard_degree: int, recompute: bool, ranks: int) -> Memory:
-        update = {"shard_degree": shard_degree, "recompute": "units" if recompute else "none"}
+    def tracked(ranks: int, **update: int | str) -> Memory:
+        update = {"precision": "bf16" if low else "fp32", **update}
         return tracked_memory(settings, shapes, plan.model_copy(update=update), ranks, samples, tokens)
 
     if "all" in fabric.shards:
-        asked = tracked(plan.shard_degree, spread.recompute, table[0].nodes * fabric.ranks)
+        whole: dict[str, int | str] = {} if in_modules else {"shard_degree": 1, "shard": "all"}
+        asked = tracked(table[0].nodes * fabric.ranks, **whole)
         memory, source = asked.by_use(), "tracked on the modules"
         memory["peak"] = asked.offloaded(plan.offload_horizon)
-        beside = {recompute: tracked(fabric.ranks, recompute, fabric.ranks).beside for recompute in (False, True)}
+        if not in_modules:
+            memory |= _flat_states(work, table[0].layout)
+            memory["peak"] += memory["parameters"] + memory["moments"] - asked.states
+        node_wide: dict[str, int | str] = {"shard_degree": fabric.ranks, "shard": "all", "tensor_degree": 1}
+        kinds = {False: "none", True: "units"}
+        beside = {key: tracked(fabric.ranks, recompute=kind, **node_wide).beside for key, kind in kinds.items()}
     else:
         memory, beside = _of_flat_program(longest.footprint, work, plan, table[0].layout)
         source = "from sizes, as trnpipe doctor"
     best = candidates(work, beside, fabric, nodes, jitter=jitter)[0]
     return Answer(fabric.name, plan, samples, tokens, memory, source, jitter, jitter_source, table, best, nodes)
+
+
+def _flat_states(work: Work, layout: Layout) -> dict[str, int]:
+    """Bytes of a rank of the flat program."""
+    return {
+        "parameters": 4 * work.parameters // layout.shard_size + copy_bytes(work, layout),
+        "moments": 8 * work.parameters // layout.shard_size,
+    }
 
 
 def _of_flat_program(
@@ -166,9 +181,7 @@ def _of_flat_program(
         False: sizes.activation_bytes,
         True: work.layers * work.exchange_bytes + sizes.activation_bytes // work.layers,
     }
-    memory = {
-        "parameters": 4 * work.parameters // layout.shard_size + copy_bytes(work, layout),
-        "moments": 8 * work.parameters // layout.shard_size,
+    memory = _flat_states(work, layout) | {
         "gradients": sizes.gradient_bytes,
         "activations": kept[plan.recompute == "units"] + sizes.workspace_bytes,
     }

@@ -29,16 +29,26 @@ def test_a_machine_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_machine_of_modules_tracks_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ("--train.parallel.shard-degree=16", "--train.parallel.recompute=units")
+    plan = ("--train.parallel.shard-degree=8", "--train.parallel.tensor-degree=2", "--train.parallel.recompute=units")
     code, text = scaling(tmp_path, capsys, "--fabric=p4d.24xlarge", *plan, "--json")
     assert code == 0, text
     found = json.loads(text)
-    assert found["plan"]["shard_degree"] == 16 and found["plan"]["recompute"] == "units"
+    assert found["plan"]["shard_degree"] == 8 and found["plan"]["recompute"] == "units"
     assert found["memory_source"] == "tracked on the modules"
     assert found["memory"]["moments"] == 2 * found["memory"]["parameters"]
     assert [row["nodes"] for row in found["rows"]] == [2, 4, 8, 16, 32, 64, 128]  # 16 ranks are two nodes
     assert found["rows"][0]["weak_efficiency"] == 1.0
     assert found["choice"].startswith("shard_degree 1 ")
+
+
+def test_states_in_slices_are_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--fabric=p4d.24xlarge", "--train.parallel.shard=state", "--train.parallel.shard-degree=8", "--json")
+    code, text = scaling(tmp_path, capsys, *words)
+    assert code == 0, text
+    found = json.loads(text)["memory"]
+    whole = found["moments"]  # 8 P / 8, and whole copies with slices of the masters
+    assert found["parameters"] == pytest.approx(4 * whole + whole / 2, rel=1e-5)
+    assert found["peak"] > found["parameters"] + found["moments"] + found["activations"]
 
 
 def test_jitter_is_that_of_the_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
