@@ -84,6 +84,8 @@ class Workload:
     """None: off."""
     recompute: bool = False
     """Only what goes into a layer is kept for the backward pass, which computes one layer after the other again."""
+    shards: int = 1
+    """Cores that share one state of the optimizer (parallel/strategies/sharded.py)."""
 
     @staticmethod
     def of_groups(
@@ -98,6 +100,7 @@ class Workload:
         moments: int = 2,
         contrastive: ContrastiveBatch | None = None,
         recompute: bool = False,
+        shards: int = 1,
     ) -> "Workload":
         """`samples` products, each `slots` of them with their query in one row of `row_tokens` tokens.
 
@@ -105,9 +108,8 @@ class Workload:
         """
         groups = samples // slots
         passes = (EncoderPass(groups, row_tokens),)
-        return Workload(
-            passes, samples + groups * mined, accumulation, precision, dropout, moments, contrastive, recompute
-        )
+        samples += groups * mined
+        return Workload(passes, samples, accumulation, precision, dropout, moments, contrastive, recompute, shards)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Footprint:
     master_bytes: int
     """fp32 weights that the optimizer updates."""
     compute_bytes: int
-    """The copy in compute precision (bf16 and autocast), none in fp32."""
+    """The copy in compute precision (bf16 and autocast), none in fp32; whole weights beside masters in slices."""
     optimizer_bytes: int
     gradient_bytes: int
     """With accumulation the sum and the newest; in bf16 also the gradient before it becomes fp32."""
@@ -178,10 +180,14 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
             embeddings = workload.contrastive.queries + workload.contrastive.products
             waiting = 4 * encoder.width * embeddings  # their gradients, fp32, for the second pass
             contrastive_bytes = waiting + max(0, contrastive_bytes - activations - workspace)
+    compute = 2 * parameters if low else 0
+    whole = 0 if workload.shards == 1 else max(0, workload.moments - 2) * 4 * parameters  # an average of the weights
+    if workload.shards > 1 and (whole or workload.precision != "bf16"):
+        compute += 4 * parameters
     return Footprint(
-        master_bytes=4 * parameters,
-        compute_bytes=2 * parameters if low else 0,
-        optimizer_bytes=4 * workload.moments * parameters,
+        master_bytes=4 * parameters // workload.shards,
+        compute_bytes=compute,
+        optimizer_bytes=(4 * workload.moments * parameters - whole) // workload.shards + whole,
         gradient_bytes=gradients,
         activation_bytes=activations,
         workspace_bytes=workspace,

@@ -108,7 +108,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
     )
     samples = settings.train.global_batch_size // share.world_size // share.accumulation
     heads = (model.interactions, model.head)
-    contrastive = contrastive_batch(settings.train, share)
+    contrastive, parallel = contrastive_batch(settings.train, share), settings.train.parallel
     return {
         length: estimate(
             sum(parameter.numel() for parameter in model.parameters()),
@@ -123,7 +123,8 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
                 moments=3 if settings.train.average_decay else 2,
                 dropout=settings.model.dropout > 0,
                 contrastive=contrastive,
-                recompute=settings.train.parallel.recompute == "units",
+                recompute=parallel.recompute == "units",
+                shards=(parallel.shard_degree or share.world_size) if parallel.shard == "state" else 1,
             ),
             instance=settings.estimate.instance,
             mfu=settings.estimate.mfu,

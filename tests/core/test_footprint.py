@@ -225,3 +225,20 @@ def test_memory_of_the_contrastive_loss() -> None:
     matrices = 16 * 10_000 * 40_000
     kept = 4 * 128 * 50_000
     assert extra(10_000, two_passes=True) == kept + matrices - beside.activation_bytes - beside.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("precision", "moments", "compute", "optimizer"),
+    [("bf16", 2, 2, 8 / 4), ("fp32", 2, 4, 8 / 4), ("autocast", 2, 6, 8 / 4), ("bf16", 3, 6, 8 / 4 + 4)],
+)
+def test_slices_of_the_state_leave_whole_weights_and_a_whole_average(
+    precision: Precision, moments: int, compute: int, optimizer: float
+) -> None:
+    parameters = 1_000_000
+    alone, shared = (
+        footprint(parameters, TINY, Workload.of_groups(4, 16, precision=precision, moments=moments, shards=shards))
+        for shards in (1, 4)
+    )
+    assert shared.master_bytes == parameters
+    assert (shared.compute_bytes, shared.optimizer_bytes) == (compute * parameters, optimizer * parameters)
+    assert (shared.gradient_bytes, shared.activation_bytes) == (alone.gradient_bytes, alone.activation_bytes)
