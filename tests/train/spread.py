@@ -132,16 +132,16 @@ def alone(config: TrainConfig, folder: Path, name: str = "alone", model: ModelCo
         return Trained(first.figures + last.figures, last.logits, list(astuple(place.evaluated(program))))
 
 
-def go_on(config: TrainConfig, folder: Path, name: str) -> Trained:
+def go_on(config: TrainConfig, folder: Path, name: str, model: ModelConfig = SMALL) -> Trained:
     """One process, flat vectors, from what another one left half-way."""
     with TemporaryDirectory() as rows, open_ranks("cpu", World(), timeout_s=30) as (gang, backend):
-        place = Place(gang, backend, config, rows, SMALL)
+        place = Place(gang, backend, config, rows, model)
         program = place.program()
         restore(program, folder / f"{name}-half")
         return place.train(program, HALF, STEPS)
 
 
-def over_ranks(folder: str, cases: str) -> list[dict[str, Any]]:
+def over_ranks(folder: str, cases: str, dropout: str) -> list[dict[str, Any]]:
     """For each plan (JSON: name -> plan): the whole, and from half-way on out of its own files and of one process."""
     found, world = [], world_from_env()
     torch.set_num_threads(1)
@@ -149,7 +149,7 @@ def over_ranks(folder: str, cases: str) -> list[dict[str, Any]]:
         for name, settings in json.loads(cases).items():
             config = config_of(settings.pop("plan"), **settings)
             gang.layout = run_layout(config, world.world_size, world.rank)
-            place = Place(gang, backend, config, rows, SMALL)
+            place = Place(gang, backend, config, rows, SMALL.model_copy(update={"dropout": float(dropout)}))
             first = place.program(modules=True)
             figures = place.train(first, 0, HALF).figures
             save(first, Path(folder) / f"{name}-half")

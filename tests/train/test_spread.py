@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.train import spread
-from tests.train.spread import HALF, config_of
+from tests.train.spread import HALF, SMALL, config_of
 
 FIGURE, WEIGHT = 1e-6, 1e-5
 
@@ -32,10 +32,12 @@ def check_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) ->
         assert one["temperature"] == pytest.approx(other["temperature"], rel=FIGURE)
 
 
-def check_plans(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    config = config_of({})
-    expected = spread.alone(config, folder)
-    found = run_ranks("tests.train.spread:over_ranks", ranks, folder, str(folder), json.dumps(cases))
+def check_plans(
+    folder: Path, ranks: int, cases: dict[str, dict[str, Any]], dropout: float = 0.0
+) -> list[list[dict[str, Any]]]:
+    config, model = config_of({}), SMALL.model_copy(update={"dropout": dropout})
+    expected = spread.alone(config, folder, model=model)
+    found = run_ranks("tests.train.spread:over_ranks", ranks, folder, str(folder), json.dumps(cases), str(dropout))
     for number, name in enumerate(cases):
         for rank in found:
             whole, again = rank[number]["whole"], rank[number]["again"]
@@ -47,7 +49,7 @@ def check_plans(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> l
         for kind in ("weights", "optimizer"):
             assert (folder / f"{name}-end.{kind}").read_bytes() == (folder / f"{name}-again.{kind}").read_bytes()
             assert difference(folder / f"{name}-end.{kind}", folder / f"alone-end.{kind}") <= WEIGHT
-        check_alike(spread.go_on(config, folder, name).figures, expected.figures[HALF:])
+        check_alike(spread.go_on(config, folder, name, model).figures, expected.figures[HALF:])
     return found
 
 
@@ -73,6 +75,14 @@ def test_two_ranks(tmp_path: Path) -> None:
         "offload": {"plan": {"shard_degree": 2, "offload_horizon": 2}},
     }
     check_plans(tmp_path, 2, cases)
+
+
+@pytest.mark.thorough
+def test_tensor_peers_draw_the_dropout_of_one_rank(tmp_path: Path) -> None:
+    peers: dict[str, Any] = {"tensor_degree": 2}
+    again = {**peers, "recompute": "units", "offload_horizon": 1}
+    cases: dict[str, dict[str, Any]] = {"peers": {"plan": peers}, "again": {"plan": again}}
+    check_plans(tmp_path, 2, cases, dropout=0.1)
 
 
 @pytest.mark.thorough

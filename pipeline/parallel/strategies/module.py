@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-
-# There is no public way to learn which slice of a whole tensor is this rank's; tests/parallel/test_module.py fails when
-# this one goes.
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.backends import HostGather, HostMean
 from pipeline.core.errors import CheckpointError
@@ -26,8 +22,8 @@ from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.strategies.base import Precision, State
 from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, split_saved
-from pipeline.parallel.tensor_plan import fused_parts, interleaved
-from pipeline.parallel.tensors import local, sharing, whole
+from pipeline.parallel.tensor_plan import fused_parts
+from pipeline.parallel.tensors import fill, local, sharing, whole
 from pipeline.parallel.transform import spread
 
 
@@ -234,28 +230,31 @@ class ModuleStrategy:
             raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
         for index, name in enumerate(self.names):
             for tensors in into:
-                tensors[index].copy_(self._slice(index, weights[name]))
+                self._fill(index, tensors[index], weights[name])
         for name, vector in (saved or {}).items():
             indices = self._indices(name, len(state[name]))
             sizes = [self.parts[i].size if i >= 0 else one.numel() for i, one in zip(indices, state[name], strict=True)]
             pieces = split_saved(name, vector, sizes)
             for index, ours, incoming in zip(indices, state[name], pieces, strict=True):
-                ours.copy_(incoming if index < 0 else self._slice(index, self._unpacked(index, incoming)))
+                if index < 0:
+                    ours.copy_(incoming)
+                else:
+                    self._fill(index, ours, self._unpacked(index, incoming))
         self._forget_whole()
         self.backend.synchronise()
 
     def _unpacked(self, index: int, flat: Tensor) -> Tensor:
         return FlatLayout((self.parts[index],)).unpack([flat])[self.names[index]]
 
-    def _slice(self, index: int, full: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of one of its moments."""
-        parameter, fused = self._parameters[index], self._fused[index]
+    def _fill(self, index: int, ours: Tensor, full: Tensor) -> None:
+        """This rank's part of a whole parameter, or of one of its moments. Nothing else of it is read."""
+        parameter = self._parameters[index]
         if not isinstance(parameter, DTensor):
-            return full
-        full = interleaved(full, fused) if fused > 1 else full
-        mesh, placements = parameter.device_mesh, parameter.placements
-        sizes, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        return full[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+            ours.copy_(full)
+            return
+        carrier = torch.empty_like(parameter, requires_grad=False)
+        fill(carrier, lambda slices: full[slices], self._fused[index])
+        ours.copy_(local(carrier))
 
 
 _ONE_VECTOR_MIB = 2.0**40
