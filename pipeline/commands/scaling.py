@@ -116,12 +116,14 @@ def _answer(
 ) -> Answer:
     train, size, samples = settings.train, settings.model.encoder, settings.train.micro_batch_size
     node = {
-        # Without recomputation: `Spread` and `_of_flat_program` reckon with it.
         "train": train.model_copy(update={"global_batch_size": samples * fabric.ranks, "parallel": TrainPlan()}),
         "estimate": settings.estimate.model_copy(update={"instance": "trn1.32xlarge"}),  # any: only sizes are read
     }
-    by_length = estimates(settings.model_copy(update=node), shapes, RankShare(0, fabric.ranks, 1))
-    tokens, longest = max(by_length.items())
+    again = {**node, "train": node["train"].model_copy(update={"parallel": TrainPlan(recompute="units")})}
+    one_rank = RankShare(0, fabric.ranks, 1)
+    by_length = [estimates(settings.model_copy(update=one), shapes, one_rank) for one in (node, again)]
+    tokens, longest = max(by_length[0].items())
+    sizes = {recompute: found[tokens].footprint for recompute, found in zip((False, True), by_length, strict=True)}
     low = plan.precision == "bf16" or train.precision != "fp32"
     peak = (fabric.tflops_bf16 if low else fabric.tflops_fp32) * 1e12 * settings.estimate.mfu
     work = Work(
@@ -159,7 +161,7 @@ def _answer(
         kinds = {False: "none", True: "units"}
         beside = {key: tracked(fabric.ranks, recompute=kind, **node_wide).beside for key, kind in kinds.items()}
     else:
-        memory, beside = _of_flat_program(longest.footprint, work, plan, table[0].layout)
+        memory, beside = _of_flat_program(sizes, work, plan, table[0].layout)
         source = "from sizes, as trnpipe doctor"
     best = candidates(work, beside, fabric, nodes, jitter=jitter)[0]
     return Answer(fabric.name, plan, samples, tokens, memory, source, jitter, jitter_source, table, best, nodes)
@@ -174,19 +176,15 @@ def _flat_states(work: Work, layout: Layout) -> dict[str, int]:
 
 
 def _of_flat_program(
-    sizes: Footprint, work: Work, plan: Plan, layout: Layout
+    sizes: Mapping[bool, Footprint], work: Work, plan: Plan, layout: Layout
 ) -> tuple[dict[str, int], dict[bool, int]]:
-    """(bytes by use under `plan`, what a step takes beside states and gradient without and with recomputation)."""
-    kept = {
-        False: sizes.activation_bytes,
-        True: work.layers * work.exchange_bytes + sizes.activation_bytes // work.layers,
-    }
+    """(bytes by use under `plan`, what a step takes beside states and gradient), `sizes` and these by recomputation."""
+    kept = {recompute: one.activation_bytes + one.workspace_bytes for recompute, one in sizes.items()}
     memory = _flat_states(work, layout) | {
-        "gradients": sizes.gradient_bytes,
-        "activations": kept[plan.recompute == "units"] + sizes.workspace_bytes,
+        "gradients": sizes[False].gradient_bytes,
+        "activations": kept[plan.recompute == "units"],
     }
-    memory["peak"] = sum(memory.values())
-    return memory, {recompute: size + sizes.workspace_bytes for recompute, size in kept.items()}
+    return memory | {"peak": sum(memory.values())}, kept
 
 
 def _jitter(workspace: Storage, cycle: str) -> tuple[float, str]:
