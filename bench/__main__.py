@@ -43,6 +43,7 @@ BENCHES: dict[str, Bench] = {
     ),
     "two_pass": Bench("two_pass", "what the loss over a whole batch costs in micro-batches (--only)", by_default=False),
     "gpu": Bench("gpu", "over 50 % of a GPU's peak, ahead of DDP and Trainer (needs a GPU: --only)", by_default=False),
+    "module_overhead": Bench("module_overhead", "what the program over modules costs where nothing is sharded"),
     "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
     "chaos": Bench(

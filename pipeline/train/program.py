@@ -1,7 +1,7 @@
 """The training program of a run: its model, spread as the plan says."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.compile.watch import GraphWatch
@@ -13,10 +13,12 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
 from pipeline.parallel.strategies.base import Strategy
 from pipeline.parallel.strategies.flat import FlatStrategy
-from pipeline.parallel.strategies.module import ModuleStrategy
 from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.step import TrainProgram
+
+if TYPE_CHECKING:
+    from pipeline.parallel.strategies.module import ModuleStrategy
 
 
 def open_program(
@@ -44,8 +46,10 @@ def open_program(
     return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
 
 
-def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> ModuleStrategy:
+def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> "ModuleStrategy":
     """Shards, tensor peers and units as the plan of the run says. Takes the model over."""
+    from pipeline.parallel.strategies.module import ModuleStrategy  # 0.15 s of a start, and of flat vectors none
+
     prepare_model(model, backend, config)
     precision: Literal["fp32", "bf16"] = "bf16" if config.precision == "bf16" else "fp32"
     plan = config.parallel.model_copy(update={"precision": precision})
