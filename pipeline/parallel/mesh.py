@@ -91,7 +91,7 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
     # What lazy devices exchange outside their graphs goes through the host.
     device_type = "cpu" if backend.is_lazy else backend.device.type
-    algorithm = plan.collectives
+    algorithm = plan.collectives if "collectives" in backend.spreads else "default"
     chosen: dict[int | str, Any] = {} if algorithm == "default" else {SHARD: (NAME, Options(algorithm))}
     with peers("making the groups of the plan"):
         devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=chosen)
