@@ -1,5 +1,6 @@
 """State in slices (ZeRO-1) against one process: the same training, the same files, less state on a rank."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.backends import RankGroup, open_host
+from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.watch import NoWatch
 from pipeline.core.batching import RankShare
@@ -33,6 +34,7 @@ from pipeline.train.config import GuardConfig, OptimizerConfig, batch_share, run
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.program import open_program, prepare_model
 from pipeline.train.step import TrainProgram
+from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.ranks import run_ranks
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
@@ -45,6 +47,7 @@ BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16,
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topo": {},  # hierarchical collectives
+    "graded": {"loss": LossConfig(contrastive_weight=0.0)},
     "bf16": {"precision": "bf16"},
     # Everything that has a tensor of its own, or a rate by chunk; more than one micro-step.
     "rich": {
@@ -68,12 +71,12 @@ Figures = list[dict[str, float]]
 Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def program_of(variant: str, degree: int, gang: Gang, seed: int) -> tuple[TrainProgram, RankShare]:
+def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
     """`degree` 1: plain data parallel. Variant "plain": as a run opens it, with no bucket smaller than a chunk."""
     collectives = "hierarchical" if variant == "topo" else "default"
     plan = Plan.read({"shard": "state", "shard_degree": degree, "collectives": collectives})
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
-    backend, world = open_host(), gang.world
+    world = gang.world
     gang.layout = run_layout(config, world.world_size, world.rank)
     share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant == "plain":
@@ -103,21 +106,22 @@ def train(program: TrainProgram, share: RankShare, start: int, stop: int) -> Fig
         groups = grouped(rows, BASE)
         stream = training_batches(groups, plan_of(groups, BASE), share, start, stop)
         micros = [{**one.tensors, "control": control_values(one.position + 1, RATE, BASE.optimizer)} for one in stream]
+    micros = [{name: tensor.to(program.backend.device) for name, tensor in one.items()} for one in micros]
     for step in range(stop - start):
         program.step(micros[step * share.accumulation : (step + 1) * share.accumulation])
     return program.read_figures(stop - start)
 
 
-def runs(folder: str, *modes: str) -> list[dict[str, Any]]:
+def runs(folder: str, device: str, *modes: str) -> list[dict[str, Any]]:
     """Of each mode, `variant/degree`: its figures, and those of runs that go on, from the snapshot half way and from
     one of a single process. Rank 0 leaves files: half way, at the end, and at the end of the run that went on.
     """
     torch.set_num_threads(1)
     found = []
-    with open_ranks("cpu", world_from_env(), timeout_s=60.0) as (gang, _):
+    with open_ranks(device, world_from_env(), timeout_s=60.0) as (gang, backend):
         for mode in modes:
             variant, degree = mode.split("/")
-            program, share = program_of(variant, int(degree), gang, seed=1)
+            program, share = program_of(variant, int(degree), gang, backend, seed=1)
             figures = train(program, share, 0, HALF)
             half = program.snapshot()
             figures += train(program, share, HALF, STEPS)
@@ -126,7 +130,7 @@ def runs(folder: str, *modes: str) -> list[dict[str, Any]]:
             assert gang.world.is_main or degree == "1" or files == [({}, {})] * 2
             sources = {"resumed": gang.gather(half)[0], "crossed": torch.load(Path(folder) / f"{variant}.pt")}
             for name, source in sources.items():
-                program, share = program_of(variant, int(degree), gang, seed=5)
+                program, share = program_of(variant, int(degree), gang, backend, seed=5)
                 program.restore(*source)
                 result[name] = train(program, share, HALF, STEPS)
                 files.append(program.snapshot())
@@ -144,7 +148,7 @@ def state_bytes(program: TrainProgram) -> int:
 
 def alone(variant: str, source: Files | None = None) -> tuple[Figures, Files, Files]:
     """Figures, snapshot half way and at the end of one process; from half way on, where it has a `source`."""
-    program, share = program_of(variant, 1, Gang(World(), timeout_s=1.0), seed=1)
+    program, share = program_of(variant, 1, Gang(World(), timeout_s=1.0), open_host(), seed=1)
     if source is not None:
         program.restore(*source)
     figures = train(program, share, 0, HALF) if source is None else []
@@ -166,13 +170,13 @@ def assert_alike(figures: Figures, expected: Figures, name: str, bound: float = 
         assert ours.get("temperature", 0.0) == pytest.approx(theirs.get("temperature", 0.0), rel=1e-5)
 
 
-def check_modes(folder: Path, ranks: int, *modes: str) -> None:
-    """Against one process; in bf16 closely against plain data parallel, which is mode `variant/1`, alone."""
+def check_modes(folder: Path, ranks: int, *modes: str, device: str = "cpu") -> None:
+    """Against one process on the CPU; in bf16 closely against plain data parallel, which is mode `variant/1`, alone."""
     expected = {variant: alone(variant) for variant in {mode.split("/")[0] for mode in modes}}
     for variant, (_, half, _) in expected.items():
         torch.save(half, folder / f"{variant}.pt")
-    nodes = {"LOCAL_WORLD_SIZE": "2"}
-    by_rank = run_ranks(f"{CASES}:runs", ranks, folder, str(folder), *modes, env=nodes)
+    env = {"LOCAL_WORLD_SIZE": "2", "PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE}
+    by_rank = run_ranks(f"{CASES}:runs", ranks, folder, str(folder), device, *modes, env=env)
     found = dict(zip(modes, zip(*by_rank, strict=True), strict=True))
     for mode, results in found.items():
         variant, degree = mode.split("/")
@@ -223,6 +227,29 @@ def test_four_ranks_with_one_state_or_two(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_eight_ranks(tmp_path: Path) -> None:
     check_modes(tmp_path, 8, "plain/8", "rich/4", "rich-bf16/1", "rich-bf16/2")
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+@needs_xla
+def test_two_ranks_that_compile(tmp_path: Path) -> None:
+    check_modes(tmp_path, 2, "plain/2", device="xla")
+
+
+def ends(_: str) -> None:
+    """Rank 1 goes before the third step; the other one has nothing to gather but gradients."""
+    with open_ranks("cpu", world_from_env(), timeout_s=20.0) as (gang, backend):
+        program, share = program_of("graded", 2, gang, backend, seed=1)
+        train(program, share, 0, 2)
+        if gang.world.rank == 1:
+            os._exit(75)
+        train(program, share, 2, STEPS)
+
+
+@pytest.mark.stage
+def test_a_peer_that_goes_is_an_error_to_try_again(tmp_path: Path) -> None:
+    errors = run_ranks(f"{CASES}:ends", 2, tmp_path, "", code=75)
+    assert "a peer failed while reducing gradients" in errors[0] and "Traceback" not in errors[0]
 
 
 @given(size=st.integers(1, 5000), shards=st.sampled_from([1, 2, 3, 8]), largest_bytes=st.integers(64, 20_000))
