@@ -35,10 +35,10 @@ from pipeline.core.scaling import (
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.config import Plan
-from pipeline.parallel.memory import Memory
+from pipeline.parallel.memory import Memory, track_relevance
 from pipeline.registry.checkpoints import locate, read_checkpoint
 from pipeline.settings import Settings
-from pipeline.stages.shapes import Shapes, estimates, expected_shapes, tracked_memory
+from pipeline.stages.shapes import Shapes, estimates, expected_shapes
 from pipeline.telemetry.events import EventName, read_events
 from pipeline.train.config import TrainPlan
 
@@ -147,7 +147,9 @@ def _answer(
 
     def tracked(ranks: int, **update: int | str) -> Memory:
         update = {"precision": "bf16" if low else "fp32", **update}
-        return tracked_memory(settings, shapes, plan.model_copy(update=update), ranks, samples, tokens)
+        slots, one = train.candidates_per_query, plan.model_copy(update=update)
+        of_rank = {"groups": samples // slots, "slots": slots, "tokens": tokens}
+        return track_relevance(settings.model, shapes.spec, train.loss, one, ranks, **of_rank)
 
     if "all" in fabric.shards:
         whole: dict[str, int | str] = {} if in_modules else {"shard_degree": 1, "shard": "all"}

@@ -24,6 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipeline.backends import open_host
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import layout_of
+from pipeline.model.config import InputSpec, LossConfig, ModelConfig
+from pipeline.model.losses import Targets, relevance_loss
+from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
 from pipeline.parallel.tensor_plan import TensorPlan, tensor_styles
@@ -112,6 +115,31 @@ def track(
                     del result
             found = _by_use(tracker.get_tracker_snapshot("peak")[backend.device])
     return Memory(**found, unit_inputs=tuple(inputs))
+
+
+def track_relevance(
+    config: ModelConfig,
+    spec: InputSpec,
+    loss: LossConfig,
+    plan: Plan,
+    world_size: int,
+    *,
+    groups: int,
+    slots: int,
+    tokens: int,
+) -> Memory:
+    """The same of our own model: `groups` queries a rank, each with `slots` products in a row of `tokens`."""
+    samples = groups * slots
+
+    def step(model: nn.Module) -> Tensor:
+        ids = torch.zeros(groups, tokens, dtype=torch.int32)
+        features = torch.zeros(samples, len(spec.numeric))
+        categories = torch.zeros(samples, len(spec.categorical_ids), dtype=torch.int32)
+        keys = torch.arange(samples, dtype=torch.int32)
+        targets = Targets(torch.zeros_like(keys), torch.zeros(samples), keys[::slots], keys)
+        return relevance_loss(model(GroupInputs(ids, ids, ids, features, categories)), targets, loss)
+
+    return track(lambda: RelevanceModel(config, spec), step, plan, world_size)
 
 
 def _by_use(snapshot: dict[Any, int]) -> dict[str, int]:

@@ -18,11 +18,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.tokens import read_token_sets, spec_of
 from pipeline.model.config import InputSpec
-from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import GroupInputs, RelevanceModel
-from pipeline.parallel.config import Plan as ParallelPlan
+from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.memory import Memory, track
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
@@ -134,24 +131,6 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
         )
         for length in rows_of_batch(settings.train, shapes.buckets)
     }
-
-
-def tracked_memory(
-    settings: Settings, shapes: Shapes, plan: ParallelPlan, world_size: int, samples: int, tokens: int
-) -> Memory:
-    """Of one rank, the model spread by `plan`: `samples` a rank and step, in rows of `tokens`. Raises ConfigError."""
-    train, spec = settings.train, shapes.spec
-    slots, groups = train.candidates_per_query, samples // train.candidates_per_query
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        ids = torch.zeros(groups, tokens, dtype=torch.int32)
-        features = torch.zeros(samples, len(spec.numeric))
-        categories = torch.zeros(samples, len(spec.categorical_ids), dtype=torch.int32)
-        keys, labels = torch.arange(samples, dtype=torch.int32), torch.zeros(samples, dtype=torch.int32)
-        targets = Targets(labels, torch.zeros(samples), keys[::slots], keys)
-        return relevance_loss(model(GroupInputs(ids, ids, ids, features, categories)), targets, train.loss)
-
-    return track(lambda: RelevanceModel(settings.model, spec), loss, plan, world_size)
 
 
 def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
