@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipeline.backends import Backend, RankGroup
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
-from pipeline.parallel.collectives import NAME, Options, describe
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import peers
 
@@ -92,7 +91,11 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
     # What lazy devices exchange outside their graphs goes through the host.
     device_type = "cpu" if backend.is_lazy else backend.device.type
     algorithm = plan.collectives if "collectives" in backend.spreads else "default"
-    chosen: dict[int | str, Any] = {} if algorithm == "default" else {SHARD: (NAME, Options(algorithm))}
+    chosen: dict[int | str, Any] = {}
+    if algorithm != "default":  # else nobody needs the private names of torch in it
+        from pipeline.parallel.collectives import NAME, Options, describe
+
+        chosen = {SHARD: (NAME, Options(algorithm))}
     with peers("making the groups of the plan"):
         devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=chosen)
         for mesh in (devices, devices[REPLICATE, SHARD]):
