@@ -1,15 +1,15 @@
-"""A perceptron of seven dense layers as a LightningModule, on made-up numbers."""
+"""A LightningModule of seven dense layers under the Trainer, on made-up numbers."""
 
 import os
 
+import lightning as L
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Perceptron(LightningModule):
+class Perceptron(L.LightningModule):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(7))
@@ -20,10 +20,10 @@ class Perceptron(LightningModule):
         return rows
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
-        loss = nn.functional.mse_loss(self(batch[0]), batch[0].sin())
-        mean = self.all_gather(loss.detach()).mean().item()
-        if self.trainer.is_global_zero:
-            print(f"step {number} loss {mean:.9f}")
+        (rows,) = batch
+        loss = nn.functional.mse_loss(self(rows), rows.sin())
+        mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean")
+        self.print(f"step {number} loss {mean.item():.9f}")
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -32,14 +32,18 @@ class Perceptron(LightningModule):
 
 torch.manual_seed(0)
 model = Perceptron(128)
-loader = DataLoader(TensorDataset(torch.randn(640, 128)), batch_size=16)
-trainer = Trainer(
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+rows = TensorDataset(torch.randn(20 * 32, 128, generator=torch.Generator().manual_seed(1)))
+trainer = L.Trainer(
     accelerator="cpu",
-    devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+    devices=here,
+    num_nodes=ranks // here,
     strategy=DDPStrategy(),
     max_epochs=1,
     logger=False,
     enable_checkpointing=False,
+    enable_model_summary=False,
     enable_progress_bar=False,
 )
-trainer.fit(model, loader)
+trainer.fit(model, DataLoader(rows, batch_size=32 // ranks))

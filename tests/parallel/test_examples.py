@@ -5,7 +5,6 @@ import difflib
 import io
 import os
 import runpy
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,10 @@ from tests.zygote import ROOT, Forked
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")
 ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
+PLAIN_LIGHTNING = ("from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),")
+ADOPTED_LIGHTNING = (ADOPTED[0], "strategy=trn.Strategy(),")
 NEEDS = {"bert": "transformers", "llama": "transformers", "vit": "transformers", "lightning_mlp": "lightning"}
-UNDER_A_MINUTE_S = 60.0
+WAIT_S = 150.0  # under a minute on two processors of their own; machines may be loaded
 
 
 def losses(text: str) -> list[float]:
@@ -30,12 +31,14 @@ def losses(text: str) -> list[float]:
 def test_an_adopted_copy_differs_by_two_lines(path: Path) -> None:
     plain, adopted = (file.read_text().splitlines() for file in (path, path.parent / "adopted" / path.name))
     lines = [line for line in difflib.ndiff(plain, adopted) if line[0] in "+-"]
-    gone, come = ([line[2:].strip() for line in lines if line[0] == sign] for sign in "-+")
-    if path.stem == "lightning_mlp":
-        assert gone == ["from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),"]
-        assert come == ["import trnpipe as trn", "strategy=trn.Strategy(),"]
-    else:
-        assert (tuple(gone), tuple(come)) == (PLAIN, ADOPTED)
+    gone, come = (tuple(line[2:].strip() for line in lines if line[0] == sign) for sign in "-+")
+    lightning = path.stem == "lightning_mlp"
+    assert (gone, come) == ((PLAIN_LIGHTNING, ADOPTED_LIGHTNING) if lightning else (PLAIN, ADOPTED))
+
+
+def test_the_documents_show_these_lines() -> None:
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    assert all(f"\n-{line}\n" in text for line in PLAIN) and all(f"\n+{line}\n" in text for line in ADOPTED)
 
 
 def run_both(*names: str) -> dict[str, list[list[float]]]:
@@ -70,13 +73,18 @@ def test_losses_of_the_adopted_are_those_of_the_plain(tmp_path: Path, names: tup
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("path", [*EXAMPLES, *(ROOT / "examples" / "adopted").glob("*.py")], ids=str)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_runs_under_the_launcher(tmp_path: Path, path: Path) -> None:
-    if find_spec(NEEDS.get(path.stem, "torch")) is None:
-        pytest.skip(f"no {NEEDS[path.stem]}")
+    pytest.importorskip(NEEDS.get(path.stem, "torch"))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = ["launch", "--launch.processes", "2", "--", str(path)]
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        run = Forked("pipeline", words, env=env, cwd=tmp_path, stdout=out, stderr=err)
-        assert run.wait(UNDER_A_MINUTE_S) == 0, (tmp_path / "err").read_text()
-    assert len(losses((tmp_path / "out").read_text())) >= 8
+    found = []
+    for script in (path, path.parent / "adopted" / path.name):
+        words = ["launch", "--launch.processes", "2", "--", str(script)]
+        with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+            run = Forked("pipeline", words, env=env, cwd=tmp_path, stdout=out, stderr=err)
+            assert run.wait(WAIT_S) == 0, (tmp_path / "err").read_text()
+        found.append(losses((tmp_path / "out").read_text()))
+    plain, adopted = found
+    assert len(plain) >= 8
+    assert adopted == pytest.approx(plain, abs=1e-6)
