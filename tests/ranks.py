@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.zygote import ROOT, Forked
 
 WAIT_S = 150.0  # generous, machines may be loaded
-STAY_S = 20.0
+STAY_S = 60.0
 
 
 @dataclass(frozen=True)

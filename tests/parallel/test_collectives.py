@@ -151,9 +151,7 @@ def planned(algorithm: str) -> dict[str, Any]:
         found["gathers"] = torch.equal(gathered(group, 3, torch.float32), gathered(dist.group.WORLD, 3, torch.float32))
         set_timeouts(mesh, 3)
         started = time.monotonic()
-        if os.environ["RANK"] == "0":
-            time.sleep(6)
-        else:
+        if os.environ["RANK"] != "0":  # which does not come
             with pytest.raises(TransientError, match="a peer failed while waiting"), peers("waiting"):
                 gathered(group, 3, torch.float32)
                 scattered(group, dist.ReduceOp.SUM)
@@ -165,7 +163,7 @@ def test_by_plan(tmp_path: Path) -> None:
     folder = tmp_path / "hierarchical"
     ranks = run_ranks(f"{CASES}:planned", 4, folder, "hierarchical", env=NODES)
     assert all(rank["stages"] == 2 and rank["world"] == "gloo" and rank["gathers"] for rank in ranks)
-    assert all(2 < rank["waited_s"] < 30 for rank in ranks[1:])
+    assert all(rank["waited_s"] > 1.5 for rank in ranks[1:])  # and this test ends
     assert "collectives: hierarchical over 2 nodes of 2 ranks\n" in (folder / "rank-0.err").read_text()
     assert "collectives:" not in (folder / "rank-1.err").read_text()
 
