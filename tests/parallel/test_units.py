@@ -8,14 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.tensor_plan import FusedColwise, interleaved, tensor_styles
@@ -34,18 +26,21 @@ def blocks(count: int, width: int = 4) -> list[nn.Module]:
 
 
 def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM  # 5 s, which ranks that import this file need not spend
 
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=32, **changes))
     return model
 
 
 def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
 
     model: nn.Module = BertForMaskedLM(BertConfig(**SMALL, vocab_size=32))
     return model
 
 
 def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
 
     model: nn.Module = ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
     return model
