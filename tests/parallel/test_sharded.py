@@ -132,12 +132,20 @@ def runs(folder: str, device: str, *modes: str) -> list[dict[str, Any]]:
             for name, source in sources.items():
                 program, share = program_of(variant, int(degree), gang, backend, seed=5)
                 program.restore(*source)
+                assert_same(program.snapshot(), source, gang.world)
                 result[name] = train(program, share, HALF, STEPS)
                 files.append(program.snapshot())
             if gang.world.is_main:
                 torch.save(files[:3], Path(folder) / f"{variant}-{degree}.pt")
             found.append(result)
     return found
+
+
+def assert_same(ours: Files, source: Files, world: World) -> None:
+    """What was read is what would be written, by the rank that writes."""
+    for found, expected in zip(ours, source, strict=True) if world.is_main else ():
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def state_bytes(program: TrainProgram) -> int:
