@@ -87,7 +87,8 @@ def transform(model: nn.Module, *, units: UnitRule = find_units, tensor_plan: Te
     `units`: which parts are gathered and computed again one at a time; by default the members of its lists of layers.
     `tensor_plan`: how layers are split where tensor_degree is above 1; by default that of a Hugging Face model's
     configuration. All ranks get the weights of rank 0, and gradients are means over data-parallel ranks. A loop that
-    accumulates gradients saves traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass.
+    accumulates gradients saves traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass. `shard`
+    "state" shards gradients as well: parameters are whole from a unit's forward pass to the end of its backward pass.
     Raises ConfigError, on every rank, for a model that cannot be spread so.
     """
     if _mesh is None:
