@@ -1,6 +1,5 @@
 """One rank of bench.plans: our model under a plan, in the two lines of docs/parallel.md; losses, steps and memory."""
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -16,29 +15,21 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import RelevanceInputs, build_model
 
 
-def main() -> None:
-    """Train on the same global batches whatever the plan; rank 0 leaves what it found."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plan_side", description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--plan", default="{}")
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--pairs", type=int, default=16, help="of a global batch")
-    parser.add_argument("--tokens", type=int, default=32, help="of a text")
-    parser.add_argument("--steps", type=int, default=6)
-    asked = parser.parse_args()
+def train(output: Path, plan: str, *, preset: str, pairs: int, tokens: int, steps: int) -> None:
+    """The same global batches of `pairs` whatever the plan; rank 0 leaves what it found."""
     torch.set_num_threads(1)
-    place = trn.init(asked.plan, device="cpu")
-    config, spec = ModelConfig(preset=asked.preset), input_spec(8192)
+    place = trn.init(plan, device="cpu")
+    config, spec = ModelConfig.model_validate({"preset": preset}), input_spec(8192)
     model = trn.transform(build_model(config, spec, seed=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, seconds = [], []
-    mine = slice(*(asked.pairs * (place.data_rank + more) // place.data_size for more in (0, 1)))
-    for step in range(asked.steps):
+    mine = slice(*(pairs * (place.data_rank + more) // place.data_size for more in (0, 1)))
+    for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        texts = torch.randint(5, 8192, (2, asked.pairs, asked.tokens), generator=generator, dtype=torch.int32)
-        numbers = torch.rand(asked.pairs, len(spec.numeric), generator=generator)
-        labels = torch.randint(0, spec.num_classes, (asked.pairs,), generator=generator)
-        none = torch.zeros(asked.pairs, 0, dtype=torch.int32)
+        texts = torch.randint(5, 8192, (2, pairs, tokens), generator=generator, dtype=torch.int32)
+        numbers = torch.rand(pairs, len(spec.numeric), generator=generator)
+        labels = torch.randint(0, spec.num_classes, (pairs,), generator=generator)
+        none = torch.zeros(pairs, 0, dtype=torch.int32)
         dist.barrier()
         started = time.monotonic()
         outputs = model(RelevanceInputs(texts[0][mine], texts[1][mine], numbers[mine], none[mine]))
@@ -55,8 +46,5 @@ def main() -> None:
     peak = torch.tensor(peak_resident_mib(Path("/proc/self/status")))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if place.rank == 0:
-        asked.output.write_text(json.dumps({"losses": losses, "seconds": seconds[1:], "peak_mib": [float(peak)]}))
-
-
-if __name__ == "__main__":
-    main()
+        output.write_text(json.dumps({"losses": losses, "seconds": seconds[1:], "peak_mib": [float(peak)]}))
+    dist.barrier()

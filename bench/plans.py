@@ -2,22 +2,24 @@
 
 import argparse
 import json
-import subprocess
-import sys
+import os
+import socket
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.results import ROOT, Figure, Result, Target, figure, finish
+from bench.plan_side import train
+from bench.results import Figure, Result, Target, figure, finish
 
 NAME = "plans"
 TITLE = "Largest difference of a loss from one process's, over all plans on 2 and 4 ranks (parity, not speed)"
 METHOD = """
 Preset small in fp32, 16 pairs of 32 + 32 tokens a global batch, cross entropy of the relevance head, AdamW with
-clipping, on gloo; each plan in fresh processes started by `trnpipe launch`, one thread a rank. The difference is the
-largest over the steps between the mean loss over ranks and that of one process on the same batches. Ranks share the
-host's cores, so times say what a plan adds in work and in copies on a host, nothing of its speed on devices of their
-own. Memory is the most that a rank has resident, libraries included; the first step is left out of the times.
+clipping, on gloo; each plan in processes of its own, one thread a rank. The difference is the largest over the steps
+between the mean loss over ranks and that of one process on the same batches. Memory is the most that a rank has
+resident, libraries included: all of them, with host and device one. Ranks share the host's cores with each other and
+with whatever else runs, so times, without the first step, say nothing of a plan's speed on devices of their own.
 """
 TARGET = Target(figure="difference", comparison="<=", value=1e-6)
 
@@ -49,22 +51,40 @@ CASES = (
 )
 
 
-def measured(case: Case, folder: Path, flags: list[str]) -> dict[str, list[float]]:
-    """What rank 0 found. Raises CalledProcessError for a launch that failed."""
+def measured(case: Case, folder: Path, **sizes: int | str) -> dict[str, list[float]]:
+    """What rank 0 found. Raises RuntimeError when a rank fails."""
     output = folder / f"{case.name}.json"
-    launch = [sys.executable, "-m", "pipeline", "launch", f"--launch.processes={case.ranks}", "--"]
-    words = ["-m", "bench.plan_side", str(output), "--plan", case.plan, *flags]
-    subprocess.run([*launch, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world |= {"WORLD_SIZE": str(case.ranks), "LOCAL_WORLD_SIZE": str(case.ranks)}
+    started = []
+    for rank in range(case.ranks):
+        process = os.fork()  # libraries are imported once
+        if not process:
+            code = 1
+            try:
+                os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                train(output, case.plan, **sizes)  # type: ignore[arg-type]
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        started.append(process)
+    if any(os.waitpid(process, 0)[1] for process in started):
+        raise RuntimeError(f"a rank failed: {case.text}")
     found: dict[str, list[float]] = json.loads(output.read_text())
     return found
 
 
 def run(*, quick: bool) -> Result:
     """Every case, one after the other."""
-    flags = ["--preset", "tiny", "--steps", "2", "--tokens", "8"] if quick else []
+    sizes: dict[str, int | str] = {"preset": "small", "pairs": 16, "tokens": 32, "steps": 5}
+    if quick:
+        sizes |= {"preset": "tiny", "tokens": 8, "steps": 2}
     cases = [case for case in CASES if not quick or case.name in ("one", "r2_all", "r2_tensor")]
     with tempfile.TemporaryDirectory() as folder:
-        found = {case.name: measured(case, Path(folder), flags) for case in cases}
+        found = {case.name: measured(case, Path(folder), **sizes) for case in cases}
     alone = found["one"]["losses"]
     figures: list[Figure] = []
     worst = 0.0
@@ -77,7 +97,7 @@ def run(*, quick: bool) -> Result:
         figures.append(figure(f"{case.name}_step", [1e3 * s for s in one["seconds"]], "ms", f"step, {case.text}"))
         figures.append(figure(f"{case.name}_memory", one["peak_mib"], "MiB", f"most resident of a rank, {case.text}"))
     whole = figure("difference", worst, "", "largest difference of a loss, all plans")
-    return finish(NAME, TITLE, METHOD, [whole, *figures], quick=quick, target=TARGET, settings={"pairs": 16})
+    return finish(NAME, TITLE, METHOD, [whole, *figures], quick=quick, target=TARGET, settings=dict(sizes))
 
 
 if __name__ == "__main__":
