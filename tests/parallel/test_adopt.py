@@ -111,6 +111,30 @@ def test_a_model_that_cannot_be_spread_is_one_error_on_every_rank(tmp_path: Path
         assert text in seen
 
 
+def drawn(_: str) -> dict[str, Any]:
+    """A random number after `spread`, by plan; how far bf16 is from fp32, and the types of what comes out of it."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    spread(Fused(), opened({"tensor_degree": 2}), tensor_plan={"qkv": FusedColwise(3), "out": "rowwise"})
+    found: dict[str, Any] = {"tensor": float(torch.rand(1))}
+    spread(nn.Linear(2, 2), opened({"seed": 5}))
+    found["data"] = float(torch.rand(1))
+    alone = dense(0).eval()
+    model = spread(dense(0).eval(), opened({"precision": "bf16"}))
+    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    outputs = model(inputs)
+    outputs.sum().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    types = {tensor.dtype for tensor in (outputs, *model.parameters(), *grads)}
+    return found | {"bf16": float((outputs - alone(inputs)).abs().max()), "types": sorted(map(str, types))}
+
+
+def test_tensor_peers_draw_the_same_and_data_ranks_do_not(tmp_path: Path) -> None:
+    first, second = run_ranks(f"{CASES}:drawn", 2, tmp_path, "")
+    assert first["tensor"] == second["tensor"] and first["data"] != second["data"]
+    assert 0 < first["bf16"] < 0.02 and first["types"] == ["torch.float32"]
+
+
 def halves(_: str) -> float:
     """A fused matrix over tensor peers gives what it gives in one piece."""
     dist.init_process_group("gloo")
