@@ -30,7 +30,7 @@ LOG_EVERY = 10
 
 def run(*, quick: bool) -> Result:
     """Alternate blocks."""
-    blocks, steps = (2, 2) if quick else (10, 4)
+    blocks, steps = (2, 2) if quick else (6, 2)
     model, vocab_size, bucket = ModelConfig(preset="small"), 30522, Bucket(64, 64)
     if quick:
         model, vocab_size, bucket = ModelConfig(preset="tiny"), 1000, Bucket(16, 16)
