@@ -221,9 +221,9 @@ block_in_c()
         assert can_show_stacks(process.pid, tmp_path)
         process.send_signal(signal.SIGUSR1)
         file = tmp_path / str(process.pid)
-        while "say_when_stopping" not in (text := file.read_text()):  # another thread than the main one
+        threads = ("say_when_stopping", "block_in_c")  # another one, and behind it the main one
+        while not all(function in file.read_text() for function in threads):
             assert process.poll() is None
-        assert "block_in_c" in text
 
 
 def test_who_was_given_no_folder_is_not_asked(tmp_path: Path) -> None:
