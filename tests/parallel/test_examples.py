@@ -60,7 +60,11 @@ def run_both(*names: str) -> dict[str, list[list[float]]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "names",
-    [("mlp", "ddp"), ("bert", "llama", "vit"), pytest.param(("lightning_mlp",), marks=pytest.mark.thorough)],
+    [
+        ("mlp", "ddp"),
+        pytest.param(("bert", "llama", "vit"), marks=pytest.mark.thorough),
+        pytest.param(("lightning_mlp",), marks=pytest.mark.thorough),
+    ],
     ids=" ".join,
 )
 def test_losses_of_the_adopted_are_those_of_the_plain(tmp_path: Path, names: tuple[str, ...]) -> None:
