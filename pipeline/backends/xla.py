@@ -27,7 +27,7 @@ class XlaBackend:
     name = "xla"
     is_lazy = True
     can_compile = False
-    spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/flat.py
+    spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/sharded.py
     default_tokens = 4096
     executes = True
     """False in a subclass that only traces."""

@@ -136,7 +136,7 @@ def _answer(
     )
     jitter, jitter_source = _jitter(workspace, cycle_name(settings))
     alone = layout_of(0, fabric.ranks, shard_degree=1, tensor_degree=plan.tensor_degree)
-    in_modules = plan.tensor_degree > 1 or plan.offload_horizon > 0 or (plan.shard == "all" and plan.shard_degree != 1)
+    in_modules = plan.tensor_degree > 1 or plan.offload_horizon > 0 or plan.shards_parameters
     spread = Spread(alone, plan.shard, plan.recompute == "units", overlaps=in_modules)
     table = scaled(work, spread, fabric, shard_degree=plan.shard_degree, jitter=jitter)
     if not table:

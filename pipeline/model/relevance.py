@@ -1,5 +1,6 @@
 """The whole model: encoder, interactions, relevance head."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ class GroupInputs(NamedTuple):
     segments: Tensor  # int32 [Q, T]
     numeric: Tensor  # float32 [Q S, F]
     categorical: Tensor  # int32 [Q S, C]
+
+
+def inputs_of(batch: Mapping[str, Tensor]) -> "RelevanceInputs | GroupInputs":
+    """What the model is given of the tensors of a batch."""
+    kind = GroupInputs if "segments" in batch else RelevanceInputs
+    return kind(*(batch[name] for name in kind._fields))
 
 
 class RelevanceOutputs(NamedTuple):

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from pipeline.backends import module_device, process_group
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import open_device, peers
+from pipeline.parallel.gang import open_device, open_world_group
 from pipeline.parallel.mesh import Mesh, check_same, open_mesh, together
 from pipeline.parallel.tensor_plan import TensorPlan
 from pipeline.parallel.transform import spread
@@ -40,9 +39,7 @@ def init(
     name = module_device() if device == "auto" else device
     world = world_from_env()
     if world.world_size > 1 and not dist.is_initialized():
-        kind = process_group(name)
-        with peers("joining the other ranks"):
-            dist.init_process_group(f"cpu:gloo,{kind}" if kind else "gloo", timeout=timedelta(seconds=timeout_s))
+        open_world_group(process_group(name), timeout_s)
     found = Plan()
     with together("reading the plan"):
         found = Plan.read(plan, os.environ)

@@ -72,6 +72,11 @@ class Plan(BaseModel):
             raise ValueError(f"shard state with tensor_degree {self.tensor_degree}, expected shard all")
         return self
 
+    @property
+    def shards_parameters(self) -> bool:
+        """FSDP is asked for."""
+        return self.shard == "all" and self.shard_degree != 1
+
     @staticmethod
     def read(source: "Plan | Mapping[str, Any] | str | Path | None", env: Mapping[str, str] = os.environ) -> "Plan":
         """A plan as it is, as a mapping, as JSON, or as the path of a JSON file; None: as PLAN_VARIABLE says.

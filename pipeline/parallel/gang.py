@@ -28,9 +28,7 @@ class Gang:
         self.world, self.layout = world, layout or Layout(world.rank, world.world_size)
         self._pending: tuple[Tensor, Any] | None = None
         if world.world_size > 1:
-            kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
-            with peers("joining the other ranks"):
-                dist.init_process_group(kind, timeout=timedelta(seconds=timeout_s))
+            open_world_group(device_backend, timeout_s)
 
     def agree(self, flag: bool) -> bool:
         """True on every rank when the flag of any rank was up one call earlier.
@@ -78,12 +76,7 @@ class Gang:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python or numpy), in rank order, on every rank."""
-        if self.world.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world.world_size
-        with peers("gathering results"):
-            dist.all_gather_object(values, value)
-        return values
+        return exchanged(value, "gathering results") if self.world.world_size > 1 else [value]
 
     def barrier(self) -> None:
         if self.world.world_size > 1:
@@ -126,6 +119,23 @@ def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
 
 _OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by peer")
 """In errors of gloo, which are plain RuntimeErrors, and of streams that wait for others (torch 2.9)."""
+
+
+def open_world_group(device_backend: str | None, timeout_s: float) -> None:
+    """The process group of all ranks, by torchrun's variables: gloo, and `device_backend` where there is one."""
+    kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
+    with peers("joining the other ranks"):
+        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_s))
+
+
+def exchanged(value: Any, doing: str) -> list[Any]:
+    """Plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
+    values = [value]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = [None] * dist.get_world_size()
+        with peers(doing):
+            dist.all_gather_object(values, value)
+    return values
 
 
 # The ranks of a run and the device of this one, in the order that all devices need: process group, then device.

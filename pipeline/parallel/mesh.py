@@ -17,7 +17,7 @@ from pipeline.backends import Backend, RankGroup
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import peers
+from pipeline.parallel.gang import exchanged, peers
 
 REPLICATE: Axis = "replicate"
 SHARD: Axis = "shard"
@@ -52,28 +52,35 @@ class Mesh:
 
 def check_plan(plan: Plan, backend: Backend) -> None:
     """Before anything is traced or allocated. Raises ConfigError for what this device cannot do, with the way out."""
-    wanted: list[tuple[str, bool, str]] = [
-        ("parameters", plan.shard == "all" and plan.shard_degree != 1, "shard state, or shard_degree 1"),
-        ("tensor", plan.tensor_degree > 1, "tensor_degree 1, or a device of which each operation is a call of its own"),
-        ("offload", plan.offload_horizon > 0, "offload_horizon 0; recompute units saves most of the same memory"),
-        ("collectives", plan.collectives == "hierarchical", "collectives default: the runtime chooses by itself"),
-    ]
-    for feature, is_asked, way_out in wanted:
-        if is_asked and feature not in backend.spreads:
+    asked = {
+        "parameters": plan.shards_parameters,
+        "tensor": plan.tensor_degree > 1,
+        "offload": plan.offload_horizon > 0,
+        "collectives": plan.collectives == "hierarchical",
+    }
+    for feature, (described, way_out) in _FEATURES.items():
+        if asked[feature] and feature not in backend.spreads:
             able = ", ".join(sorted(backend.spreads)) or "nothing of it"
             raise ConfigError(
-                f"the plan asks for {_REFUSED[feature]}, which {backend.device_name()} cannot do here",
+                f"the plan asks for {described}, which {backend.device_name()} cannot do here",
                 expected=f"a plan within what this device does ({able})",
                 next_command=way_out,
             )
 
 
-_REFUSED = {
-    "parameters": "sharded parameters (shard all)",
-    "tensor": "tensor parallelism",
-    "offload": "activations offloaded to the host",
-    "collectives": "hierarchical collectives",
+_FEATURES = {
+    "parameters": ("sharded parameters (shard all)", "shard state, or shard_degree 1"),
+    "tensor": (
+        "tensor parallelism",
+        "tensor_degree 1, or a device of which each operation is a call of its own",
+    ),
+    "offload": (
+        "activations offloaded to the host",
+        "offload_horizon 0; recompute units saves most of the same memory",
+    ),
+    "collectives": ("hierarchical collectives", "collectives default: the runtime chooses by itself"),
 }
+"""Of Backend.spreads: how each is called, and the way out without it."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
@@ -110,16 +117,6 @@ def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
     for group in mesh.get_all_groups():
         # There is no public way (torch 2.9 to 2.14); tests/parallel/test_mesh.py fails when this one goes.
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-
-
-def exchanged(value: Any, doing: str) -> list[Any]:
-    """Plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
-    values = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        values = [None] * dist.get_world_size()
-        with peers(doing):
-            dist.all_gather_object(values, value)
-    return values
 
 
 @contextmanager

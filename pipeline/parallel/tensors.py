@@ -1,6 +1,6 @@
 """What lies in shards: norms of it, whole tensors one at a time, and slices of files."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from pipeline.parallel.tensor_plan import fused_parts, interleaved
+from pipeline.parallel.tensor_plan import interleaved
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -51,16 +51,6 @@ def sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = tensor.device_mesh
     axes = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
-
-
-def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers as one process would have them: named, whole, in host memory.
-
-    One at a time, so no rank holds more than one of them; every rank has to take all. A tied parameter comes once.
-    """
-    parts = fused_parts(model)
-    for name, tensor in plain_entries(model):
-        yield name, whole(tensor, parts.get(name, 1))
 
 
 def plain_entries(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -18,8 +18,8 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
 from pipeline.parallel.delayed import Recipe, recipe_of
 from pipeline.parallel.files import load
-from pipeline.parallel.gang import peers
-from pipeline.parallel.mesh import Mesh, check_same, exchanged, together
+from pipeline.parallel.gang import exchanged, peers
+from pipeline.parallel.mesh import Mesh, check_same, together
 from pipeline.parallel.offload import offload_units
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles

@@ -14,8 +14,8 @@ import trnpipe
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.delayed import delayed_init
 from pipeline.parallel.tensor_plan import FusedColwise, TensorPlan
-from pipeline.parallel.tensors import plain_tensors
 from pipeline.parallel.transform import spread
+from tests.parallel.plain import plain_tensors
 from tests.parallel.test_transform import opened
 from tests.parallel.test_units import Fused, Tied, llama
 from tests.ranks import run_ranks
@@ -141,7 +141,7 @@ def halves(_: str) -> float:
     alone = Fused()
     plan: TensorPlan = {"qkv": FusedColwise(3), "out": "rowwise"}
     model = spread(Fused(), opened({"shard_degree": 1, "tensor_degree": 2}), tensor_plan=plan)
-    alone.load_state_dict(dict(plain_tensors(model)))
+    alone.load_state_dict(plain_tensors(model))
     inputs = torch.ones(3, 4)
     return float((model(inputs) - alone(inputs)).abs().max())
 

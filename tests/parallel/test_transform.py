@@ -18,9 +18,10 @@ from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.parallel.config import Plan
 from pipeline.parallel.delayed import delayed_init
 from pipeline.parallel.mesh import Mesh, open_mesh
-from pipeline.parallel.tensors import clip_grad_norm, plain_tensors
+from pipeline.parallel.tensors import clip_grad_norm
 from pipeline.parallel.transform import spread
 from pipeline.parallel.units import Unit, find_units
+from tests.parallel.plain import plain_tensors
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_transform"
@@ -113,7 +114,7 @@ def matrix(*plans: str) -> list[dict[str, float]]:
             model = build_model(MODEL, INPUTS, seed=1 + dist.get_rank())
         spread(model, mesh, units=encoder_layers)
         found = train(model, mesh, range(STEPS), adamw(model))
-        weights, reference = dict(plain_tensors(model)), dict(plain_tensors(alone))
+        weights, reference = plain_tensors(model), plain_tensors(alone)
         results.append(
             {
                 "loss": max(abs(a[0] - b[0]) for a, b in zip(found, expected, strict=True)),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError
 from pipeline.model.losses import LOG_SCALE
-from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.recompute import recomputed
 from pipeline.parallel.strategies.base import Part, Precision, State
 
@@ -202,8 +202,6 @@ def flat_forward(
     head_gradient: float = 1.0,
 ) -> RelevanceOutputs:
     """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
-    kind = GroupInputs if "segments" in batch else RelevanceInputs
-    inputs = kind(*(batch[name] for name in kind._fields))
     # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
     if precision == "bf16":
         flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
@@ -212,7 +210,7 @@ def flat_forward(
     context = backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
     with context:
         outputs: RelevanceOutputs = torch.func.functional_call(
-            model, layout.unpack(flats), (inputs,), {"head_gradient": head_gradient}
+            model, layout.unpack(flats), (inputs_of(batch),), {"head_gradient": head_gradient}
         )
     return outputs
 
@@ -343,8 +341,7 @@ class FlatStrategy:
         """
         packed = self.layout.pack(weights)
         moves = [pair for tensors in into for pair in zip(tensors, packed, strict=True)]
-        if saved is not None and saved.keys() != state.keys():
-            raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
+        check_saved(saved, state)
         for name, whole in (saved or {}).items():
             moves += zip(state[name], self._held(name, whole, state[name]), strict=True)
         for ours, incoming in moves:
@@ -364,6 +361,12 @@ def by_kind(vectors: State, parts: Sequence[Part]) -> dict[str, list[Tensor]]:
             pairs = zip(tensors, parts, strict=True)
             found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
     return found
+
+
+def check_saved(saved: Mapping[str, Tensor] | None, state: State) -> None:
+    """Raises CheckpointError for the vectors of another optimizer."""
+    if saved is not None and saved.keys() != state.keys():
+        raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
 
 
 def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pipeline.backends import HostGather, HostMean
-from pipeline.core.errors import CheckpointError
 from pipeline.model.losses import LOG_SCALE
-from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs
+from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.strategies.base import Precision, State
-from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, split_saved
+from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, check_saved, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import fill, local, sharing, whole
 from pipeline.parallel.transform import spread
@@ -87,11 +86,9 @@ class ModuleStrategy:
         self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
     ) -> RelevanceOutputs:
         """Scores and embeddings of one batch on the device. `weights`: in place of the masters. All ranks call it."""
-        kind = GroupInputs if "segments" in batch else RelevanceInputs
-        inputs = kind(*(batch[name] for name in kind._fields))
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with self._serving(weights), context, peers("computing", mixed=True):
-            outputs: RelevanceOutputs = self.model(inputs, head_gradient=head_gradient)
+            outputs: RelevanceOutputs = self.model(inputs_of(batch), head_gradient=head_gradient)
         return outputs
 
     @contextmanager
@@ -152,7 +149,8 @@ class ModuleStrategy:
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
         """The gradient is reduced already: the mean over ranks of the loss, and of what stands outside the model."""
-        outside = [grad for grad, parameter in zip(sums, self._parameters, strict=False) if not _is_spread(parameter)]
+        pairs = zip(sums, self._parameters, strict=False)
+        outside = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
         if self.mesh.layout.world_size > 1:
             with peers("reducing the loss", mixed=True):
                 self.backend.reduce([*outside, sums[-1]], self._host_mean)
@@ -226,8 +224,7 @@ class ModuleStrategy:
         Of tensors that are mapped from files each rank reads its slices. Raises CheckpointError for the state of
         another model or optimizer.
         """
-        if saved is not None and saved.keys() != state.keys():
-            raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
+        check_saved(saved, state)
         for index, name in enumerate(self.names):
             for tensors in into:
                 self._fill(index, tensors[index], weights[name])
@@ -258,7 +255,3 @@ class ModuleStrategy:
 
 
 _ONE_VECTOR_MIB = 2.0**40
-
-
-def _is_spread(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
