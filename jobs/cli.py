@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "history": "the cycles of a workspace",
     "cost": "where the time and the money of a cycle went; --last N: several, with their success rate",
     "report": "write the page of a cycle, reports/<cycle>.html; done at every end of a cycle, too",
+    "notify": "tell the team what still waits to be told; --test: a message to every webhook",
     "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
     "config": "every setting with its value and source, those under [jobs] included",
 }
@@ -29,6 +30,7 @@ MODULES = {
     **dict.fromkeys(("plan", "fit"), "plan"),
     **dict.fromkeys(("submit", "retry", "cancel", "reconcile"), "submit"),
     **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
+    "notify": "notify",
     "driver": "driver",
 }
 
@@ -68,6 +70,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("job", help="as in trnjobs status; a child of an array: embed:3")
             add("--attempt", type=int, default=0, help="which try, from 1 (default: the last)")
             add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
+        case "notify":
+            add("--test", action="store_true", help="a message to every webhook first")
         case "cancel":
             add("--reason", default="by hand", help="goes on record")
         case "history":
@@ -76,12 +80,23 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)
             add("--json", action="store_true", help="for machines")
-        case "status" | "config":
+        case "status":
+            add("--json", action="store_true", help="for machines")
+            add("--watch", action="store_true", help="look again until the cycle has ended; exits as the cycle does")
+            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two looks (default: 5)")
+        case "config":
             add("--json", action="store_true", help="for machines")
         case "driver":
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
             add("--target", choices=["local", "batch"], help="over jobs.target")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} seconds; expected 0.1 to 3600")
+    return seconds
 
 
 def _count(text: str) -> int:

@@ -1,9 +1,9 @@
 """`[jobs]`: how a cycle becomes jobs, where they run, and when cycles are due."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jobs.schedule import ScheduleConfig
 from pipeline.core.machines import PRICES_USD_PER_HOUR
@@ -35,6 +35,41 @@ class StageJob(_Config):
         description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile,"
         " mine and embed 12 h, train 24 h), more where the stage allows itself more",
     )
+
+
+NotifyEvent = Literal["promoted", "refused", "failed", "late", "recovered", "retried"]
+
+
+class Webhook(_Config):
+    """One address that is told of cycles. The address itself is a secret, and in no file of settings."""
+
+    form: Literal["json", "slack"] = "json"
+    url_variable: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    url_secret: str = Field("", pattern=r"^(arn:[A-Za-z0-9/_+=.@:-]+|[A-Za-z0-9/_+=.@-]*)$")
+    events: tuple[NotifyEvent, ...] = get_args(NotifyEvent)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.url_variable) == bool(self.url_secret):
+            raise ValueError(
+                "expected one of url_variable (an environment variable that holds the URL) and url_secret (a secret of"
+                " AWS Secrets Manager that does)"
+            )
+        return self
+
+
+class NotifyConfig(_Config):
+    """Who is told what of a cycle, and how long that may take."""
+
+    webhooks: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], Webhook],
+        Field(description="By name: form json or slack, url_variable or url_secret, events (default: all)"),
+    ] = {}
+    page_url: str = Field(
+        "", pattern=r"^(https?://\S+)?$", description="What reports/<cycle>.html is found below; none: the workspace"
+    )
+    retried_at: int = Field(3, ge=2, le=10, description="Tries of one job from which on the team is told of each")
+    budget_s: float = Field(10.0, gt=0, le=60, description="Seconds for all messages at one end of a cycle")
 
 
 class JobsConfig(_Config):
@@ -72,6 +107,7 @@ class JobsConfig(_Config):
         PLATFORM_S, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)"
     )
     schedule: ScheduleConfig = ScheduleConfig()
+    notify: NotifyConfig = NotifyConfig()
     prepare: StageJob = StageJob()
     health: StageJob = StageJob()
     compile: StageJob = StageJob()

@@ -166,8 +166,8 @@ def open_context(
     writer = f"{words[0] if words else 'tool'}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
     key = f"cycles/{cycle}/events.jsonl"
     events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
+    console = Console(quiet=not world.is_main)
     try:
-        console = Console(quiet=not world.is_main)
         with shown_on(console.progress):
             yield StageContext(
                 settings=settings,
@@ -187,6 +187,8 @@ def open_context(
         with contextlib.suppress(TrnpipeError):  # what ended the stage says more than a log that cannot be written
             events.close()
         raise
+    finally:
+        console.end_line()
     events.close()
 
 

@@ -29,6 +29,10 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
     store = open_cycle(arguments.settings, StopSignal())
+    if arguments.watch:
+        from jobs.commands.watch import watch  # rich's live display takes a while to import
+
+        return watch(arguments.settings, store, arguments.every, say)
     plan = submitted_plan(store)
     records = open_target_of(arguments.settings, store, say, StopSignal()).records(plan)
     closed = store.closed() or outcome_of(plan, records)

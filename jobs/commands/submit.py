@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from jobs.commands.notify import make_messages, send_messages
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.report import report_key, write_page
@@ -138,6 +139,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
             failed = failed or error
     if not under_way:
         say(f"no cycle is under way in {asked.storage.root}")
+        send_messages(settings.jobs.notify, asked.storage, say)
     if failed is not None:
         raise failed
     return EXIT_OK
@@ -171,6 +173,8 @@ def finish(
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is None:
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
+        make_messages(settings, store, plan, records, None, say)
+        send_messages(settings.jobs.notify, store.storage, say)
         return EXIT_OK
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
@@ -185,6 +189,8 @@ def finish(
             )
         else:
             say(f"report: {store.storage.uri(report_key(store.cycle))}")
+        make_messages(settings, store, plan, records, closed, say)
         store.close(closed)
+    send_messages(settings.jobs.notify, store.storage, say)
     say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
     return exit_code_of_cycle(closed, records)

@@ -242,11 +242,13 @@ def read_ledger(
     *,
     closed: Closed | None = None,
     without_report: bool = False,
+    moments: Sequence[Moment] | None = None,
 ) -> CycleLedger:
     """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
     `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
-    the report is written. The deadline counts from the scheduled time of the cycle; without one, from when it was
+    the report is written. `moments`: in place of all events of the cycle; what was spent on what is of those alone,
+    what it cost is not. The deadline counts from the scheduled time of the cycle; without one, from when it was
     claimed.
     """
     claim, closed = store.claim(), closed or store.closed()
@@ -262,7 +264,7 @@ def read_ledger(
     return ledger_of(
         plan,
         records,
-        read_moments(store.storage, store.cycle),
+        read_moments(store.storage, store.cycle) if moments is None else moments,
         prices_of(config),
         now=now,
         outcome=closed.outcome if closed else None,

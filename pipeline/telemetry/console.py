@@ -94,6 +94,7 @@ class Console:
         self._quiet, self._clock = quiet, clock
         self._rich = rich.console.Console(file=self._stream) if self._stream.isatty() else None
         self._bars: Progress | None = None
+        self._live_line = False
 
     def info(self, text: str) -> None:
         self._line(text)
@@ -102,7 +103,20 @@ class Console:
         self._line(f"warning: {text}", style="yellow")
 
     def step_line(self, figures: StepFigures) -> None:
-        self._line(step_text(figures))
+        """A line of its own; on a terminal one line that the next figures replace, until something else is said."""
+        if self._rich is None or self._quiet or self._bars is not None:
+            self._line(step_text(figures))
+            return
+        self._stream.write("\r\x1b[2K" + step_text(figures)[: self._rich.width - 1])
+        self._stream.flush()
+        self._live_line = True
+
+    def end_line(self) -> None:
+        """Leave the line of figures as it is, and go on below it."""
+        if self._live_line:
+            self._live_line = False
+            self._stream.write("\n")
+            self._stream.flush()
 
     @contextmanager
     def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
@@ -128,6 +142,7 @@ class Console:
                 if self._bars is None:  # the one display of all bars: pieces of work may lie within each other
                     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
                     self._bars = Progress(*columns, console=self._rich, transient=True)
+                    self.end_line()
                     self._bars.start()
                 if task is None:
                     task = self._bars.add_task(name, total=total, completed=work.done, figures=work.figures(now))
@@ -147,6 +162,7 @@ class Console:
     def _line(self, text: str, style: str | None = None) -> None:
         if self._quiet:
             return
+        self.end_line()
         if self._rich is None:
             print(text, file=self._stream, flush=True)
         else:

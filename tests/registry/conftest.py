@@ -12,7 +12,7 @@ from pipeline.io.storage import Storage, open_storage
 from tests.registry.cases import make_checkpoint
 from tests.s3 import MotoServer, lead_to
 
-FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=5.0)
+FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=60.0)
 Make = Callable[..., str]
 ON_BOTH = pytest.mark.parametrize("workspace_uri", ["file", "s3"], indirect=True)
 

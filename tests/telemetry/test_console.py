@@ -3,6 +3,7 @@
 import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,18 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"trnpipe\[tensorboard\]"):
         TensorBoardSink(tmp_path)
+
+
+def test_one_live_line_on_a_terminal() -> None:
+    """Figures replace those before them; whatever else is said stands below, and nothing is lost of it."""
+    out = Terminal()
+    console = Console(stream=out)
+    console.step_line(FIGURES)
+    console.step_line(replace(FIGURES, step=140))
+    console.info("saved")
+    console.end_line()
+    console.step_line(replace(FIGURES, step=160))
+    console.end_line()
+    rows = [row.rpartition("\r\x1b[2K")[2] for row in out.getvalue().rstrip("\n").split("\n")]
+    assert [row.split(" | ")[0] for row in rows] == ["step   140/2000", "saved", "step   160/2000"]
+    assert out.getvalue().count("\r\x1b[2K") == 3 and out.getvalue().endswith("\n")

@@ -52,6 +52,18 @@ def connect(service: str) -> Any:
         ) from error
 
 
+def secret_text(name: str) -> str:
+    """A secret of AWS Secrets Manager, by name or ARN. Raises ConfigError when it cannot be read."""
+    try:
+        return str(connect("secretsmanager").get_secret_value(SecretId=name).get("SecretString", ""))
+    except (boto.BotoCoreError, boto.ClientError) as error:
+        raise ConfigError(
+            f"secret {name}: {code_of(error) or type(error).__name__}",
+            expected="one that this role may read (secretsmanager:GetSecretValue)",
+            next_command=f"aws secretsmanager describe-secret --secret-id {name}",
+        ) from error
+
+
 # Which answers of AWS are worth another try, and what the others mean to the user.
 
 AWS_ERRORS = S3_ERRORS

@@ -1,0 +1,116 @@
+"""Word to the team: `trnjobs notify`, and what every look at a cycle does for it."""
+
+import argparse
+import os
+import time
+
+from jobs.config import NotifyConfig
+from jobs.cycle.ledger import read_ledger
+from jobs.cycle.messages import Message, messages_of
+from jobs.cycle.outbox import deliver, put_messages
+from jobs.cycle.records import Closed, JobRecord
+from jobs.cycle.report import report_key
+from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.plan.dag import Plan
+from jobs.settings import CycleSettings
+from jobs.setup import open_cycle
+from pipeline.context import load_result
+from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TransientError
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import Storage
+
+
+def run_notify(arguments: argparse.Namespace, say: Say) -> int:
+    """Send the messages that wait; `--test`: a message to every webhook first.
+
+    Raises ConfigError without a webhook, TransientError when one did not take everything.
+    """
+    settings: CycleSettings = arguments.settings
+    store = open_cycle(settings, StopSignal())
+    if not settings.jobs.notify.webhooks:
+        raise ConfigError(
+            "jobs.notify.webhooks is empty",
+            expected="a webhook",
+            next_command="a table [jobs.notify.webhooks.team] with form and url_variable in a --config file",
+        )
+    if arguments.test:
+        at = time.time()
+        test = _about(settings, store, at).model_copy(
+            update={"id": f"{settings.jobs.name}/{store.cycle}/test-{round(1000 * at)}", "text": "a test of trnjobs"}
+        )
+        put_messages(store, [test])
+    if waiting := send_messages(settings.jobs.notify, store.storage, say):
+        raise TransientError(f"{waiting} messages wait", next_command="trnjobs notify, once the webhook answers")
+    say(f"every message was taken by {', '.join(settings.jobs.notify.webhooks)}")
+    return EXIT_OK
+
+
+def make_messages(
+    settings: CycleSettings,
+    store: CycleStore,
+    plan: Plan,
+    records: tuple[JobRecord, ...],
+    closed: Closed | None,
+    say: Say,
+) -> None:
+    """Put what there is to tell of a cycle into the outbox. No failure of it is one of the cycle."""
+    if not settings.jobs.notify.webhooks:
+        return
+    try:
+        storage, cycle = store.storage, store.cycle
+        evaluated = load_result(storage, cycle, "evaluate")
+        found = messages_of(
+            _about(settings, store, store.clock()),
+            read_ledger(store, plan, records, settings.jobs, closed=closed),
+            records,
+            closed=closed,
+            round_=max(store.rounds(), default=1),
+            promoted=bool(evaluated and evaluated.figures.get("promoted")),
+            failed_before=_failed_before(store),
+            retried_at=settings.jobs.notify.retried_at,
+        )
+        put_messages(store, found)
+    except Preempted:
+        raise
+    except Exception as error:  # also of a bug: a cycle ends as it ends, whoever is told
+        say(f"notify: nothing was put into the outbox: {type(error).__name__}: {error}")
+
+
+def send_messages(config: NotifyConfig, storage: Storage, say: Say) -> int:
+    """Send what waits, of all cycles; how many messages still wait. No failure of it is one of the cycle."""
+    if not config.webhooks:
+        return 0
+    from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
+
+    try:
+        return deliver(storage, config, os.environ, secret_text, say)
+    except Preempted:
+        raise
+    except Exception as error:
+        say(f"notify: messages wait: {type(error).__name__}: {error}")
+        return 1
+
+
+def _about(settings: CycleSettings, store: CycleStore, at: float) -> Message:
+    key, base = report_key(store.cycle), settings.jobs.notify.page_url.rstrip("/")
+    return Message(
+        id="",
+        event="test",
+        at=at,
+        pipeline=settings.jobs.name,
+        cycle=store.cycle,
+        model=settings.model_name,
+        workspace=store.storage.root,
+        text="",
+        page=f"{base}/{key.rpartition('/')[2]}" if base else store.storage.uri(key),
+    )
+
+
+def _failed_before(store: CycleStore) -> bool:
+    """Whether the cycle before this one failed."""
+    earlier = [name for name in claimed_cycles(store.storage) if name < store.cycle]
+    if not earlier:
+        return False
+    closed = CycleStore(store.storage, earlier[-1], store.clock).closed()
+    return closed is not None and closed.outcome == "failed"

@@ -1,0 +1,83 @@
+"""What a team is told, from records alone; texts of others can do nothing in it."""
+
+import unicodedata
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jobs.cycle.messages import MAX_TEXT, Message, as_json, as_slack, messages_of, plain
+from jobs.cycle.records import Closed, JobRecord
+from tests.jobs.cycle.cases import job, plan
+from tests.jobs.cycle.record_cases import bad, good, tried
+from tests.jobs.cycle.test_ledger import ledger
+
+ABOUT = Message(
+    id="", event="test", at=50.0, pipeline="relevance", cycle="c", model="m", workspace="file:///w", text="", page="p"
+)
+SHAPE = plan(job("train"))
+GOOD = good("train")
+
+
+def told(record: JobRecord, closed: Closed | None, deadline_at: float | None = None, **more: object) -> list[Message]:
+    given = {"round_": 1, "promoted": False, "failed_before": False, "retried_at": 3} | more
+    outcome = closed.outcome if closed else None
+    found = ledger(SHAPE, [record], outcome=outcome, deadline_at=deadline_at)
+    return list(messages_of(ABOUT, found, [record], closed=closed, **given))  # type: ignore[arg-type]
+
+
+def events(*given: object, **more: object) -> list[str]:
+    return [message.event for message in told(*given, **more)]  # type: ignore[arg-type]
+
+
+def test_ends() -> None:
+    done = Closed(outcome="succeeded", at=60.0)
+    assert events(GOOD, done, promoted=True) == ["promoted"]
+    assert events(GOOD, done) == []  # nothing new: nobody is called
+    assert events(GOOD, done, promoted=True, failed_before=True) == ["promoted", "recovered"]
+    assert events(GOOD, done, round_=2) == ["recovered"]
+    assert events(GOOD, Closed(outcome="refused", at=60.0, reason="x"), failed_before=True) == ["refused", "recovered"]
+    assert events(bad("train", tried(1)), Closed(outcome="failed", at=60.0), failed_before=True) == ["failed"]
+    assert events(GOOD, Closed(outcome="cancelled", at=60.0)) == []  # somebody did it
+
+
+def test_while_it_runs() -> None:
+    often = bad("train", *[tried(75)] * 3)
+    assert [one.id for one in told(often, None)] == ["relevance/c/retried-train-3"]
+    assert events(often, None, retried_at=4) == []
+    assert events(GOOD, None, 49.0) == ["late"] and events(GOOD, None, 51.0) == []
+    late = told(GOOD, Closed(outcome="succeeded", at=60.0), 0.5, promoted=True)
+    assert [one.event for one in late] == ["late", "promoted"] and "deadline MISSED" in late[1].text
+
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<!channel> <@U1|x> <https://evil.example|page> & <!here>",
+    "a\x00b\x1b[31mc\u202egpj.exe\u2066\u200f\r\nInjected: yes",
+    "</script>{}\"'`*_~",
+    "x" * 10_000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_reasons(text: str) -> None:
+    (message,) = told(bad("train", tried(1)), Closed(outcome="failed", at=60.0, reason=text))
+    for line in (message.text, message.reason):
+        assert len(line) <= MAX_TEXT and not any(unicodedata.category(one)[0] == "C" for one in line)
+    slack = as_slack(message)["text"]
+    assert "<" not in slack.replace("&lt;", "") and ">" not in slack.replace("&gt;", "")
+    assert as_json(message)["reason"] == message.reason
+
+
+@given(st.text())
+@example("\u2028\u2029\x85\ufeff\ud800")
+def test_plain_is_one_line(text: str) -> None:
+    line = plain(text)
+    assert not any(unicodedata.category(one)[0] == "C" for one in line) and len(line.splitlines()) <= 1
+    assert plain(line) == line
+
+
+def test_a_link_of_slack_cannot_be_left() -> None:
+    page = as_slack(ABOUT.model_copy(update={"text": "x", "page": "https://a/b|c>d<!here>"}))["text"]
+    assert page == "x <https://a/b%7Cc&gt;d&lt;!here&gt;|page>"
+    assert as_slack(ABOUT.model_copy(update={"text": "x", "page": "file:///w"}))["text"] == "x (file:///w)"
