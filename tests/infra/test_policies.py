@@ -77,6 +77,8 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/jobs/records.json": ("driver", ""),
     f"{C}/jobs/blocked.json": ("driver", ""),
     f"{C}/jobs/submitted/round-1/train.json": ("driver", ""),
+    f"{C}/jobs/told/failed-1": ("driver", ""),
+    "notify/2026-11-20/failed-1.json": ("driver", "driver"),
     "MANIFEST.json": ("", ""),
     "trnpipe.toml": ("", ""),
 }
