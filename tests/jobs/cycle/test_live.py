@@ -63,6 +63,9 @@ def test_plain_lines_tell_what_is_new() -> None:
 def test_an_array_is_one_row() -> None:
     shape = cycle()
     children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))
-    records = [good("train"), JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children)]
+    records = [
+        good("train"),
+        JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children),
+    ]
     seen = live_cycle(shape, records, (), ledger(shape, records, outcome=None), target="batch", closed=None, now=20.0)
     assert [(one.name, one.sign, one.state, one.ran) for one in seen.jobs][1] == ("embed", "●", "PENDING 0/2", "10s")
