@@ -83,14 +83,26 @@ TOOLS: dict[str, Tool] = {
             "list": "every model and its checkpoint in production",
             "show": "production, or one checkpoint: its lineage back to the root, and the history",
             "promote": "put a checkpoint into production that has passed the gate against the one there; else exit 80",
-            "rollback": "put back the checkpoint that was in production before, or a named one; verified first",
+            "rollback": "put back the checkpoint that was in production before, or a named one; verified first. What is"
+            " served moves with it; --without-vectors: production alone",
         },
         arguments={"show": ("[CHECKPOINT]",), "promote": ("CHECKPOINT",), "rollback": ("[TO]",)},
-        switches=frozenset({"--json"}),
+        switches=frozenset({"--json", "--without-vectors"}),
         options={
             "--force": "REASON  promote: overrule the gate; the reason goes on record",
             "--reason": "TEXT  rollback: why; goes on record",
         },
+    ),
+    "serving": Tool(
+        "the model and the vectors that are served together: show, rollback, promote",
+        actions={
+            "show": "the pair that search follows, the challenger, and the pairs before",
+            "rollback": "serve the pair before, or that of a cycle; production follows its model",
+            "promote": "serve the challenger (trnpipe embed verify --embed.verify.serve challenger makes one)",
+        },
+        arguments={"rollback": ("[CYCLE]",)},
+        switches=frozenset({"--json"}),
+        options={"--reason": "TEXT  rollback, promote: why; goes on record"},
     ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"

@@ -1,12 +1,16 @@
-"""`trnpipe embed verify`: are a cycle's vectors whole, right and those of its catalogue; exit 65 when they are not."""
+"""`trnpipe embed verify`: are a cycle's vectors whole, right and those of its catalogue; exit 65 when they are not.
+
+What has passed may be served: the pair of the model and these vectors goes into the registry (registry/serving.py).
+"""
 
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 
 from pipeline.backends import open_host
 from pipeline.command_table import ToolCall
-from pipeline.context import StageContext, open_context
+from pipeline.context import StageContext, open_context, store_result
 from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
@@ -29,8 +33,12 @@ from pipeline.embed.verify import (
     judge_processes,
     skipped,
 )
+from pipeline.registry.records import Author, who
+from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, offer
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+
+NAME = "verify"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -38,23 +46,56 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     # With --json stdout is for machines.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
     with open_context(settings, stop) as ctx, shown_on(console.progress):
+        started = datetime.now(UTC)
         vectors = open_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
         for check in _checks(settings, ctx, vectors):
             checks.append(found := check())
             if "--json" not in call.switches:
                 say(found.line())
-    report = VerifyReport(cycle=vectors.info.cycle, rows=vectors.info.rows, checks=tuple(checks))
-    if "--json" in call.switches:
-        say(report.model_dump_json(indent=1))
-    if report.failed:
-        raise DataError(
-            f"the vectors of cycle {report.cycle} are not as they should be: "
-            + "; ".join(f"{check.name}: {check.seen}" for check in report.failed),
-            expected="every check to pass",
-            next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
+        report = VerifyReport(cycle=vectors.info.cycle, rows=vectors.info.rows, checks=tuple(checks))
+        key = f"cycles/{ctx.cycle}/{NAME}/report.json"
+        ctx.workspace.write_bytes(key, report.model_dump_json(indent=1).encode() + b"\n")
+        if "--json" in call.switches:
+            say(report.model_dump_json(indent=1))
+        if report.failed:
+            raise DataError(
+                f"the vectors of cycle {report.cycle} are not as they should be: "
+                + "; ".join(f"{check.name}: {check.seen}" for check in report.failed),
+                expected="every check to pass",
+                next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
+            )
+        console.info(_serve(settings, ctx, vectors))
+        result = ctx.finish(
+            NAME,
+            started,
+            inputs={"vectors": vectors.manifest.digest, "checkpoint": vectors.info.model.digest},
+            outputs={"embeddings": vectors.prefix, "report": key},
+            figures={f"{one.name}_{name}": value for one in checks for name, value in one.figures.items()},
         )
+        store_result(ctx.workspace, result)
     return EXIT_OK
+
+
+def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
+    """Let the vectors be served with their model; what became of it, in words."""
+    info, serve = vectors.info, settings.embed.verify.serve
+    if serve == "none":
+        return "verify: the vectors join no pair that is served (embed.verify.serve)"
+    pair = Pair(
+        model=info.model.name,
+        checkpoint=info.model.place,
+        digest=info.model.digest,
+        vectors=Vectors(
+            cycle=info.cycle,
+            digest=vectors.manifest.digest,
+            generation=info.generation,
+            rows=info.rows,
+            dim=info.layout.dim,
+        ),
+        author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
+    )
+    return f"verify: {offer(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[Callable[[], Check]]:

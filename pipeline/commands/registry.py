@@ -13,18 +13,19 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
 from pipeline.registry.history import list_models, read_history, read_pointer
-from pipeline.registry.promote import promote, roll_back
+from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Entry, Pointer, one_line, stored_decision, who
+from pipeline.registry.serving import Pair, read_pair, roll_back_model
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
 
-JSON, FORCE, REASON = "--json", "--force", "--reason"
+JSON, FORCE, REASON, WITHOUT_VECTORS = "--json", "--force", "--reason", "--without-vectors"
 # Which of the flags an action takes.
 FLAGS: Mapping[str, frozenset[str]] = {
     "list": frozenset({JSON}),
     "show": frozenset({JSON}),
     "promote": frozenset({FORCE}),
-    "rollback": frozenset({REASON}),
+    "rollback": frozenset({REASON, WITHOUT_VECTORS}),
 }
 SHOWN_ENTRIES = 10
 SHOWN_PARTITIONS = 5
@@ -132,6 +133,8 @@ def _show(registry: _Registry, say: Say) -> int:
         say(json.dumps(document | ({"damaged": lost} if lost else {}), indent=1))
     else:
         say(f"{registry.model} | {_production_line(pointer)}")
+        if not registry.named and (served := read_pair(registry.workspace, registry.model)):
+            say(f"{registry.model} | {served_line(served[0])}")
         for line in (*_lineage_lines(ancestors), *_history_lines(entries)):
             say(line)
         if lost:
@@ -155,8 +158,17 @@ def _promote(registry: _Registry, say: Say) -> int:
 
 def _rollback(registry: _Registry, say: Say) -> int:
     before, reason = registry.production(), registry.call.options.get(REASON, "")
-    now = roll_back(registry.workspace, registry.model, registry.named, reason=reason, author=registry.author())
+    now = roll_back_model(
+        registry.workspace,
+        registry.model,
+        registry.named,
+        reason=reason,
+        author=registry.author(),
+        without_vectors=WITHOUT_VECTORS in registry.call.switches,
+    )
     _say_change(before, now, say)
+    if served := read_pair(registry.workspace, registry.model):
+        say(f"{registry.model}: {served_line(served[0])}")
     return EXIT_OK
 
 
@@ -179,7 +191,15 @@ def _production_line(pointer: Pointer | None) -> str:
     return f"{pointer.checkpoint} | generation {pointer.generation} | {by}"
 
 
-def _when(entry: Entry) -> str:
+def served_line(pair: Pair) -> str:
+    """`served is checkpoints/... with the vectors of cycle ... | generation 3 | rolled back ... by ...`"""
+    what = f"served is {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
+    why = f" | {pair.reason}" if pair.reason else ""
+    how = f"{pair.action.replace('_', ' ')} {_when(pair)} by {pair.author.by}"
+    return f"{what} | generation {pair.generation} | {how}{why}"
+
+
+def _when(entry: Entry | Pair) -> str:
     return entry.author.at.strftime("%Y-%m-%d %H:%M UTC")
 
 

@@ -51,6 +51,11 @@ class OutputConfig(Record):
 class VerifyConfig(Record):
     """What `trnpipe embed verify` looks at."""
 
+    serve: Literal["serving", "challenger", "none"] = Field(
+        "serving",
+        description="Which pair verified vectors join with their model: registry/<model>/serving.json, where the model"
+        " is in production; serving-challenger.json; or neither",
+    )
     catalogue: bool = Field(True, description="Read the catalogue again and hold its ids and texts against the parts")
     sample: int = Field(256, ge=0, description="Texts embedded again in fp32 on the CPU; 0: none")
     min_cosine: float = Field(

@@ -46,6 +46,7 @@ class Check(Record):
     outcome: Literal["pass", "fail", "skipped"]
     seen: str
     figures: dict[str, float] = Field({})
+    histogram: tuple[int, ...] = Field((), description="drift: vectors by cosine, in equal bins from -1 to 1")
 
     def line(self) -> str:
         """`pass     files      5 files, 1.2 MiB`"""
@@ -170,6 +171,7 @@ def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
 SAMPLE_ROWS = 100_000
 """Common rows whose vectors are compared; which ids are common is looked up for all."""
 _SAME = 0.9999
+DRIFT_BINS = 200
 
 
 def check_drift(
@@ -201,7 +203,9 @@ def check_drift(
     mean, moved = float(found.mean()), float((found < _SAME).mean())
     seen = f"{ids}; mean cosine {mean:.4f}, {moved:.1%} of the vectors moved"
     too_far = [f"{seen}; expected at least {min_cosine}"] if min_cosine is not None and mean < min_cosine else []
-    return judge("drift", too_far, seen, {"mean_cosine": mean, "moved_share": moved, "common_ids": common})
+    check = judge("drift", too_far, seen, {"mean_cosine": mean, "moved_share": moved, "common_ids": common})
+    bins = np.histogram(found, DRIFT_BINS, (-1.0, 1.0))[0]
+    return check.model_copy(update={"histogram": tuple(bins.tolist())})
 
 
 def cosine(left: Float32s, right: Float32s) -> Float32s:

@@ -72,18 +72,9 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
     Raises ConfigError when there is no such checkpoint or no reason, CheckpointError when it does not verify or is not
     what was promoted then, TransientError when production changes meanwhile.
     """
-    if not (reason := one_line(reason)):
-        raise ConfigError(
-            "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
-        )
-    found = read_pointer(workspace, model)
-    if found is None:
-        raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
-    current, etag = found
-    past = _completed(workspace, model, current)
-    if to and check_prefix(to) == current.checkpoint:
+    current, etag, past, target = _rollback(workspace, model, to, reason)
+    if target is None:
         return current
-    target = _target(current, changes_of(past), to)
     restored = read_checkpoint(workspace, target.checkpoint, every_byte=True)
     if restored.digest != target.digest:
         raise CheckpointError(
@@ -97,11 +88,34 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
         action="rolled_back",
         generation=_generation(current, past) + 1,
         previous=then.previous if then else None,
-        reasons=(reason,),
+        reasons=(one_line(reason),),
         figures=then.figures if then else {},
         verdict=then.verdict if then else "",
     )
     return _put(workspace, current, etag, entry)
+
+
+def rollback_target(workspace: Storage, model: str, to: str, *, reason: str) -> Production | None:
+    """What a rollback would put into production; None: it is there already. Raises ConfigError as roll_back does."""
+    return _rollback(workspace, model, to, reason)[3]
+
+
+def _rollback(
+    workspace: Storage, model: str, to: str, reason: str
+) -> tuple[Pointer, str, tuple[Entry, ...], Production | None]:
+    """The pointer with its etag, the history, and where a rollback leads."""
+    if not one_line(reason):
+        raise ConfigError(
+            "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
+        )
+    found = read_pointer(workspace, model)
+    if found is None:
+        raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
+    current, etag = found
+    past = _completed(workspace, model, current)
+    if to and check_prefix(to) == current.checkpoint:
+        return current, etag, past, None
+    return current, etag, past, _target(current, changes_of(past), to)
 
 
 def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> Entry:

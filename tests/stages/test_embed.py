@@ -16,6 +16,7 @@ from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
+from pipeline.registry.serving import CHALLENGER, read_pair
 from pipeline.settings import Settings
 from pipeline.stages.embed import _price
 from tests.embed.catalogues import products, rows_of, write_catalogue
@@ -57,6 +58,11 @@ def events_of(workspace: Storage, cycle: str = "c1") -> list[dict[str, Any]]:
     return [json.loads(line) for line in workspace.read_bytes(f"cycles/{cycle}/events.jsonl").splitlines()]
 
 
+def report_of(workspace: Storage, cycle: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(workspace.read_bytes(f"cycles/{cycle}/verify/report.json"))["checks"]
+    return found
+
+
 def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed(workspace) == 0
     out = capsys.readouterr().out
@@ -84,7 +90,13 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
         ["pass", "sample"],
         ["skipped", "drift"],
         ["pass", "ann"],
+        ["verify:", "serving.json:"],
     ]
+    served, verified = read_pair(workspace, "relevance"), load_result(workspace, "c1", "verify")
+    assert served is not None and verified is not None
+    assert served[0].is_of == (vectors.info.model.digest, vectors.manifest.digest)
+    assert (served[0].vectors.rows, served[0].vectors.dim) == (100, 16)
+    assert "ann_recall" in verified.figures and verified.inputs["vectors"] == vectors.manifest.digest
     assert embed(workspace) == 0
     assert "done already, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
@@ -105,6 +117,7 @@ def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFix
     assert "part-00002.parquet" in told.err and "next: delete" in told.err
     outcomes = {check["name"]: check["outcome"] for check in json.loads(told.out)["checks"]}
     assert outcomes["files"] == outcomes["numbers"] == outcomes["catalogue"] == "fail"
+    assert read_pair(workspace, "relevance") is None and load_result(workspace, "c1", "verify") is None
 
 
 def test_workers_of_an_array(workspace: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,6 +146,16 @@ def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path)
     assert embed(workspace, cycle="c3", catalogue="next") == 0
     assert result_of(workspace, "c3").figures["rows_carried"] == 0, "another model was promoted"
     assert embed(workspace, cycle="c3", catalogue="next", action="verify") == 0
+    drift = next(check for check in report_of(workspace, "c3") if check["name"] == "drift")
+    assert sum(drift["histogram"]) == drift["figures"]["common_ids"] == 80
+    served = read_pair(workspace, "relevance")
+    assert served is not None and served[0].vectors.cycle == "c3"
+    assert embed(workspace, "--embed.verify.serve=none", cycle="c3", catalogue="next", action="verify") == 0
+    assert embed(workspace, "--embed.verify.serve=challenger", cycle="c2", catalogue="next", action="verify") == 0
+    challenger = read_pair(workspace, "relevance", CHALLENGER)
+    assert (
+        challenger is not None and challenger[0].vectors.cycle == "c2" and read_pair(workspace, "relevance") == served
+    )
 
 
 def test_the_model_is_pinned_when_the_cycle_begins(workspace: Storage, tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""`trnpipe serving` and the rollback of a pair, as they are typed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.serving import CHALLENGER, offer
+from tests.registry.cases import make_checkpoint
+from tests.registry.test_serving import embedded, in_production
+
+Ask = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Storage:
+    """Two cycles that were served, and a challenger."""
+    storage = open_storage(str(tmp_path / "ws"))
+    for number, cycle in enumerate(("c1", "c2"), 1):
+        place = make_checkpoint(storage, tmp_path, cycle)
+        in_production(storage, place)
+        offer(storage, embedded(storage, tmp_path, cycle, place, number))
+    other = make_checkpoint(storage, tmp_path, "c3")
+    offer(storage, embedded(storage, tmp_path, "c3", other, 3), CHALLENGER)
+    return storage
+
+
+@pytest.fixture
+def ask(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> Ask:
+    def asked(*words: str) -> tuple[int, str]:
+        code = cli.main([*words, "--workspace", workspace.root.removeprefix("file://")])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return asked
+
+
+def test_show(ask: Ask) -> None:
+    code, text = ask("serving", "show")
+    assert code == 0
+    assert "served is checkpoints/c2/step-1 with 1 vectors of cycle c2 | generation 2" in text
+    assert "challenger: checkpoints/c3/step-1 with the vectors of cycle c3" in text
+    assert "before: served is checkpoints/c1/step-1" in text
+    found = json.loads(ask("serving", "show", "--json")[1])
+    assert (found["serving"]["vectors"]["cycle"], found["challenger"]["vectors"]["cycle"]) == ("c2", "c3")
+    assert [pair["generation"] for pair in found["pairs"]] == [1, 2]
+    assert "nothing is served" in ask("serving", "show", "--model-name=other")[1]
+    assert "served is checkpoints/c2/step-1" in ask("registry", "show")[1]
+
+
+def test_both_roll_back_together(ask: Ask) -> None:
+    code, text = ask("registry", "rollback", "--reason=bad")
+    assert (code, "rolled back to checkpoints/c1/step-1" in text, "vectors of cycle c1" in text) == (0, True, True)
+    code, text = ask("serving", "rollback", "c2", "--reason=good after all")
+    assert (code, "vectors of cycle c2" in text, "good after all" in text) == (0, True, True)
+    assert "checkpoints/c2/step-1 | generation 4" in ask("registry", "list")[1]
+
+
+def test_the_challenger(ask: Ask) -> None:
+    assert ask("serving", "promote")[0] == 78
+    code, text = ask("serving", "promote", "--reason=won")
+    assert (code, "vectors of cycle c3" in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serving", "rollback"),
+        ("serving", "rollback", "c9", "--reason=x"),
+        ("serving", "rollback", "--reason=x", "--json"),
+        ("serving", "show", "--reason=x"),
+        ("serving", "rollback", "--reason=x", "--model-name=other"),
+        ("registry", "promote", "checkpoints/c1/step-1", "--without-vectors"),
+    ],
+)
+def test_what_cannot_be(ask: Ask, words: tuple[str, ...]) -> None:
+    code, text = ask(*words)
+    assert (code, "Traceback" in text) == (78, False)
