@@ -23,6 +23,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
+from pipeline.parallel.world import JOB_ID
 from pipeline.train.config import batch_share
 
 
@@ -130,8 +131,8 @@ def submitted_plan(store: CycleStore) -> Plan:
 
 
 def submitter() -> str:
-    """Who submits, for others to read: the job of AWS Batch, else this process."""
-    return os.environ.get("AWS_BATCH_JOB_ID") or f"{socket.gethostname()}:{os.getpid()}"
+    """Who submits, for others to read: the job, else this process."""
+    return os.environ.get(JOB_ID) or f"{socket.gethostname()}:{os.getpid()}"
 
 
 def open_target(

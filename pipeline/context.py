@@ -18,7 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.parallel.nodes import Nodes
-from pipeline.parallel.world import ARRAY_INDEX, RANK_REPORTS, TRACE_FILE, World, world_from_env
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
 from pipeline.telemetry.console import Console
@@ -163,7 +163,7 @@ def open_context(
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0"
     is_first = is_first and not (settings.embed.worker or settings.mine.worker)
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
-    writer = f"{words[0] if words else 'tool'}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
+    writer = f"{words[0] if words else 'tool'}-{env.get(ATTEMPT, '1')}"
     key = f"cycles/{cycle}/events.jsonl"
     events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
     console = Console(quiet=not world.is_main)
@@ -246,6 +246,5 @@ def nodes_of(ctx: StageContext, place: str, timeout_s: float) -> Nodes:
 
 
 def attempt_name(env: Mapping[str, str]) -> str:
-    """What all nodes of one try of one Batch job agree on; their own job ids end in `#<node index>`."""
-    job = env.get("AWS_BATCH_JOB_ID", "local").partition("#")[0]
-    return f"{job}-{env.get('AWS_BATCH_JOB_ATTEMPT', '1')}"
+    """What all nodes of one try of one job agree on."""
+    return f"{env.get(JOB_ID, 'local')}-{env.get(ATTEMPT, '1')}"

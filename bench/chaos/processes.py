@@ -105,7 +105,7 @@ def _seen(pid: int, workspaces: str) -> Seen | None:
         return None
     words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     leaf_id, attempt, node = env[MARK].rsplit("/", 2)
-    job, index = env["TRNJOBS_JOB"], env.get("AWS_BATCH_JOB_ARRAY_INDEX", "")
+    job, index = env["TRNJOBS_JOB"], env.get("TRNJOBS_INDEX", "")
     return Seen(
         pid=pid,
         ticks=_ticks(pid),

@@ -1,4 +1,4 @@
-"""Which job this is, and which node of it, as AWS Batch (or the local engine) tells in the environment."""
+"""Which job this is, and which node of it, in the words of jobs/node/words.py; and how long things may take."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ from typing import Self
 
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.network import MASTER_PORT
-from pipeline.parallel.world import node_from_env
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, node_from_env
 from pipeline.proc.children import COMMAND_S
 
 LOOPBACK = ("127.0.0.1", "localhost")  # of a gang on one machine, which may have no network
@@ -35,20 +35,19 @@ class Place:
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Raises ConfigError when the variables do not fit together."""
         node, num_nodes = node_from_env(env)
-        of_batch = env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "") if node > 0 else ""
-        address = env.get("MASTER_ADDR") or of_batch  # as for torchrun
+        address = env.get("MASTER_ADDR") or (env.get(MAIN_ADDRESS, "") if node > 0 else "")  # as for torchrun
         if node > 0 and not address:
             raise ConfigError(
                 f"node {node} of {num_nodes} does not know the main node",
-                expected="its address in AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
+                expected=f"its address in {MAIN_ADDRESS}",
             )
-        index = env.get("AWS_BATCH_JOB_ARRAY_INDEX", "")
+        index = env.get(ARRAY_INDEX, "")
         return cls(
             workspace=env.get("TRNPIPE_WORKSPACE", ""),
             cycle=env.get("TRNPIPE_CYCLE", ""),
             job=env.get("TRNJOBS_JOB", "job") + (f"-{index}" if index else ""),
-            job_id=env.get("AWS_BATCH_JOB_ID", "local").partition("#")[0],
-            attempt=_whole(env, "AWS_BATCH_JOB_ATTEMPT", 1),
+            job_id=env.get(JOB_ID, "local"),
+            attempt=_whole(env, ATTEMPT, 1),
             node=node,
             num_nodes=num_nodes,
             main_address=address,

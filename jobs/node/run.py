@@ -19,6 +19,7 @@ from jobs.node.environment import LOOPBACK, Place, Timing
 from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
+from jobs.node.words import words_of_batch
 from pipeline.core.errors import TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
@@ -40,8 +41,10 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
     Whatever it has started is gone when this returns, or when this process is killed.
     """
-    place, timing = Place.from_env(env), Timing.from_env(env)
+    ours = words_of_batch(env)
+    place, timing = Place.from_env({**env, **ours}), Timing.from_env(env)
     with watched_signals() as signals, guarded() as folder:
+        env = {**env, **ours}  # with what the guard has set in it
         peers, linger_s = Peers(), 0.0
         if place.num_nodes > 1:
             is_main = place.node == 0

@@ -15,7 +15,7 @@ from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.io.storage import open_storage
 from pipeline.parallel.nodes import Nodes
-from pipeline.parallel.world import NUM_NODES_VARIABLE, TRACE_FILE
+from pipeline.parallel.world import NUM_NODES, TRACE_FILE
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
@@ -46,7 +46,7 @@ def compile_on_neuron(
         manifests = node.compile(plan, [], dict(os.environ), node.scratch, node.nodes)
         for ranks, part in parts.items():  # the same on this machine alone, with so many ranks that evaluate and embed
             node.say(f"compile: evaluation and embedding on {ranks} ranks")
-            env = {name: value for name, value in os.environ.items() if name != NUM_NODES_VARIABLE} | {SCORING: "1"}
+            env = {name: value for name, value in os.environ.items() if name != NUM_NODES} | {SCORING: "1"}
             flags = ["--launch.processes", str(ranks)]
             manifests += node.compile(part, flags, env, node.scratch / f"scoring-{ranks}", None)
         node.exchange("push")

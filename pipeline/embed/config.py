@@ -96,7 +96,7 @@ class EmbedConfig(Record):
     )
     workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the catalogue, such as the size of an array")
     worker: int | None = Field(
-        None, ge=0, description="Which of them this is, from 0; none: AWS_BATCH_JOB_ARRAY_INDEX, or the only one"
+        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
     )
     tokenise_processes: int = Field(0, ge=0, description="Processes that read and tokenise; 0: one per core")
     catalogue: CatalogueConfig = CatalogueConfig()

@@ -43,7 +43,7 @@ class MineConfig(BaseModel):
     )
     workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the queries, such as the size of an array")
     worker: int | None = Field(
-        None, ge=0, description="Which of them this is, from 0; none: AWS_BATCH_JOB_ARRAY_INDEX, or the only one"
+        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
     )
 
     @model_validator(mode="after")

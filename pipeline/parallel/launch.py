@@ -11,13 +11,14 @@ from pathlib import Path
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.network import torchrun_arguments
+from pipeline.parallel.world import NUM_NODES
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """True where ranks must be started: several processes or a node of a Batch gang, and torchrun has not done it."""
-    return "WORLD_SIZE" not in env and (processes > 1 or "AWS_BATCH_JOB_NUM_NODES" in env)
+    """True where ranks must be started: several processes or a node of a gang, and torchrun has not done it."""
+    return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:

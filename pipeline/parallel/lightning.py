@@ -24,7 +24,7 @@ from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import clip_grad_norm, fill, whole
 from pipeline.parallel.transform import spread
 from pipeline.parallel.units import UnitRule, find_units
-from pipeline.parallel.world import NUM_NODES_VARIABLE, World, world_from_env
+from pipeline.parallel.world import NUM_NODES, World, world_from_env
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -61,7 +61,7 @@ class Environment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return "WORLD_SIZE" in os.environ or NUM_NODES_VARIABLE in os.environ
+        return "WORLD_SIZE" in os.environ or NUM_NODES in os.environ
 
     def world_size(self) -> int:
         return self._world.world_size

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.world import node_from_env
+from pipeline.parallel.world import MAIN_ADDRESS, NUM_NODES, node_from_env
 
 ROUTES = Path("/proc/net/route")
 EFA_DEVICES = Path("/dev/infiniband")
@@ -98,7 +98,7 @@ def has_efa(devices: Path = EFA_DEVICES) -> bool:
     return any(devices.glob("uverbs*"))
 
 
-# Where the nodes of one run meet: this machine alone, or the nodes of an AWS Batch multi-node job.
+# Where the nodes of one run meet: this machine alone, or the nodes of a multi-node job.
 
 MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
 
@@ -106,20 +106,19 @@ MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, deri
 def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:
     """torchrun's arguments for `processes` ranks on each node.
 
-    Batch gives every node its index and, on all but the main one, the main node's address; the main node is its own
+    Every node is told its number and, on all but the main one, the main node's address; the main node is its own
     address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs on one machine need ports of their own.
     Raises ConfigError when the variables do not fit together.
     """
     ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
-    if "AWS_BATCH_JOB_NUM_NODES" not in env:
+    if NUM_NODES not in env:
         return ["--standalone", *ranks]
     rank, nodes = node_from_env(env)
-    of_batch = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-    master = env.get("MASTER_ADDR") or (own() if rank == 0 else env.get(of_batch))
-    if master is None:
+    master = env.get("MASTER_ADDR") or (own() if rank == 0 else env.get(MAIN_ADDRESS))
+    if not master:
         raise ConfigError(
             f"node {rank} of {nodes} does not know the main node",
-            expected=f"its address in {of_batch}",
+            expected=f"its address in {MAIN_ADDRESS}",
         )
     return [
         *ranks,

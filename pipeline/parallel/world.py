@@ -7,8 +7,14 @@ from typing import Protocol
 
 from pipeline.core.errors import ConfigError
 
-NUM_NODES_VARIABLE = "AWS_BATCH_JOB_NUM_NODES"
+# The words of a place, on every platform the same: `trnjobs-entry` makes them of the platform's own.
+JOB_ID = "TRNJOBS_JOB_ID"
+ATTEMPT = "TRNJOBS_ATTEMPT"
+NODE = "TRNJOBS_NODE"
+NUM_NODES = "TRNJOBS_NODES"
 """Without it a process is one of a single machine."""
+MAIN_ADDRESS = "TRNJOBS_MAIN"
+ARRAY_INDEX = "TRNJOBS_INDEX"
 
 
 @dataclass(frozen=True)
@@ -27,20 +33,19 @@ class World:
 
 
 def node_from_env(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(node rank, number of nodes) of an AWS Batch multi-node job, whose main node is rank 0 wherever it stands.
+    """(node rank, number of nodes) of a multi-node job.
 
     (0, 1) elsewhere. Raises ConfigError when the variables do not fit together.
     """
-    if NUM_NODES_VARIABLE not in env:
+    if NUM_NODES not in env:
         return 0, 1
-    try:
-        nodes, index = int(env[NUM_NODES_VARIABLE]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
-        return (index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes, nodes
-    except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
-            expected="number of nodes, node index and main node index as Batch sets them",
-        ) from error
+    node, nodes = env.get(NODE, ""), env[NUM_NODES]
+    if node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes):
+        return int(node), int(nodes)
+    raise ConfigError(
+        f"a multi-node job with {NODE}={node!r} and {NUM_NODES}={nodes!r}",
+        expected=f"0 <= {NODE} < {NUM_NODES}, as trnjobs-entry sets them",
+    )
 
 
 def world_from_env(env: Mapping[str, str] = os.environ) -> World:
@@ -95,8 +100,6 @@ RANK_REPORTS = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings
 
 # Which part of the work is ours: one of several jobs, one of several ranks in it.
 
-ARRAY_INDEX = "AWS_BATCH_JOB_ARRAY_INDEX"
-
 
 class Workers(Protocol):
     """Settings of a stage that an array of jobs shares."""
@@ -114,12 +117,12 @@ def worker_of(config: Workers, world: World, env: Mapping[str, str], stage: str 
 
 
 def job_index(config: Workers, env: Mapping[str, str], stage: str) -> int:
-    """Which of `workers` jobs this is: as set, else as AWS Batch says. Raises ConfigError."""
+    """Which of `workers` jobs this is: as set, else as the array says. Raises ConfigError."""
     if config.worker is not None:
         source, index = f"{stage}.worker", config.worker
     elif given := env.get(ARRAY_INDEX):
         if not given.isdecimal():
-            raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as AWS Batch sets it")
+            raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as trnjobs-entry sets it")
         source, index = ARRAY_INDEX, int(given)
         if config.workers == 1:
             raise ConfigError(

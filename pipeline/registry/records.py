@@ -254,10 +254,10 @@ def stored_decision(
 
 
 def who(env: Mapping[str, str] = os.environ) -> str:
-    """`user@host`, with the id of the AWS Batch job where there is one."""
+    """`user@host`, with the id of the job where there is one."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user id has no name
         user = str(os.getuid())
-    job = env.get("AWS_BATCH_JOB_ID", "")
-    return f"{user}@{socket.gethostname()}{f' (Batch job {job})' if job else ''}"
+    job = env.get("TRNJOBS_JOB_ID", "")
+    return f"{user}@{socket.gethostname()}{f' (job {job})' if job else ''}"

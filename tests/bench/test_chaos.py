@@ -73,7 +73,7 @@ def test_two_tries_at_once_are_seen(tmp_path: Path) -> None:
         assert run_beside(seen) == set(), "one of them has ended meanwhile"
         with process_of(tmp_path, "id/2", "keeper.py"):
             assert run_beside(scan(str(tmp_path))) == set(), "a keeper does no work"
-        with process_of(tmp_path, "id/2", AWS_BATCH_JOB_ARRAY_INDEX="1"):
+        with process_of(tmp_path, "id/2", TRNJOBS_INDEX="1"):
             assert run_beside(scan(str(tmp_path))) == set(), "another child of an array"
 
 

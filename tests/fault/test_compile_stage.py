@@ -247,20 +247,19 @@ def test_sigterm_in_the_trial_run_and_in_a_compile(machine: Callable[..., Machin
 
 
 def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[str, str]) -> list[Machine]:
-    """The nodes of one AWS Batch job, each with a disk of its own."""
+    """The nodes of one job, each with a disk of its own."""
     nodes: list[Machine] = []
     port = str(free_port())
     for index in range(2):
-        batch = {
-            "AWS_BATCH_JOB_ID": f"{job}#{index}",
-            "AWS_BATCH_JOB_ATTEMPT": "1",
-            "AWS_BATCH_JOB_NUM_NODES": "2",
-            "AWS_BATCH_JOB_NODE_INDEX": str(index),
-            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
+        words = {
+            "TRNJOBS_JOB_ID": job,
+            "TRNJOBS_ATTEMPT": "1",
+            "TRNJOBS_NODES": "2",
+            "TRNJOBS_NODE": str(index),
+            "TRNJOBS_MAIN": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        nodes.append(machine(*ON_TWO, *flags, beside=nodes[0] if nodes else None, env={**env, **batch}))
+        nodes.append(machine(*ON_TWO, *flags, beside=nodes[0] if nodes else None, env={**env, **words}))
     return nodes
 
 

@@ -202,12 +202,11 @@ def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: s
 def on_node(place: Place, node: int, folder: Path, attempt: int, *flags: str) -> Run:
     place.env = {
         **place.env,
-        "AWS_BATCH_JOB_ID": f"job#{node}",
-        "AWS_BATCH_JOB_ATTEMPT": str(attempt),
-        "AWS_BATCH_JOB_NUM_NODES": "2",
-        "AWS_BATCH_JOB_NODE_INDEX": str(node),
-        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
-        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
+        "TRNJOBS_JOB_ID": "job",
+        "TRNJOBS_ATTEMPT": str(attempt),
+        "TRNJOBS_NODES": "2",
+        "TRNJOBS_NODE": str(node),
+        "TRNJOBS_MAIN": "127.0.0.1",
     }
     return place.start("health", f"--scratch={folder / str(node)}", *flags)
 

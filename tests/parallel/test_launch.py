@@ -96,11 +96,9 @@ def test_told_to_stop(tmp_path: Path, mode: str) -> None:
 
 def start_nodes(folder: Path, *words: object) -> list[Forked]:
     """One rank on each of two nodes, which AWS Batch describes so."""
-    gang = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0", "MASTER_PORT": str(free_port())}
+    gang = {"TRNJOBS_NODES": "2", "MASTER_PORT": str(free_port())}
     gang["MASTER_ADDR"] = "127.0.0.1"  # the main node's own address, elsewhere
-    return [
-        start(folder / str(node), *words, processes=1, AWS_BATCH_JOB_NODE_INDEX=str(node), **gang) for node in (0, 1)
-    ]
+    return [start(folder / str(node), *words, processes=1, TRNJOBS_NODE=str(node), **gang) for node in (0, 1)]
 
 
 def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:

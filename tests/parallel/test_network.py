@@ -75,10 +75,9 @@ def test_efa_devices_are_those_of_the_container(tmp_path: Path) -> None:
 
 @pytest.mark.stage
 def test_in_a_task_of_ecs_torchrun_is_told_the_address_of_the_task() -> None:
-    batch = dict.fromkeys(("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"), "0")
     code = (
         "from pipeline.parallel.network import torchrun_arguments\n"
-        f"print(*torchrun_arguments(1, {batch | {'AWS_BATCH_JOB_NUM_NODES': '2'}}))"
+        "print(*torchrun_arguments(1, {'TRNJOBS_NODE': '0', 'TRNJOBS_NODES': '2'}))"
     )
     with ecs_tasks() as (main, _):
         done = subprocess.run([*main, sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ def test_jobs_and_ranks_together(
     [
         ({}, {ARRAY_INDEX: "0"}, "every job of the array would do all the work"),
         ({"workers": 4}, {}, "nothing says which of them this is"),
-        ({"workers": 4}, {ARRAY_INDEX: "4"}, "AWS_BATCH_JOB_ARRAY_INDEX is 4 of 4 workers"),
+        ({"workers": 4}, {ARRAY_INDEX: "4"}, "TRNJOBS_INDEX is 4 of 4 workers"),
         ({"workers": 4, "worker": 4}, {}, "embed.worker is 4 of 4 workers"),
         ({"workers": 4}, {ARRAY_INDEX: "x"}, "is 'x'"),
     ],

@@ -126,7 +126,7 @@ def test_who(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     assert who({}).startswith("ann@")
-    assert who({"AWS_BATCH_JOB_ID": "j-1"}).endswith(" (Batch job j-1)")
+    assert who({"TRNJOBS_JOB_ID": "j-1"}).endswith(" (job j-1)")
 
     def nobody() -> str:
         raise KeyError("getpwuid(): uid not found")

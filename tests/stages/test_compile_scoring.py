@@ -109,18 +109,18 @@ def test_only_the_main_node_compiles_them_as_a_machine_alone(
     ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(neuron_nodes, "nodes_of", lambda *rest: Together())
-    monkeypatch.setenv("AWS_BATCH_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("TRNJOBS_NODES", "2")
     plans = {SCORING_RANKS: tool.plans[True]}
     for node_rank in range(2):
         on_node = replace(ctx, world=World(rank=node_rank, world_size=2, node_rank=node_rank))
         manifests, _ = neuron_nodes.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
         assert len(manifests) == (0 if node_rank else 2)
-    assert [("AWS_BATCH_JOB_NUM_NODES" in env, alone) for _, env, alone in tool.calls] == [
+    assert [("TRNJOBS_NODES" in env, alone) for _, env, alone in tool.calls] == [
         (True, False),
         (False, True),
         (True, False),
     ]
-    assert "AWS_BATCH_JOB_NUM_NODES" in os.environ
+    assert "TRNJOBS_NODES" in os.environ
 
 
 class Together:

@@ -32,6 +32,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
 from pipeline.io.storage import Storage
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES
 from pipeline.proc.children import end_marked, kill_marked
 
 T = TypeVar("T")
@@ -183,9 +184,8 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
         return None
 
 
-# The environment of a node, as AWS Batch sets it; what this process inherited of jobs and ranks is left out.
+# The environment of a node; what this process inherited of jobs and ranks is left out.
 
-COMPUTE_ENVIRONMENT = "local"
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those the kernel hands out to clients
 # Ours, of a job around this one, and of torchrun.
@@ -209,25 +209,19 @@ def node_environment(
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
     environment |= {"TRNPIPE_WORKSPACE": plan.workspace, "TRNPIPE_CYCLE": plan.cycle, "TRNJOBS_JOB": spec.name}
-    environment |= {
-        "AWS_BATCH_JOB_ID": f"{leaf_id}#{node}" if spec.num_nodes else leaf_id,
-        "AWS_BATCH_JOB_ATTEMPT": str(attempt),
-        "AWS_BATCH_JQ_NAME": COMPUTE_ENVIRONMENT,
-        "AWS_BATCH_CE_NAME": COMPUTE_ENVIRONMENT,
-    }
+    environment |= {JOB_ID: leaf_id, ATTEMPT: str(attempt)}
     if leaf.index is not None:
-        environment["AWS_BATCH_JOB_ARRAY_INDEX"] = str(leaf.index)
+        environment[ARRAY_INDEX] = str(leaf.index)
     if spec.num_nodes:
         environment |= {
-            "AWS_BATCH_JOB_NUM_NODES": str(spec.num_nodes),
-            "AWS_BATCH_JOB_NODE_INDEX": str(node),
-            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+            NUM_NODES: str(spec.num_nodes),
+            NODE: str(node),
             "MASTER_PORT": str(gang_port(leaf_id, attempt)),
         }
         if address == LOOPBACK:  # the main node would look in vain for another one of its own
             environment["MASTER_ADDR"] = address
         if node:
-            environment["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = address
+            environment[MAIN_ADDRESS] = address
     return environment
 
 

@@ -27,14 +27,14 @@ from tests.killing import FILE_CHANGES, FORK, killed_at
 CODE = """
 import os, sys, time
 name = os.environ["TRNJOBS_JOB"]
-child = ":".join([name, os.environ.get("AWS_BATCH_JOB_ARRAY_INDEX", "")]).rstrip(":")
+child = ":".join([name, os.environ.get("TRNJOBS_INDEX", "")]).rstrip(":")
 with open("journal", "a") as file:
-    file.write(f"{child} {os.environ['AWS_BATCH_JOB_ATTEMPT']}\\n")
+    file.write(f"{child} {os.environ['TRNJOBS_ATTEMPT']}\\n")
 print("this is", child, *sys.argv[1:])
 while os.path.exists(f"hold-{name}"):
     time.sleep(0.01)
 codes = open(f"exit-{child}").read().split() if os.path.exists(f"exit-{child}") else ["0"]
-sys.exit(int(codes[: int(os.environ["AWS_BATCH_JOB_ATTEMPT"])][-1]))
+sys.exit(int(codes[: int(os.environ["TRNJOBS_ATTEMPT"])][-1]))
 """
 ORDER = {"prepare": (), "train": ("prepare",), "embed": ("train",), "report": ("embed",)}
 CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384"]

@@ -1,4 +1,4 @@
-"""Who we are, from what Batch puts into the environment."""
+"""Who we are, in the words of every platform."""
 
 import pytest
 
@@ -10,17 +10,12 @@ MAIN = {
     "TRNPIPE_WORKSPACE": "s3://bucket/relevance",
     "TRNPIPE_CYCLE": "2026-11-20",
     "TRNJOBS_JOB": "train",
-    "AWS_BATCH_JOB_ID": "abc#0",
-    "AWS_BATCH_JOB_ATTEMPT": "2",
-    "AWS_BATCH_JOB_NUM_NODES": "4",
-    "AWS_BATCH_JOB_NODE_INDEX": "0",
-    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "TRNJOBS_JOB_ID": "abc",
+    "TRNJOBS_ATTEMPT": "2",
+    "TRNJOBS_NODES": "4",
+    "TRNJOBS_NODE": "0",
 }
-CHILD = MAIN | {
-    "AWS_BATCH_JOB_ID": "abc#3",
-    "AWS_BATCH_JOB_NODE_INDEX": "3",
-    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
-}
+CHILD = MAIN | {"TRNJOBS_NODE": "3", "TRNJOBS_MAIN": "10.0.0.7"}
 
 
 def test_the_main_node_has_no_main_address() -> None:
@@ -39,12 +34,12 @@ def test_where_to_meet_can_be_given() -> None:
 
 
 def test_tokens_differ_between_jobs_and_between_tries() -> None:
-    others = [MAIN | {"AWS_BATCH_JOB_ID": "abd#0"}, MAIN | {"AWS_BATCH_JOB_ATTEMPT": "3"}]
+    others = [MAIN | {"TRNJOBS_JOB_ID": "abd"}, MAIN | {"TRNJOBS_ATTEMPT": "3"}]
     assert len({Place.from_env(env).token for env in [MAIN, *others]}) == 3
 
 
 def test_an_array_child_is_named_by_its_index() -> None:
-    place = Place.from_env({"TRNJOBS_JOB": "embed", "AWS_BATCH_JOB_ID": "abc:7", "AWS_BATCH_JOB_ARRAY_INDEX": "7"})
+    place = Place.from_env({"TRNJOBS_JOB": "embed", "TRNJOBS_JOB_ID": "abc:7", "TRNJOBS_INDEX": "7"})
     assert (place.job, place.num_nodes) == ("embed-7", 1)
 
 
@@ -56,9 +51,9 @@ def test_outside_of_a_job() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"AWS_BATCH_JOB_NODE_INDEX": "1"},
-        {"AWS_BATCH_JOB_NODE_INDEX": "x"},
-        {"AWS_BATCH_JOB_ATTEMPT": "one"},
+        {"TRNJOBS_NODE": "1"},
+        {"TRNJOBS_NODE": "x"},
+        {"TRNJOBS_ATTEMPT": "one"},
         {"MASTER_PORT": "-1"},
     ],
 )

@@ -27,11 +27,11 @@ from tests.killing import FORK
 # A lock that a child in a session of its own holds too: whoever finds it taken runs beside what an earlier try left.
 CODE = """
 import fcntl, os, random, subprocess, sys, time
-index = os.environ.get("AWS_BATCH_JOB_ARRAY_INDEX", ""), os.environ.get("AWS_BATCH_JOB_NODE_INDEX", "")
+index = os.environ.get("TRNJOBS_INDEX", ""), os.environ.get("TRNJOBS_NODE", "")
 name = "-".join((os.environ["TRNJOBS_JOB"], *index))
 def note(what):
     with open("journal", "a") as file:
-        file.write(f"{what} {os.environ['AWS_BATCH_JOB_ID']} {os.environ['AWS_BATCH_JOB_ATTEMPT']}\\n")
+        file.write(f"{what} {os.environ['TRNJOBS_JOB_ID']} {os.environ['TRNJOBS_ATTEMPT']}\\n")
 lock = open("lock-" + name, "a")
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The variables of AWS Batch, one column of its table each."""
+"""What a node is told: the words of a place, and the settings of its own job."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,7 @@ from jobs.targets.local.nodes import gang_port, local_command, node_environment
 from pipeline.parallel.network import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
-MAIN_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-COMMON = {"AWS_BATCH_JOB_ATTEMPT": "2", "AWS_BATCH_JQ_NAME": "local", "AWS_BATCH_CE_NAME": "local"}
-GANG = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"}
+COMMON = {"TRNJOBS_JOB": "a", "TRNJOBS_JOB_ID": "id", "TRNJOBS_ATTEMPT": "2"}
 
 
 def environment(spec: JobSpec, *, index: int | None = None, node: int = 0) -> dict[str, str]:
@@ -22,28 +20,24 @@ def environment(spec: JobSpec, *, index: int | None = None, node: int = 0) -> di
     return node_environment({}, plan(spec), leaf, leaf_id, 2, node, "10.0.0.7")
 
 
-def of_batch(found: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in found.items() if name.startswith("AWS_BATCH")}
+def words(found: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in found.items() if name.startswith("TRNJOBS_")}
 
 
 def test_a_container() -> None:
-    assert of_batch(environment(job("a"))) == {**COMMON, "AWS_BATCH_JOB_ID": "id"}
+    assert words(environment(job("a"))) == COMMON
 
 
 def test_a_child_of_an_array() -> None:
-    found = of_batch(environment(job("a", array_size=3), index=1))
-    assert found == {**COMMON, "AWS_BATCH_JOB_ID": "id:1", "AWS_BATCH_JOB_ARRAY_INDEX": "1"}
+    found = words(environment(job("a", array_size=3), index=1))
+    assert found == COMMON | {"TRNJOBS_JOB_ID": "id:1", "TRNJOBS_INDEX": "1"}
 
 
-def test_the_main_node_has_no_address_of_itself() -> None:
-    found = of_batch(environment(job("g", num_nodes=2)))
-    assert found == {**COMMON, **GANG, "AWS_BATCH_JOB_ID": "id#0", "AWS_BATCH_JOB_NODE_INDEX": "0"}
-
-
-def test_another_node_has_it() -> None:
-    found = of_batch(environment(job("g", num_nodes=2), node=1))
-    own = {"AWS_BATCH_JOB_ID": "id#1", "AWS_BATCH_JOB_NODE_INDEX": "1", MAIN_ADDRESS: "10.0.0.7"}
-    assert found == {**COMMON, **GANG, **own}
+def test_of_a_gang_all_but_the_main_node_know_its_address() -> None:
+    gang = COMMON | {"TRNJOBS_NODES": "2"}
+    assert words(environment(job("a", num_nodes=2))) == gang | {"TRNJOBS_NODE": "0"}
+    found = words(environment(job("a", num_nodes=2), node=1))
+    assert found == gang | {"TRNJOBS_NODE": "1", "TRNJOBS_MAIN": "10.0.0.7"}
 
 
 def test_all_nodes_of_an_attempt_meet_at_one_place() -> None:

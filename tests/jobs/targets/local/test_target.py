@@ -36,7 +36,7 @@ MACHINE = Slots(vcpus=4, memory_mib=4096, gangs=1)
 # One line in the journal a try of a node, written at its beginning and at its end.
 BEGIN = """
 import os, sys
-me = os.environ["AWS_BATCH_JOB_ID"] + "/" + os.environ["AWS_BATCH_JOB_ATTEMPT"]
+me = os.environ["TRNJOBS_JOB_ID"] + "/" + os.environ["TRNJOBS_ATTEMPT"]
 def note(what):
     with open("journal", "a") as file:
         file.write(f"{what} {os.environ['TRNJOBS_JOB']} {me}\\n")
@@ -85,14 +85,14 @@ def codes(record: JobRecord) -> list[int | None]:
     return [attempt.exit_code for attempt in record.attempts]
 
 
-AGAIN_ONCE = "sys.exit(75 if os.environ['AWS_BATCH_JOB_ATTEMPT'] == '1' else 0)"
+AGAIN_ONCE = "sys.exit(75 if os.environ['TRNJOBS_ATTEMPT'] == '1' else 0)"
 
 
 def test_a_cycle_of_jobs_gangs_and_arrays(place: Path) -> None:
     plan = plan_of(
         work("a", code="print('out')\nprint('err', file=sys.stderr)"),
         work("g", "a", num_nodes=2, code=AGAIN_ONCE),
-        work("e", "g", array_size=3, code=f"if os.environ['AWS_BATCH_JOB_ARRAY_INDEX'] == '1': {AGAIN_ONCE}"),
+        work("e", "g", array_size=3, code=f"if os.environ['TRNJOBS_INDEX'] == '1': {AGAIN_ONCE}"),
         work("z", "e", code="sys.exit(80)"),
         work("never", "z"),
     )
@@ -257,7 +257,7 @@ def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
 
 
 def test_a_killed_keeper_is_a_lost_host_and_the_job_is_tried_again(place: Path) -> None:
-    code = "if os.environ['AWS_BATCH_JOB_ATTEMPT'] == '1':\n    import time\n    time.sleep(600)"
+    code = "if os.environ['TRNJOBS_ATTEMPT'] == '1':\n    import time\n    time.sleep(600)"
     plan = plan_of(work("a", code=code))
 
     def say(line: str) -> None:
@@ -307,11 +307,11 @@ def test_the_timeout_of_a_job_whose_keeper_is_suspended(place: Path) -> None:
 def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
     clock = Late()
     code = """
-if os.environ["AWS_BATCH_JOB_NODE_INDEX"] == "1":
+if os.environ["TRNJOBS_NODE"] == "1":
     open("command", "w").write(f"{os.getpid()}\\n")
     import time
     time.sleep(600)
-if os.environ["AWS_BATCH_JOB_ATTEMPT"] == "1":
+if os.environ["TRNJOBS_ATTEMPT"] == "1":
     while not os.path.exists("go"): pass
     sys.exit(75)
 """
