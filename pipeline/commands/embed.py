@@ -29,6 +29,8 @@ from pipeline.embed.verify import (
     check_numbers,
     check_sample,
     check_unique,
+    digest_key,
+    digest_of,
     guarded,
     judge_processes,
     skipped,
@@ -45,7 +47,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
     # With --json stdout is for machines.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
-    with open_context(settings, stop) as ctx, shown_on(console.progress):
+    with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
         started = datetime.now(UTC)
         vectors = open_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
@@ -54,8 +56,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             if "--json" not in call.switches:
                 say(found.line())
         report = VerifyReport(cycle=vectors.info.cycle, rows=vectors.info.rows, checks=tuple(checks))
-        key = f"cycles/{ctx.cycle}/{NAME}/report.json"
-        ctx.workspace.write_bytes(key, report.model_dump_json(indent=1).encode() + b"\n")
+        digest, key = digest_of(report, vectors), digest_key(ctx.cycle)
+        ctx.workspace.write_bytes(key, digest.model_dump_json(indent=1).encode() + b"\n")
         if "--json" in call.switches:
             say(report.model_dump_json(indent=1))
         if report.failed:
@@ -69,9 +71,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         result = ctx.finish(
             NAME,
             started,
-            inputs={"vectors": vectors.manifest.digest, "checkpoint": vectors.info.model.digest},
-            outputs={"embeddings": vectors.prefix, "report": key},
-            figures={f"{one.name}_{name}": value for one in checks for name, value in one.figures.items()},
+            inputs={"vectors": digest.vectors_digest, "checkpoint": digest.model_digest},
+            outputs={"embeddings": vectors.prefix, "digest": key},
+            figures={"rows": report.rows}
+            | {f"rows_{name}": value for name, value in digest.counts}
+            | {f"{one.name}_{name}": value for one in checks for name, value in one.figures.items()}
+            | {"checks_skipped": ", ".join(one.name for one in checks if one.outcome == "skipped")},
         )
         store_result(ctx.workspace, result)
     return EXIT_OK

@@ -5,6 +5,7 @@ the vectors are compared with the previous cycle's.
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ MAX_NAMED = 3
 """Problems of one check that are named one by one."""
 
 
+class Histogram(Record):
+    """Counts of values between rising edges; the last bin holds its upper edge, too."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
 class Check(Record):
     """One question and its answer."""
 
@@ -46,7 +54,7 @@ class Check(Record):
     outcome: Literal["pass", "fail", "skipped"]
     seen: str
     figures: dict[str, float] = Field({})
-    histogram: tuple[int, ...] = Field((), description="drift: vectors by cosine, in equal bins from -1 to 1")
+    histogram: Histogram | None = None
 
     def line(self) -> str:
         """`pass     files      5 files, 1.2 MiB`"""
@@ -65,12 +73,73 @@ class VerifyReport(Record):
         return tuple(check for check in self.checks if check.outcome == "fail")
 
 
+class VectorCounts(Record):
+    """What became of the ids of a catalogue."""
+
+    embedded: int
+    carried: int = Field(description="Vectors taken over from an earlier cycle")
+    new: int | None = Field(description="Ids that the previous cycle had not; none: there was nothing to compare with")
+    gone: int | None = Field(description="Ids of the previous cycle that are not there any more")
+
+
+class VerifyDigest(Record):
+    """`cycles/<cycle>/verify/digest.json`: what verify saw, for pages and graphs; written whether it passed or not."""
+
+    schema_version: Literal[1] = 1
+    cycle: str
+    passed: bool
+    model_digest: str = Field(description="Of the checkpoint that made the vectors")
+    vectors_digest: str = Field(description="Of their manifest")
+    previous: str | None = Field(description="The cycle that drift is measured against")
+    rows: int
+    counts: VectorCounts
+    drift: Histogram | None = Field(description="Cosines between both cycles' vectors of ids in common, a sample")
+    mean_cosine: float | None
+    moved_share: float | None
+    ann_recall: float | None
+    recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
+    checks: tuple[Check, ...]
+
+
+def digest_key(cycle: str) -> str:
+    return f"cycles/{cycle}/verify/digest.json"
+
+
+def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:
+    """The report as others draw it."""
+    found = {check.name: check for check in report.checks}
+    nothing = skipped("", "")
+    drift, ann, sample = (found.get(name, nothing) for name in ("drift", "ann", "sample"))
+    info, common = vectors.info, drift.figures.get("common_ids")
+    return VerifyDigest(
+        cycle=report.cycle,
+        passed=not report.failed,
+        model_digest=info.model.digest,
+        vectors_digest=vectors.manifest.digest,
+        previous=info.previous,
+        rows=info.rows,
+        counts=VectorCounts(
+            embedded=info.counts.embedded,
+            carried=info.counts.carried,
+            new=None if common is None else info.rows - int(common),
+            gone=None if common is None else int(drift.figures["gone_ids"]),
+        ),
+        drift=drift.histogram,
+        mean_cosine=drift.figures.get("mean_cosine"),
+        moved_share=drift.figures.get("moved_share"),
+        ann_recall=ann.figures.get("recall"),
+        recompute_min_cosine=sample.figures.get("min_cosine"),
+        checks=report.checks,
+    )
+
+
 def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> Check:
-    """A failure that names the first problems, else a pass that says what was looked at."""
+    """A failure that names the first problems, else a pass that says what was looked at. JSON has no NaN."""
+    kept = {one: value for one, value in (figures or {}).items() if math.isfinite(value)}
     if not problems:
-        return Check(name=name, outcome="pass", seen=seen, figures=figures or {})
+        return Check(name=name, outcome="pass", seen=seen, figures=kept)
     more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-    return Check(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=figures or {})
+    return Check(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=kept)
 
 
 def skipped(name: str, reason: str) -> Check:
@@ -171,7 +240,8 @@ def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
 SAMPLE_ROWS = 100_000
 """Common rows whose vectors are compared; which ids are common is looked up for all."""
 _SAME = 0.9999
-DRIFT_BINS = 200
+EDGES = tuple(round(-1 + edge / 50, 2) for edge in range(101))
+"""Of the histogram of cosines."""
 
 
 def check_drift(
@@ -198,14 +268,15 @@ def check_drift(
     found = np.concatenate(cosines)
     added, gone = vectors.info.rows - common, previous.info.rows - common
     ids = f"{common:,} ids in common with cycle {name}, {added:,} new, {gone:,} gone"
+    figures = {"common_ids": float(common), "gone_ids": float(gone)}
     if not len(found):
-        return judge("drift", [], ids)
+        return judge("drift", [], ids, figures)
     mean, moved = float(found.mean()), float((found < _SAME).mean())
     seen = f"{ids}; mean cosine {mean:.4f}, {moved:.1%} of the vectors moved"
     too_far = [f"{seen}; expected at least {min_cosine}"] if min_cosine is not None and mean < min_cosine else []
-    check = judge("drift", too_far, seen, {"mean_cosine": mean, "moved_share": moved, "common_ids": common})
-    bins = np.histogram(found, DRIFT_BINS, (-1.0, 1.0))[0]
-    return check.model_copy(update={"histogram": tuple(bins.tolist())})
+    check = judge("drift", too_far, seen, figures | {"mean_cosine": mean, "moved_share": moved})
+    counts = tuple(np.histogram(found, EDGES)[0].tolist())
+    return check.model_copy(update={"histogram": Histogram(edges=EDGES, counts=counts)})
 
 
 def cosine(left: Float32s, right: Float32s) -> Float32s:

@@ -22,6 +22,8 @@ from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     Check,
+    VerifyDigest,
+    VerifyReport,
     check_ann,
     check_catalogue,
     check_drift,
@@ -29,6 +31,7 @@ from pipeline.embed.verify import (
     check_numbers,
     check_sample,
     check_unique,
+    digest_of,
     guarded,
     judge,
 )
@@ -214,6 +217,12 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     assert check.outcome == "pass"
     assert "90 ids in common with cycle c1, 5 new, 10 gone" in check.seen
     assert check.figures["moved_share"] == pytest.approx(1 / 90)
+    assert check.histogram is not None and len(check.histogram.edges) == len(check.histogram.counts) + 1
+    assert sum(check.histogram.counts) == 90 and check.histogram.counts[-1] == 89, "89 have not moved"
+    report = VerifyReport(cycle="c2", rows=vectors.info.rows, checks=(check,))
+    digest = VerifyDigest.model_validate_json(digest_of(report, vectors).model_dump_json())
+    assert (digest.counts.new, digest.counts.gone, digest.previous) == (5, 10, "c1")
+    assert digest.drift == check.histogram and digest.moved_share == check.figures["moved_share"]
     assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9999, STOP).outcome == "fail"
     narrow = Case(tmp_path, {"dim": 4})
     narrow.embed(tmp_path / "second", "c3")

@@ -66,7 +66,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "registry/relevance/serving-challenger.json": ("promote embed", ""),
     "registry/relevance/pairs/00000001.json": ("promote embed", ""),
     f"{C}/verify/result.json": ("embed", ""),
-    f"{C}/verify/report.json": ("embed", ""),
+    f"{C}/verify/digest.json": ("embed", ""),
     "catalogues/abc/part-00000.parquet": ("embed", ""),
     "embeddings/2026-11-20/part-00000.parquet": ("embed", "embed"),
     "embeddings/2026-11-20/MANIFEST.json": ("embed", ""),

@@ -14,6 +14,7 @@ from pipeline.compile.config import EstimateConfig
 from pipeline.context import StageContext, StageResult, load_result
 from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.embed.vectors import VectorSet, open_vectors
+from pipeline.embed.verify import VerifyDigest, digest_key
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.registry.serving import CHALLENGER, read_pair
@@ -58,9 +59,8 @@ def events_of(workspace: Storage, cycle: str = "c1") -> list[dict[str, Any]]:
     return [json.loads(line) for line in workspace.read_bytes(f"cycles/{cycle}/events.jsonl").splitlines()]
 
 
-def report_of(workspace: Storage, cycle: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(workspace.read_bytes(f"cycles/{cycle}/verify/report.json"))["checks"]
-    return found
+def digest_of(workspace: Storage, cycle: str = "c1") -> VerifyDigest:
+    return VerifyDigest.model_validate_json(workspace.read_bytes(digest_key(cycle)))
 
 
 def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,12 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     assert served is not None and verified is not None
     assert served[0].is_of == (vectors.info.model.digest, vectors.manifest.digest)
     assert (served[0].vectors.rows, served[0].vectors.dim) == (100, 16)
-    assert "ann_recall" in verified.figures and verified.inputs["vectors"] == vectors.manifest.digest
+    digest = digest_of(workspace)
+    assert verified.inputs["vectors"] == digest.vectors_digest == vectors.manifest.digest
+    assert verified.figures["rows"] == 100 and verified.figures["checks_skipped"] == "drift"
+    assert digest.passed and digest.ann_recall == verified.figures["ann_recall"]
+    assert digest.counts.model_dump() == {"embedded": 100, "carried": 0, "new": None, "gone": None}
+    assert digest.drift is None and [check.name for check in digest.checks if check.outcome == "pass"][-1] == "ann"
     assert embed(workspace) == 0
     assert "done already, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
@@ -118,6 +123,7 @@ def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFix
     outcomes = {check["name"]: check["outcome"] for check in json.loads(told.out)["checks"]}
     assert outcomes["files"] == outcomes["numbers"] == outcomes["catalogue"] == "fail"
     assert read_pair(workspace, "relevance") is None and load_result(workspace, "c1", "verify") is None
+    assert not digest_of(workspace).passed
 
 
 def test_workers_of_an_array(workspace: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,8 +152,9 @@ def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path)
     assert embed(workspace, cycle="c3", catalogue="next") == 0
     assert result_of(workspace, "c3").figures["rows_carried"] == 0, "another model was promoted"
     assert embed(workspace, cycle="c3", catalogue="next", action="verify") == 0
-    drift = next(check for check in report_of(workspace, "c3") if check["name"] == "drift")
-    assert sum(drift["histogram"]) == drift["figures"]["common_ids"] == 80
+    digest = digest_of(workspace, "c3")
+    assert digest.drift is not None and sum(digest.drift.counts) == 80 and digest.previous == "c2"
+    assert (digest.counts.new, digest.counts.gone) == (0, 0) and digest.moved_share == 1.0
     served = read_pair(workspace, "relevance")
     assert served is not None and served[0].vectors.cycle == "c3"
     assert embed(workspace, "--embed.verify.serve=none", cycle="c3", catalogue="next", action="verify") == 0
