@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
     "fit": "would a cycle run on what Terraform is about to make: schedule, limits, room for every job",
     "submit": "hand the jobs over, here or to AWS Batch; run again after any stop, none is started twice",
+    "run": "one script of your own as a job: ranks, retries, records and cost of a stage; -- python train.py",
     "status": "the jobs of a cycle now",
     "logs": "what a try of a job said, on any of its nodes",
     "cancel": "end what is left of a cycle, from the last job backwards",
@@ -28,7 +29,7 @@ COMMANDS: dict[str, str] = {
 }
 MODULES = {
     **dict.fromkeys(("plan", "fit"), "plan"),
-    **dict.fromkeys(("submit", "retry", "cancel", "reconcile"), "submit"),
+    **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile"), "submit"),
     **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
     "notify": "notify",
     "driver": "driver",
@@ -44,12 +45,14 @@ def _run(name: str, words: list[str]) -> int:
     from jobs.settings import CycleSettings
 
     module = import_module(f"jobs.commands.{MODULES[name]}")
-    parser = CommandParser(f"trnjobs {name}", COMMANDS[name])
+    end = words.index("--") if name == "run" and "--" in words else len(words)
+    parser = CommandParser(f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "")
     add_flags(name, parser)
-    read = parser.read(words, CycleSettings)
+    read = parser.read(words[:end], CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
+    arguments.command = tuple(words[end + 1 :])
     arguments.resolved, arguments.settings = resolved, resolved.settings
     return int(getattr(module, f"run_{name}")(arguments, show))
 
@@ -66,6 +69,22 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":
             add("--target", choices=["local", "batch"], help="over jobs.target")
+        case "run":
+            add("--target", choices=["local", "batch"], help="over jobs.target")
+            add("--name", default="", help="what it is on record as, the cycle run-NAME (default: the script's)")
+            add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
+            add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
+            add("--instance", default="", help="machine it is meant for, such as trn1.32xlarge")
+            add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance; 1 without)")
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="of a node (default: likewise; 2048)")
+            add("--attempts", type=int, default=0, metavar="A", help="tries in all (default: 3)")
+            add("--timeout-s", type=int, default=0, metavar="S", help="of one try (default: 24 h)")
+            add("--image", default="", help="over jobs.image")
+            add("--queue", default="", help="over jobs.queue")
+            add("--role", default="", help="over jobs.role")
+            add(
+                "--environment", type=_variable, action="append", metavar="NAME=VALUE", help="of the script; no secrets"
+            )
         case "logs":
             add("job", help="as in trnjobs status; a child of an array: embed:3")
             add("--attempt", type=int, default=0, help="which try, from 1 (default: the last)")
@@ -90,6 +109,13 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
             add("--target", choices=["local", "batch"], help="over jobs.target")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}; expected NAME=VALUE")
+    return name, value
 
 
 def _seconds(text: str) -> float:

@@ -37,6 +37,22 @@ class StageJob(_Config):
     )
 
 
+class Step(StageJob):
+    """A script of the team's own, beside the stages of a cycle."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
+    command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+
+    @model_validator(mode="after")
+    def _one_job(self) -> Self:
+        if self.workers > 1:
+            raise ValueError("workers: a script is no array; expected nodes and processes")
+        return self
+
+
 NotifyEvent = Literal["promoted", "refused", "failed", "late", "recovered", "retried"]
 
 
@@ -108,6 +124,11 @@ class JobsConfig(_Config):
     )
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
+    steps: tuple[Step, ...] = Field(
+        (),
+        description="Scripts beside the stages, as tables [[jobs.steps]]: name, command, after and before (names of"
+        " jobs), nodes, processes, instance, attempts, timeout_s, environment, ...",
+    )
     prepare: StageJob = StageJob()
     health: StageJob = StageJob()
     compile: StageJob = StageJob()
@@ -119,8 +140,9 @@ class JobsConfig(_Config):
     report: StageJob = StageJob()
 
     def stage(self, name: str) -> StageJob:
-        """By name of the job."""
-        job: StageJob = getattr(self, name)
+        """By name of the job: a stage, or a step."""
+        step = next((step for step in self.steps if step.name == name), None)
+        job: StageJob = step or getattr(self, name)
         return job
 
     @property

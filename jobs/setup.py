@@ -12,6 +12,7 @@ from jobs.config import StageJob
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
+from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.batch.placement import placed
@@ -44,6 +45,10 @@ def make_plan(settings: CycleSettings) -> Plan:
     """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
     for mined negatives that nobody mines.
     """
+    if settings.cycle.startswith(RUN_PREFIX):
+        raise ConfigError(
+            f"cycle {settings.cycle!r}", expected=f"a name that does not begin with {RUN_PREFIX}: so scripts are named"
+        )
     for name in ("compile", "train", "evaluate"):
         batch_share(settings.train, _ranks(settings.jobs.stage(name)))
     _check_compiled_ranks(settings)
@@ -53,18 +58,27 @@ def make_plan(settings: CycleSettings) -> Plan:
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
-    workspace = settings.workspace
-    if "://" not in workspace:
-        workspace = f"file://{Path(workspace).expanduser().absolute()}"
     plan = plan_cycle(
         settings.jobs,
         cycle=cycle_of(settings),
-        workspace=workspace,
+        workspace=_workspace_uri(settings),
         settings=pipeline_fingerprint(settings),
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
     return placed(plan, settings.jobs)
+
+
+def make_run(settings: CycleSettings) -> Plan:
+    """The plan of the one script in the settings. Raises ConfigError."""
+    (step,) = settings.jobs.steps
+    plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
+    return placed(plan, settings.jobs)
+
+
+def _workspace_uri(settings: CycleSettings) -> str:
+    workspace = settings.workspace
+    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"
 
 
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
@@ -121,7 +135,7 @@ def submitted_plan(store: CycleStore) -> Plan:
     """The plan that was submitted. Raises ConfigError when none was."""
     plan = store.plan()
     if plan is None:
-        others = ", ".join(claimed_cycles(store.storage)[-5:]) or "none"
+        others = ", ".join(claimed_cycles(store.storage, runs=True)[-5:]) or "none"
         raise ConfigError(
             f"no jobs of cycle {store.cycle} in {store.storage.root} (cycles with jobs: {others})",
             expected="a cycle that was submitted",

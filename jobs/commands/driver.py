@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from jobs.commands.submit import finish, submit_cycle
+from jobs.commands.submit import finish, submit_plan
 from jobs.cycle.store import claimed_cycles
 from jobs.schedule import ScheduleConfig, cycle_name, due_cycles
 from jobs.settings import CycleSettings
-from jobs.setup import open_cycle, open_target_of
+from jobs.setup import make_plan, open_cycle, open_target_of
 from pipeline.core.errors import EXIT_OK, ConfigError, TransientError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -59,7 +59,8 @@ class WorkspaceCycles:
         return store.closed() is not None
 
     def submit(self, cycle: str) -> int:
-        return submit_cycle(self._of(cycle), self.target_name, self.say, self.stop)
+        settings = self._of(cycle)
+        return submit_plan(settings, make_plan(settings), self.target_name, self.say, self.stop)
 
     def _of(self, cycle: str) -> CycleSettings:
         return self.settings.model_copy(update={"cycle": cycle})

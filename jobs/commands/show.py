@@ -77,7 +77,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """The cycles of a workspace, newest last: one line each, from what is on record."""
     newest = open_cycle(arguments.settings, StopSignal())
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
-    for name in claimed_cycles(newest.storage)[-arguments.last :]:
+    for name in claimed_cycles(newest.storage, runs=True)[-arguments.last :]:
         store = CycleStore(newest.storage, name, newest.clock)
         claim, closed, records = store.claim(), store.closed(), store.records()
         done = sum(record.state is JobState.SUCCEEDED for record in records)

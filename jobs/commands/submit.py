@@ -1,9 +1,14 @@
 """Commands that change a cycle: `trnjobs submit`, `retry`, `cancel` and `reconcile`."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from jobs.commands.notify import make_messages, send_messages
+from jobs.config import StageJob, Step
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.report import report_key, write_page
@@ -11,8 +16,9 @@ from jobs.cycle.show import cost_lines, status_lines, summary
 from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
+from jobs.plan.script import RUN_PREFIX, is_python
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import make_plan, open_cycle, open_target, open_target_of, submitted_plan, submitter
+from jobs.setup import make_plan, make_run, open_cycle, open_target, open_target_of, submitted_plan, submitter
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.progress import Say
@@ -26,16 +32,46 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     settings: CycleSettings = arguments.settings
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
-        return submit_cycle(settings, arguments.target or settings.jobs.target, say, stop)
+        return submit_plan(settings, make_plan(settings), arguments.target or settings.jobs.target, say, stop)
 
 
-def submit_cycle(settings: CycleSettings, target_name: str, say: Say, stop: StopSignal) -> int:
-    """Plan, claim, submit. Twice, or killed in between: no job is started a second time.
+def run_run(arguments: argparse.Namespace, say: Say) -> int:
+    """Hand one script over as a job, on record as the cycle run-<name>; run again, it goes on where it stopped.
+
+    Raises ConfigError for a script that cannot be one.
+    """
+    settings: CycleSettings = arguments.settings
+    if not arguments.command:
+        raise ConfigError(
+            "no script",
+            expected="a command behind --",
+            next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
+        )
+    jobs, words = settings.jobs, list(arguments.command)
+    script = next((word for word in words if not is_python(word)), words[0])
+    stem = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:-1] else Path(script).stem
+    given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
+    try:
+        name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)
+        step = Step(name=name, command=tuple(words), environment=dict(arguments.environment or ()), **given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        seen = f"{'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}"
+        raise ConfigError(seen, next_command="trnjobs run --help") from error
+    settings = settings.model_copy(
+        update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
+    )
+    stop = StopSignal()
+    with stop_on_signals(stop, grace_s=jobs.stop_grace_s + ENGINE_MARGIN_S):
+        return submit_plan(settings, make_run(settings), arguments.target or jobs.target, say, stop)
+
+
+def submit_plan(settings: CycleSettings, plan: Plan, target_name: str, say: Say, stop: StopSignal) -> int:
+    """Claim, submit. Twice, or killed in between: no job is started a second time.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
     store = open_cycle(settings, stop)
-    plan = make_plan(settings)
     closed = store.closed()
     if closed is not None and store.plan() == plan:
         say(f"cycle {store.cycle} has ended; to run again what failed: trnjobs retry")
@@ -125,7 +161,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     if settings.cycle:
         _reconcile(settings, asked, say)
         return EXIT_OK
-    stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage)]
+    stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage, runs=True)]
     under_way = [store for store in stores if store.closed() is None]
     failed: TrnpipeError | None = None
     for store in under_way:

@@ -18,6 +18,7 @@ from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore
 from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
 from jobs.plan.dag import Plan
+from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import JobSpec
 from jobs.schedule import ScheduleConfig, cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
@@ -259,7 +260,7 @@ def read_ledger(
         shape = plan.model_copy(update={"jobs": judged})
         closed = outcome_of(shape, [record for record in records if record.name in names])
     deadline_at = None
-    if config.sla_s is not None and claim is not None:
+    if config.sla_s is not None and claim is not None and not store.cycle.startswith(RUN_PREFIX):
         deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
     return ledger_of(
         plan,

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from jobs.cycle.records import Closed, JobRecord, Sighting, Submission
 from jobs.plan.dag import Plan
+from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import KeyNotFound, Storage
 
@@ -200,8 +201,10 @@ class CycleStore:
             ) from error
 
 
-def claimed_cycles(storage: Storage) -> list[str]:
-    return [name for name in storage.list_dirs("cycles") if storage.stat(f"cycles/{name}/jobs/claim.json")]
+def claimed_cycles(storage: Storage, *, runs: bool = False) -> list[str]:
+    """Names of the cycles with jobs, sorted; `runs`: also what `trnjobs run` has submitted, which is no cycle."""
+    names = [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
+    return [name for name in names if storage.stat(f"cycles/{name}/jobs/claim.json")]
 
 
 def _dump(claim: Claim) -> bytes:

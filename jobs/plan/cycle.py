@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from jobs.config import JobsConfig, StageJob
 from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.plan.resources import check_instance, resources_of
+from jobs.plan.script import ENTRY, ordered, script_job
+from jobs.plan.spec import Dependency, JobSpec, Retry
 from pipeline.core.errors import ConfigError
-from pipeline.core.machines import NODES, Node
 
 AFTER: dict[str, tuple[str, ...]] = {
     "prepare": (),
@@ -41,10 +42,6 @@ USUAL_TIMEOUT_S = {  # others: 3600
     "embed": 12 * 3600,
 }
 START_S = 900  # for nodes to gather (jobs/node/environment.py), and for what a stage does before its own clock runs
-ENTRY = ("trnjobs-entry", "--")
-SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
-OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
-LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 
 def plan_cycle(
@@ -61,7 +58,13 @@ def plan_cycle(
 
     Raises ConfigError for a shape that no stage has, an unknown instance, or a job that would end its stage too early.
     """
-    specs = tuple(_job(jobs, name, after, stage_limits_s.get(name, 0.0)) for name, after in stages(mines).items())
+    steps = {step.name: step for step in jobs.steps}
+    specs = tuple(
+        script_job(jobs, steps[name], after, workspace=workspace, cycle=cycle)
+        if name in steps
+        else _job(jobs, name, after, stage_limits_s.get(name, 0.0))
+        for name, after in ordered(stages(mines), jobs.steps).items()
+    )
     return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
 
@@ -76,12 +79,12 @@ def stages(mines: bool) -> dict[str, tuple[str, ...]]:
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:
     wanted = jobs.stage(name)
     _check_shape(name, wanted)
-    _check_instance(name, wanted)
+    check_instance(name, wanted)
     return JobSpec(
         name=name,
         stage=name,
         command=_command(name, wanted),
-        resources=_resources(wanted),
+        resources=resources_of(wanted),
         image=wanted.image or jobs.image,
         num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
         array_size=wanted.workers if wanted.workers > 1 else 0,
@@ -126,29 +129,3 @@ def _check_shape(name: str, wanted: StageJob) -> None:
                 expected=f"1: only {', '.join(sorted(stages))} can have more",
                 next_command="correct it under [jobs], then trnjobs plan",
             )
-
-
-def _check_instance(name: str, wanted: StageJob) -> None:
-    if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
-        raise ConfigError(
-            f"jobs.{name}.instance is {wanted.instance}, an unknown instance type",
-            expected=f"one of {', '.join(NODES)}; or vcpus and memory_mib beside it",
-            next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
-        )
-
-
-def _resources(wanted: StageJob) -> Resources:
-    known = NODES.get(wanted.instance, Node(vcpus=1, memory_mib=2048, num_devices=0, num_efa=0))
-    memory_mib = wanted.memory_mib or known.memory_mib
-    devices = [f"/dev/neuron{index}" for index in range(known.num_devices)]
-    if wanted.nodes > 1:
-        devices += [f"/dev/infiniband/uverbs{index}" for index in range(known.num_efa)]
-    return Resources(
-        vcpus=wanted.vcpus or known.vcpus,
-        memory_mib=memory_mib,
-        shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
-        devices=tuple(devices),
-        ulimits=(OPEN_FILES, LOCKED_MEMORY) if known.num_devices else (OPEN_FILES,),
-        instance_type=wanted.instance,
-        processes_per_node=wanted.processes,
-    )

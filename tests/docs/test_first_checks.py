@@ -13,7 +13,7 @@ from moto import mock_aws
 
 import jobs.cli
 import pipeline.cli
-from jobs.plan.cycle import ENTRY
+from jobs.plan.script import ENTRY
 from pipeline.core.machines import PRICES_USD_PER_HOUR
 from tests.docs.markdown import ROOT
 from tests.docs.programs import problem_of

@@ -25,6 +25,7 @@ LONG = (
     "make cycle*",
     "make train*",
     "trnjobs cost *",
+    "trnjobs run *",
     "trnpipe registry show *",
     "trnpipe doctor * --hlo",
     "trnpipe prepare --config configs/quickstart.toml --workspace workspace/search *",

@@ -9,6 +9,7 @@ import botocore.session
 import pytest
 
 from jobs.plan.cycle import AFTER
+from jobs.plan.script import STAGE
 from tests.infra.iam import Decision, Policy, Request, Statement, decide, texts
 from tests.infra.policies import FOLDER, JOB_ROLES, STAGES, Fleet, Input
 
@@ -262,7 +263,7 @@ def test_the_driver_defines_and_submits_the_stages(stage: str) -> None:
 
 
 def test_the_stages_that_the_driver_may_define_are_those_of_a_plan() -> None:
-    assert tuple(AFTER) == STAGES
+    assert (*AFTER, STAGE) == STAGES
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def placed(plan: Plan, jobs: JobsConfig) -> Plan:
     """The plan of a cycle with the placements that the settings say."""
     placements = {}
     for job in plan.jobs:
-        wanted = jobs.stage(job.stage)
+        wanted = jobs.stage(job.name)
         placements[job.name] = BatchPlacement(
             queue=wanted.queue or jobs.queue,
             share_identifier=jobs.share_identifier,

@@ -12,6 +12,7 @@ from jobs.cycle.records import JobRecord, Submission
 from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
+from jobs.plan.script import script_of
 from jobs.targets.local.engine import ACTIVE, Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
@@ -19,6 +20,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
 from pipeline.io.storage import os_errors
 from pipeline.proc.children import PLATFORM_S
+
+MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 
 
 def this_machine() -> Slots:
@@ -85,6 +88,19 @@ class LocalTarget:
 
     def check(self, plan: Plan) -> None:
         check_fits(plan.check().jobs, self.machine)
+        for job in plan.jobs:
+            if (script := script_of(job)) and not Path(script).is_file():
+                raise ConfigError(
+                    f"{job.name}: {script}: no such file in {Path.cwd()}",
+                    expected="a script on this machine",
+                    next_command="run the same command in the folder of the script, or name it by its whole path",
+                )
+            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):
+                raise ConfigError(
+                    f"{job.name}: a word of its command is {max(map(len, job.command)):,} characters long",
+                    expected=f"less than {MAX_WORD_BYTES:,} bytes, which is what the kernel takes",
+                    next_command="put it into a file",
+                )
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
         """Nothing here is blocked: what could never run was refused."""

@@ -67,11 +67,11 @@ def test_a_claim_without_a_plan_has_not_ended(tmp_path: Path) -> None:
 def test_a_cycle_is_submitted_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def submit(settings: Any, target: str, say: Any, stop: StopSignal) -> int:
-        asked.append((settings.cycle, target))
+    def submit(settings: Any, plan: Plan, target: str, say: Any, stop: StopSignal) -> int:
+        asked.append((plan.cycle, target))
         return 75
 
-    monkeypatch.setattr(driver, "submit_cycle", submit)
+    monkeypatch.setattr(driver, "submit_plan", submit)
     assert in_workspace(tmp_path, []).submit("2026-11-20") == 75
     assert asked == [("2026-11-20", "batch")]
 

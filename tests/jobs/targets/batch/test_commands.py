@@ -10,6 +10,7 @@ import pytest
 from jobs.commands import driver, submit
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.settings import CycleSettings
+from jobs.setup import make_plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
@@ -65,7 +66,7 @@ class Commands:
         self.faults = self.batch.faults = faults or Faults()
         try:
             settings = self.settings(cycle="2026-11-20", **more)
-            assert submit.submit_cycle(settings, "batch", self.said.append, StopSignal()) == 0
+            assert submit.submit_plan(settings, make_plan(settings), "batch", self.said.append, StopSignal()) == 0
         except Killed:
             self.clock.now += LEASE_S + 1
             return False

@@ -1,0 +1,121 @@
+"""Scripts as jobs: the steps of `[[jobs.steps]]` beside the stages of a cycle, and the one of `trnjobs run`. Pure."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from jobs.config import JobsConfig, Step
+from jobs.plan.dag import Plan
+from jobs.plan.resources import check_instance, resources_of
+from jobs.plan.spec import Dependency, JobSpec, Retry
+from pipeline.core.errors import ConfigError
+
+STAGE = "run"
+"""The kind of every script: they share a definition of AWS Batch and a line of the ledger."""
+RUN_PREFIX = "run-"
+"""Begins the cycle that a `trnjobs run` is on record as; no cycle of a schedule is named so."""
+ENTRY = ("trnjobs-entry", "--")
+CHECKPOINT_URI = "TRNJOBS_CHECKPOINT_URI"
+USUAL_TIMEOUT_S = 24 * 3600
+_OURS = ("AWS_BATCH", "TRNJOBS_")
+_TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+
+
+def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace: str, cycle: str) -> JobSpec:
+    """The job of a step. Raises ConfigError for ranks of a command that torchrun cannot start, and taken variables."""
+    check_instance(step.name, step)
+    for variable in step.environment:
+        if variable.startswith(_OURS) or variable in _TORCHRUN:
+            raise ConfigError(
+                f"jobs.steps: {step.name} sets {variable}",
+                expected="a variable that is not set for the job: not AWS_BATCH*, TRNJOBS_*, or one of torchrun",
+                next_command="choose another name",
+            )
+    return JobSpec(
+        name=step.name,
+        stage=STAGE,
+        command=_words(step),
+        resources=resources_of(step),
+        image=step.image or jobs.image,
+        num_nodes=step.nodes if step.nodes > 1 else 0,
+        environment={
+            **jobs.environment,
+            **step.environment,
+            CHECKPOINT_URI: f"{workspace.rstrip('/')}/checkpoints/{cycle}/{step.name}",
+        },
+        retry=Retry.of(step.attempts),
+        timeout_s=step.timeout_s or USUAL_TIMEOUT_S,
+        depends_on=tuple(Dependency(job=one) for one in after),
+    )
+
+
+def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> Plan:
+    """A plan of this script alone."""
+    job = script_job(jobs, step, (), workspace=workspace, cycle=cycle)
+    return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, jobs=(job,))
+
+
+def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
+    """Stages and steps, each after those it waits for; without steps the stages as they are.
+
+    Raises ConfigError for a name that is taken or unknown, and for a circle.
+    """
+    after = {name: list(names) for name, names in stages.items()}
+    for step in steps:
+        if step.name in after:
+            raise ConfigError(f"jobs.steps: {step.name} is the name of two jobs", expected="a name of its own")
+        after[step.name] = list(step.after)
+    for step in steps:
+        if unknown := [name for name in (*step.after, *step.before) if name not in after]:
+            raise ConfigError(
+                f"jobs.steps: {step.name} stands after or before {unknown[0]}, which is no job",
+                expected=f"one of {', '.join(name for name in after if name != step.name)}",
+            )
+        for name in step.before:
+            after[name].append(step.name)
+    order: dict[str, tuple[str, ...]] = {}
+    while len(order) < len(after):
+        ready = next((name for name in after if name not in order and all(one in order for one in after[name])), None)
+        if ready is None:
+            circle = ", ".join(name for name in after if name not in order)
+            raise ConfigError(
+                f"jobs.steps: {circle} wait for each other",
+                expected="an order: no job before one that it stands after",
+                next_command="correct after and before under [[jobs.steps]]",
+            )
+        order[ready] = tuple(dict.fromkeys(after[ready]))
+    return order
+
+
+def script_of(job: JobSpec) -> str:
+    """The file that the job runs, as it was typed; empty for a module, a command on the path, or a stage."""
+    if job.stage != STAGE:
+        return ""
+    words = list(job.command[len(ENTRY) :])
+    if words[:2] == ["trnpipe", "launch"]:
+        words = words[words.index("--") + 1 :]
+        words = words[1:] if is_python(words[0]) else words
+        return "" if words[:1] == ["-m"] else words[0] if words else ""
+    return words[0] if "/" in words[0] else ""
+
+
+def _words(step: Step) -> tuple[str, ...]:
+    """Under torchrun what Python runs; any other command as it is."""
+    first = step.command[0]
+    if is_python(first) or first == "-m" or first.endswith(".py"):
+        if len(step.command) == 1 and is_python(first):
+            raise ConfigError(f"{step.name}: {first} without a script", expected="-- python SCRIPT.py [ARGUMENT ...]")
+        ranks = ("--launch.processes", str(step.processes))
+        return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
+    if step.nodes > 1 or step.processes > 1:
+        raise ConfigError(
+            f"{step.name}: {step.nodes} nodes of {step.processes} processes run {first}",
+            expected="a script of Python, whose ranks are started as torchrun does; other commands run once",
+            next_command="-- python SCRIPT.py, or 1 node of 1 process",
+        )
+    return (*ENTRY, *step.command)
+
+
+def is_python(word: str) -> bool:
+    """Whether the word starts an interpreter, at any path."""
+    return re.fullmatch(r"python[\d.]*", Path(word).name) is not None

@@ -1,0 +1,129 @@
+"""`trnjobs run`: a script of a user as a job of this machine, killed at random."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from jobs import cli
+from tests.jobs.targets.local.waiting import keepers_of
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "examples" / "ddp_script.py"
+ROOM = ("--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert keepers_of(tmp_path) == []
+
+
+def words(place: Path, *more: str, name: str = "mine") -> list[str]:
+    return ["run", f"--workspace={place / 'workspace'}", f"--name={name}", *ROOM, *more]
+
+
+def weights(place: Path, name: str) -> dict[str, torch.Tensor]:
+    file = place / "workspace" / "checkpoints" / f"run-{name}" / name / "last.pt"
+    model: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["model"]
+    return model
+
+
+def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """75 is tried again, 3 is an error; what it is on record as is found by every other command."""
+    code = "import os, sys; from pathlib import Path; Path('ran').open('a').write(os.environ['TRNJOBS_CHECKPOINT_URI'])"
+    again = "sys.exit(int(os.environ['AWS_BATCH_JOB_ATTEMPT'] == '1') * 75 or 3)"
+    (place / "script.sh").write_text(f"#!{sys.executable}\n{code}\n{again}\n")
+    (place / "script.sh").chmod(0o755)
+    assert cli.main([*words(place), "--", "./script.sh"]) == 3
+    assert (place / "ran").read_text() == f"file://{place}/workspace/checkpoints/run-mine/mine" * 2
+    out = capsys.readouterr().out
+    assert "cycle run-mine: failed, mine: exit code 3" in out
+    at = [f"--workspace={place / 'workspace'}", "--cycle=run-mine"]
+    for command in (["status"], ["logs", "mine"], ["cost"], ["report"]):
+        assert cli.main([*command, *at]) == 0
+    assert cli.main(["history", at[0]]) == 0
+    assert "run-mine" in capsys.readouterr().out
+    (place / "script.sh").write_text(f"#!{sys.executable}\n")
+    assert cli.main(["retry", *at, *ROOM]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "command", "seen"),
+    [
+        ((), (), "no script"),
+        ((), ("python", "nowhere.py"), "nowhere.py: no such file"),
+        ((), ("./nowhere.sh",), "./nowhere.sh: no such file"),
+        (("--nodes=2",), ("aws", "s3"), "run aws"),
+        (("--timeout-s=5",), ("aws", "s3"), "timeout_s 5"),
+        (("--environment=A",), ("aws", "s3"), "expected NAME=VALUE"),
+        (("--environment=RANK=1",), ("aws", "s3"), "sets RANK"),
+        (("--instance=none",), ("aws", "s3"), "unknown instance"),
+        ((), ("aws", "x" * 200_000), "kernel"),
+        (("--target=batch",), ("aws", "s3"), "no queue"),
+    ],
+)
+def test_what_cannot_be_a_job(
+    place: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], command: tuple[str, ...], seen: str
+) -> None:
+    assert cli.main([*words(place, *more), *(["--", *command] if command else [])]) == 78
+    said = capsys.readouterr()
+    assert seen in said.err and "Traceback" not in said.err
+    assert not list((place / "workspace").rglob("submitted"))
+
+
+def test_a_cycle_is_not_named_like_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"--workspace={place}", "--cycle=run-x"]) == 78
+    assert "does not begin with run-" in capsys.readouterr().err
+
+
+KILLS = [pytest.param(2, 1, id="2"), pytest.param(20, 2, id="20", marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("kills", "seed"), KILLS)
+def test_two_nodes_of_two_ranks_killed_at_random(place: Path, kills: int, seed: int) -> None:
+    """The weights are those of a run that was left alone, by the checkpoints of the script itself."""
+    ranks, rng, done = ("--nodes=2", "--processes=2", "--attempts=10"), random.Random(seed), 0
+    script = ("--", str(SCRIPT), "--steps", "60", "--every", "5")
+    assert cli.main([*words(place, *ranks, name="alone"), *script]) == 0
+    command = [sys.executable, "-m", "jobs", *words(place, *ranks, name="killed"), *script, "--step-s", "0.1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for _ in range(10 * kills):
+        process = subprocess.Popen(command, env=env, cwd=place, stdout=subprocess.DEVNULL)
+        while done < kills and process.poll() is None:
+            wait_s = rng.uniform(0.5, 14.0)
+            until = time.monotonic() + wait_s
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if process.poll() is None and _kill_one(process, rng):
+                done += 1
+        if process.wait() == 0:
+            break
+    assert process.returncode == 0
+    alone, killed = weights(place, "alone"), weights(place, "killed")
+    assert all(torch.equal(alone[name], killed[name]) for name in alone)
+    print(f"{done} kills")
+
+
+def _kill_one(process: "subprocess.Popen[bytes]", rng: random.Random) -> bool:
+    """One rank, or the command with everything; whether there was one."""
+    try:
+        ranks = [
+            one
+            for one in psutil.Process(process.pid).children(recursive=True)
+            if "pipeline.parallel.rank" in one.cmdline()
+        ]
+        victim = rng.choice([*ranks, psutil.Process(process.pid)])
+        victim.send_signal(signal.SIGKILL)
+    except psutil.Error:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""Scripts as jobs: what the plan makes of them."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jobs.config import JobsConfig, Step
+from jobs.plan.cycle import plan_cycle, stages
+from jobs.plan.dag import Plan
+from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
+from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.placement import placed
+from jobs.targets.batch.requests import definition_request, submit_request
+from pipeline.core.errors import ConfigError
+
+ARGV = ("python", "train.py", "--lr", "1e-3")
+BATCH = {"image": "image", "queue": "queue", "share_identifier": "share", "role": "arn:role"}
+
+
+def step(name: str = "train-mine", *command: str, **more: Any) -> Step:
+    return Step(name=name, command=command or ARGV, **more)
+
+
+def run(one: Step, **jobs: Any) -> Plan:
+    settings = JobsConfig(steps=(one,), **jobs)
+    return placed(plan_script(settings, one, cycle="run-x", workspace="s3://b/w"), settings)
+
+
+def cycle(*steps: Step, **more: Any) -> Plan:
+    jobs = JobsConfig(steps=steps, **more)
+    return placed(plan_cycle(jobs, cycle="c", workspace="s3://b/w"), jobs)
+
+
+def test_a_script_under_torchrun() -> None:
+    (job,) = run(step(nodes=2, processes=4, attempts=5, timeout_s=600)).jobs
+    launched = ("trnjobs-entry", "--", "trnpipe", "launch", "--launch.processes", "4", "--", *ARGV)
+    assert (job.command, job.num_nodes, job.retry.attempts, job.timeout_s) == (launched, 2, 5, 600)
+    assert job.environment[CHECKPOINT_URI] == "s3://b/w/checkpoints/run-x/train-mine"
+    assert set(job.retry.exit_codes) == {75, 143}  # those of the table; any other code is an error
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (("python3.11", "a/b.py"), "a/b.py"),
+        (("b.py", "--x"), "b.py"),
+        (("-m", "package.module"), ""),
+        (("python", "-m", "package.module"), ""),
+        (("./notify.sh", "done"), "./notify.sh"),
+        (("aws", "s3", "ls"), ""),
+    ],
+)
+def test_what_file_a_job_runs(command: tuple[str, ...], script: str) -> None:
+    assert script_of(run(step("x", *command)).jobs[0]) == script
+
+
+def test_other_commands_run_as_they_are() -> None:
+    assert run(step("x", "./notify.sh", "done")).jobs[0].command == ("trnjobs-entry", "--", "./notify.sh", "done")
+    with pytest.raises(ConfigError, match="2 nodes of 1 processes"):
+        run(step("x", "./notify.sh", nodes=2))
+
+
+def test_golden_requests_of_aws_batch() -> None:
+    plan = run(step(nodes=2, processes=2, instance="trn1.32xlarge"), **BATCH)
+    check_plan(plan)
+    (job,) = plan.jobs
+    definition = definition_request(plan, job)
+    assert definition["jobDefinitionName"] == "trnpipe-run" and definition["type"] == "multinode"
+    assert definition["timeout"] == {"attemptDurationSeconds": 86_400}
+    container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    assert (container["image"], container["jobRoleArn"]) == ("image", "arn:role")
+    request = submit_request(plan, job, definition="trnpipe-run:1", ids={})
+    assert (request["jobName"], request["jobQueue"]) == ("trnpipe-run-x-train-mine", "queue")
+    told = str(definition) + str(request)
+    assert "'train.py', '--lr', '1e-3'" in told and "s3://b/w/checkpoints/run-x/train-mine" in told
+
+
+def test_steps_among_the_stages() -> None:
+    features = step("features", "python", "features.py", before=("prepare",))
+    notify = step("notify", "./notify.sh", after=("verify",))
+    plan = cycle(features, notify)
+    names = [job.name for job in plan.jobs]
+    assert names[:2] == ["features", "prepare"] or names.index("features") < names.index("prepare")
+    assert [one.job for one in plan.job("prepare").depends_on] == ["features"]
+    assert [one.job for one in plan.job("notify").depends_on] == ["verify"]
+    assert plan.check() is plan
+    check_plan(cycle(features, notify, **BATCH))
+    without = [job for job in cycle().jobs if job.name != "prepare"]
+    assert [job for job in plan.jobs if job.stage != "run" and job.name != "prepare"] == without
+
+
+def test_without_steps_a_plan_is_as_it_was() -> None:
+    assert ordered(stages(False), ()) == stages(False)
+    assert list(ordered(stages(True), ())) == list(stages(True))
+
+
+@pytest.mark.parametrize(
+    ("steps", "seen"),
+    [
+        ((step("a", after=("b",)), step("b", after=("a",))), "a, b wait for each other"),
+        ((step("a", after=("report",), before=("prepare",)),), "wait for each other"),
+        ((step("a", after=("nothing",)),), "after or before nothing, which is no job"),
+        ((step("train"),), "train is the name of two jobs"),
+        ((step("a"), step("a")), "a is the name of two jobs"),
+        ((step("a", environment={"TRNJOBS_X": "1"}),), "sets TRNJOBS_X"),
+        ((step("a", environment={"RANK": "1"}),), "sets RANK"),
+        ((step("a", instance="m9.huge"),), "unknown instance"),
+        ((step("a", "python"),), "python without a script"),
+    ],
+)
+def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        cycle(*steps)
+
+
+@pytest.mark.parametrize("fields", [{"workers": 2}, {"name": "a b"}, {"command": ()}, {"environment": {"a-b": "1"}}])
+def test_what_is_no_step(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Step(**{"name": "x", "command": ARGV} | fields)
+
+
+def test_argv_over_the_limits_of_aws_batch() -> None:
+    with pytest.raises(ConfigError, match="container overrides of"):
+        check_plan(run(step("x", "python", "a.py", "y" * 30_000), **BATCH))
