@@ -71,7 +71,7 @@ def _action(name: str, tool: Tool, words: Sequence[str]) -> str:
     given = words[0] if words and not words[0].startswith("-") else ""
     if not tool.actions or given in tool.actions:
         return given if tool.actions else ""
-    if not given and (name in STAGES or HELP & set(words)):
+    if "" in tool.arguments or (not given and (name in STAGES or HELP & set(words))):
         return ""
     seen = f"trnpipe {name} has no action {given!r}{hint(given, tool.actions)}" if given else "no action is given"
     raise ConfigError(
@@ -83,7 +83,11 @@ def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandPars
     arguments = tool.arguments.get(action, ())
     actions = {" ".join([one, *tool.arguments.get(one, ())]): text for one, text in tool.actions.items()}
     choice = (
-        "" if action or not actions else f"<{'|'.join(tool.actions)}>" if is_tool else f"[{'|'.join(tool.actions)}]"
+        ""
+        if action or not actions
+        else f"<{'|'.join(tool.actions)}>"
+        if is_tool and "" not in tool.arguments
+        else f"[{'|'.join(tool.actions)}]"
     )
     prog = " ".join(word for word in ("trnpipe", name, action, choice) if word)
     parser = CommandParser(prog, "\n".join([COMMANDS[name], "", *rows(actions)]).rstrip(), tool.command)

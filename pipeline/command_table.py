@@ -13,7 +13,7 @@ class Tool:
 
     text: str
     actions: Mapping[str, str] = field(default_factory=dict)
-    """One of them must be typed, where there are any."""
+    """One of them must be typed, where there are any; unless `arguments` tells of words without one."""
     arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Words by action ('' without actions), as shown in the usage; those in brackets may be left out."""
     switches: frozenset[str] = frozenset()
@@ -117,14 +117,20 @@ TOOLS: dict[str, Tool] = {
         module="import_model",
     ),
     "export": Tool(
-        "write a checkpoint (default: the promoted one) as a folder for other tools",
-        arguments={"": ("[CHECKPOINT]",)},
+        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: for an index or database",
+        actions={
+            "vectors": "those that are served, or of a cycle, for a search engine or database; resumes, reads back"
+        },
+        arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
-            "--to": "DIR  folder or URI to write; new, empty, or an earlier export",
+            "--to": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: what for, one of faiss,"
+            " usearch, lance, npy, opensearch-bulk, pgvector-copy",
             "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
+            "--out": "DIR  vectors: local folder to write; new, empty, or of a try that was broken off",
+            "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
         module="export_model",
     ),

@@ -51,6 +51,8 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
+    "faiss": ("pipeline/embed/forms.py",),
+    "lance": ("pipeline/embed/forms.py",),
     "matplotlib": ("pipeline/parity/compare.py",),
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),

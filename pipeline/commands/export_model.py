@@ -23,12 +23,19 @@ from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
 SHAPES, BATCH_SIZE = "--shapes", "--batch-size"
+VECTORS = "vectors"
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
+    if call.action == VECTORS:
+        from pipeline.commands.export_vectors import run as export_vectors  # the libraries of both are not few
+
+        return export_vectors(settings, stop, say, call)
+    if wrong := sorted({"--out", "--index"} & call.options.keys()):
+        raise ConfigError(f"{wrong[0]} does not apply to a checkpoint", next_command="trnpipe export vectors --help")
     to, asked = call.options.get("--to", ""), call.options.get("--format", FORMATS[0])
     if not to:
         raise ConfigError("no folder to export to is given", expected="--to DIR", next_command="trnpipe export --help")

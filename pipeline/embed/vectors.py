@@ -5,6 +5,7 @@ The same rows give the same bytes.
 
 import io
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -292,13 +293,17 @@ class VectorSet:
             data = file.read(min(ROWS_PER_GROUP, rows - first) * dim * dtype.itemsize)
         return np.frombuffer(data, dtype=dtype).reshape(-1, dim)
 
-    def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
-        """All of a part, ROWS_PER_GROUP rows at a time: id, id_hash and text_hash; and the vectors, fp32."""
+    def blocks(self, part: int, first: int = 0, end: int = sys.maxsize) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
+        """Rows `first` to `end` of a part, at most ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the
+        vectors, fp32."""
         start = 0
         for batch in self.columns(part, ["id", "id_hash", "text_hash"]):
-            rows = np.arange(start, start + len(batch), dtype=np.int64)
-            yield batch, from_stored(*self.stored(part, rows))
+            rows = np.arange(max(start, first), min(start + len(batch), end), dtype=np.int64)
+            if len(rows):
+                yield batch.slice(int(rows[0]) - start, len(rows)), from_stored(*self.stored(part, rows))
             start += len(batch)
+            if start >= end:
+                return
 
     @contextmanager
     def _open(self, part: int) -> Iterator[pq.ParquetFile]:

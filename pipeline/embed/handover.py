@@ -1,0 +1,179 @@
+"""Vectors handed over to another tool: streamed into a folder piece by piece, resumed after a kill, read back.
+
+`handover.json` says what the folder is to become and how many pieces are done; MANIFEST.json takes its place when
+every piece was read back. A piece that was broken off is written again from its start, under the same names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pydantic import Field, JsonValue
+
+from pipeline import __version__
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
+from pipeline.core.progress import progress
+from pipeline.core.record import Record
+from pipeline.core.stop import StopSignal
+from pipeline.embed.forms import IDS, Form, Piece, Rows
+from pipeline.embed.vectors import ROWS_PER_GROUP, VectorSet
+from pipeline.io.atomic import exclusive, make_dirs, sweep_temps, temp_file, write_bytes_atomic
+from pipeline.io.commit import file_record, read_manifest
+from pipeline.io.storage import is_temp, open_storage, os_errors, read_record
+
+KIND = "handover"
+STATE = "handover.json"
+GROUPS_PER_PIECE = 8
+"""Times ROWS_PER_GROUP rows: what is held at a time, and what a kill costs."""
+
+
+class HandoverState(Record):
+    """`handover.json`."""
+
+    asked: dict[str, JsonValue] = Field(description="Form, its options, and the vectors by cycle and digest")
+    done: int = Field(0, ge=0, description="Pieces that are on the device")
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What was handed over."""
+
+    folder: Path
+    rows: int
+    size_bytes: int
+    fresh: bool
+    """False where an earlier run had finished it."""
+
+
+def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) -> Handover:
+    """All vectors in `form`, in a local folder that is new, empty, or of an earlier try.
+
+    Memory: one piece, and what the form's library makes of it. Raises ConfigError for a folder of others, DataError
+    when what is read back is not what was written, DiskFull, TransientError, Preempted.
+    """
+    info = vectors.info
+    asked: dict[str, JsonValue] = {
+        **form.options,
+        "form": form.name,
+        "cycle": info.cycle,
+        "vectors": vectors.manifest.digest,
+        "model": info.model.digest,
+        "rows": info.rows,
+        "dim": info.layout.dim,
+    }
+    with os_errors("writing", folder.as_uri()):
+        make_dirs(folder)
+        with exclusive(folder, stop):
+            sweep_temps(folder)
+            state = _begun(folder, asked)
+            if state is None:
+                return Handover(folder, info.rows, sum(path.stat().st_size for path in _files(folder)), fresh=False)
+            pieces = pieces_of(vectors)
+            with progress(f"writing {form.name}", info.rows, "rows") as advance:
+                for number, piece in enumerate(pieces):
+                    if number >= state.done:
+                        stop.raise_if_set(f"writing {form.name}")
+                        form.write(folder, piece, rows_of(vectors, piece))
+                        state = state.model_copy(update={"done": number + 1})
+                        write_bytes_atomic(folder / STATE, state.model_dump_json().encode())
+                    advance(piece.rows)
+            with progress(f"reading {form.name} back", info.rows, "rows") as advance:
+                for piece in pieces:
+                    stop.raise_if_set(f"reading {form.name} back")
+                    try:
+                        form.check(folder, piece, rows_of(vectors, piece))
+                    except (RuntimeError, ValueError) as error:  # what libraries say of a file they cannot read
+                        raise DataError(
+                            f"{folder}: piece {piece.number} cannot be read back: {str(error).splitlines()[0]}",
+                            expected="what was written there",
+                            next_command="delete that folder and run the command again",
+                        ) from error
+                    advance(piece.rows)
+            if form.needs_ids:
+                _write_ids(vectors, folder / IDS)
+            names = {path.relative_to(folder).as_posix(): file_record(path, stop) for path in _files(folder)}
+            manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=asked, files=names)
+            write_bytes_atomic(folder / MANIFEST_NAME, manifest.to_json())
+            (folder / STATE).unlink()
+    return Handover(folder, info.rows, manifest.size_bytes, fresh=True)
+
+
+def pieces_of(vectors: VectorSet) -> list[Piece]:
+    """Ranges of rows, each within one part and not larger than what is held at a time."""
+    pieces, first, size = list[Piece](), 0, GROUPS_PER_PIECE * ROWS_PER_GROUP
+    for part, info in enumerate(vectors.info.parts):
+        for start in range(0, info.rows, size):
+            rows = min(size, info.rows - start)
+            pieces.append(Piece(len(pieces), part, start, rows, first))
+            first += rows
+    return pieces
+
+
+def rows_of(vectors: VectorSet, piece: Piece) -> Iterator[Rows]:
+    """The rows of a piece, ROWS_PER_GROUP at a time. Raises DataError."""
+    start = found = 0
+    for ids, values in vectors.blocks(piece.part, piece.start, piece.start + piece.rows):
+        yield Rows(piece.first + start, ids["id"], values)
+        start += len(ids)
+        found += len(ids)
+    if found != piece.rows:
+        raise DataError(
+            f"part {piece.part} of {vectors.storage.uri(vectors.prefix)} has {found:,} of {piece.rows:,} rows",
+            expected="the part as its manifest tells",
+            next_command=f"trnpipe embed verify --cycle {vectors.info.cycle}",
+        )
+
+
+def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | None:
+    """How far an earlier try came; None when it was finished."""
+    storage = open_storage(str(folder))
+    finished, state = read_manifest(storage, ""), None
+    if finished is None:
+        state = read_record(
+            storage,
+            STATE,
+            HandoverState,
+            what="the state of a hand-over",
+            writer="trnpipe export vectors",
+            next_command="give another folder with --out",
+        )
+        if state is None:
+            others = sorted(path.name for path in folder.iterdir() if not is_temp(path.name))
+            if others:
+                raise _of_others(folder, f"holds {others[0]}")
+            state = HandoverState(asked=asked)
+            write_bytes_atomic(folder / STATE, state.model_dump_json().encode())
+    found = finished.fields if finished is not None else state.asked if state is not None else {}
+    if found != asked or (finished is not None and finished.kind != KIND):
+        differs = sorted(name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name))
+        raise _of_others(folder, f"was begun with another {', '.join(differs)}")
+    if finished is not None:
+        (folder / STATE).unlink(missing_ok=True)  # killed between the two
+    return state
+
+
+def _of_others(folder: Path, seen: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} {seen}",
+        expected="a new or empty folder, or one that the same hand-over began",
+        next_command="give another folder with --out",
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST_NAME))
+    return [path for path in paths if not is_temp(path.name)]
+
+
+def _write_ids(vectors: VectorSet, path: Path) -> None:
+    """The id of each row, in order, as an Arrow file that can be memory-mapped."""
+    with temp_file(path) as (file, temp):
+        schema = pa.schema([vectors.layout.columns(with_vectors=False).field("id")])
+        with pa.ipc.new_file(file, schema) as writer:
+            for part in range(len(vectors.info.parts)):
+                for batch in vectors.columns(part, ["id"]):
+                    writer.write_batch(batch.cast(schema))
+        file.flush()
+        temp.replace(path)
