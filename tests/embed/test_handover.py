@@ -22,11 +22,12 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.embed import handover
-from pipeline.embed.forms import FORMS, IDS, MATRIX, open_form
+from pipeline.embed.forms import FORMS, IDS, MATRIX, Piece, open_form
 from pipeline.embed.handover import STATE, hand_over
 from pipeline.embed.mapped import MappedVectors, open_vectors
 from pipeline.embed.vectors import PartCounts, PartInfo, PartRows, VectorLayout, VectorSet, part_files
 from pipeline.embed.vectors import open_vectors as open_committed
+from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
@@ -133,7 +134,7 @@ def test_a_try_that_was_broken_off_goes_on(
     made, out = open_form(form, vectors), tmp_path / "out"
 
     def fail_at(piece: int, after: int) -> Callable[..., Iterator[Any]]:
-        def rows(vectors: VectorSet, of: handover.Piece) -> Iterator[Any]:
+        def rows(vectors: VectorSet, of: Piece) -> Iterator[Any]:
             for number, some in enumerate(real(vectors, of)):
                 if of.number == piece and number == after:
                     raise Preempted("enough")
@@ -143,7 +144,7 @@ def test_a_try_that_was_broken_off_goes_on(
 
         return rows
 
-    real, write = handover.rows_of, handover.write_bytes_atomic
+    real, write = handover.rows_of, write_bytes_atomic
     monkeypatch.setattr(handover, "rows_of", fail_at(2, -1))
     with pytest.raises(Preempted):
         hand_over(vectors, made, out, STOP)
