@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.command_table import ToolCall
@@ -17,12 +17,13 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import read_token_sets
 from pipeline.io import atomic
+from pipeline.model.families import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.history import read_pointer
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
-SHAPES, BATCH_SIZE = "--shapes", "--batch-size"
+SHAPES, BATCH_SIZE, FAMILY = "--shapes", "--batch-size", "--family"
 VECTORS = "vectors"
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
@@ -43,6 +44,13 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if format_ is None:
         raise ConfigError(
             f"format {asked!r}", expected=f"one of {', '.join(FORMATS)}", next_command="give another --format"
+        )
+    family = call.options.get(FAMILY, "bert")
+    if family not in FAMILIES or (family != "bert" and format_ not in ("sentence-transformers", "transformers")):
+        raise ConfigError(
+            f"family {family!r} in format {format_}",
+            expected=f"one of {', '.join(FAMILIES)}; another than bert for the formats of other libraries",
+            next_command=f"give another {FAMILY}",
         )
     idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ != PROGRAMS]
     if idle:
@@ -116,6 +124,7 @@ def _plan(
         shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
+        family=cast(Any, call.options.get(FAMILY, "bert")),  # run() has looked at it
     )
 
 

@@ -20,7 +20,7 @@ from pipeline.checkpoint.state import Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert.hugging_face import CONFIG, LEGACY, MODEL, MODULES, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
 from pipeline.convert.programs import Shapes, check_shapes, write_programs
-from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Format, card
+from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Family, Format, card
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
@@ -30,6 +30,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
+from pipeline.model.families import family_config, from_bert
 from pipeline.model.hf import PREFIX, from_hf, hf_config
 from pipeline.model.relevance import build_model
 from pipeline.registry.checkpoints import Ancestor
@@ -165,6 +166,8 @@ class ExportPlan:
     """Of programs; not used by the other formats."""
     model_name: str
     ancestors: tuple[Ancestor, ...]
+    family: Family = "bert"
+    """Whose names the encoder has, of the formats of other libraries (model/families.py)."""
 
 
 def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
@@ -196,6 +199,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         settings_hash=state.settings_hash,
         code_version=state.code_version,
         weights=(),
+        family=plan.family,
     )
     write_tokenizer(folder, tokenizer, plan.max_tokens)
     stop.raise_if_set("exporting a model")
@@ -232,9 +236,10 @@ def _write_weights_as(
         (folder / "model.pt").write_bytes(buffer.getbuffer())
         return ("model.pt",)
     encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
-    write_weights(folder / WEIGHTS, encoder)
+    write_weights(folder / WEIGHTS, from_bert(encoder, plan.family, state.inputs.pad_id))
     write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
-    (folder / CONFIG).write_text(hf_config(state.model, state.inputs))
+    config = json.loads(hf_config(state.model, state.inputs))
+    (folder / CONFIG).write_text(json.dumps(family_config(config, plan.family), indent=1))
     if plan.format == "sentence-transformers":
         # Its modules: encoder, pooling, unit length. The names up to release 5.3, which later ones read too.
         named = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize"))

@@ -16,6 +16,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key
 from pipeline.model.config import PRESETS, EncoderSize, ModelConfig
+from pipeline.model.families import FAMILIES
 
 # config.json of a Hugging Face BERT: which of them this encoder computes exactly, and as which model settings.
 
@@ -34,8 +35,10 @@ class _Architecture(_Foreign):
 
 
 class BertJson(_Foreign):
-    """A Hugging Face config.json of a BERT or MiniLM encoder"""
+    """A Hugging Face config.json of an encoder that computes what BERT computes (model/families.py)"""
 
+    model_type: str = "bert"
+    pad_token_id: int = Field(0, ge=0)
     vocab_size: int = Field(ge=8, le=4_000_000)
     hidden_size: int = Field(ge=8, le=16_384)
     num_hidden_layers: int = Field(ge=1, le=256)
@@ -48,16 +51,21 @@ class BertJson(_Foreign):
     is_decoder: Literal[False] = False
     add_cross_attention: Literal[False] = False
 
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest text."""
+        return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
+
 
 def read_bert(source: Source, folder: str = "") -> BertJson:
     """Raises ConfigError naming the architecture, or the field, that this encoder does not compute."""
     name = folder + CONFIG
     found = source.json(name, _Architecture)
-    if found.model_type != "bert":
+    if found.model_type not in FAMILIES:
         classes = f" ({', '.join(found.architectures)})" if found.architectures else ""
         raise ConfigError(
             f"{source.where(name)}: architecture {found.model_type}{classes}",
-            expected="model_type bert: BERT, MiniLM and their like",
+            expected=f"model_type {', '.join(FAMILIES)}: BERT, MiniLM, e5, bge, XLM-R and their like",
             next_command="import a model of that family",
         )
     return source.json(name, BertJson)
@@ -75,7 +83,7 @@ def settings_of(bert: BertJson, base: ModelConfig, source: str, **changes: Any) 
     fields: dict[str, Any] = {
         **base.model_dump(),
         **({"preset": preset, **dict.fromkeys(size.model_dump())} if preset else size.model_dump()),
-        "max_positions": bert.max_position_embeddings,
+        "max_positions": bert.positions,
         "layer_norm_eps": bert.layer_norm_eps,
         "init_from": None,
         **changes,
@@ -193,7 +201,8 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BERT = ("BertTokenizer", "BertTokenizerFast")
-AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_OF_FAMILIES = ("RobertaTokenizer", "XLMRobertaTokenizer", "CamembertTokenizer")
+AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend", *_OF_FAMILIES, *(f"{name}Fast" for name in _OF_FAMILIES))
 
 
 class TokenizerJson(_Foreign):

@@ -26,6 +26,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.families import as_bert
 from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, hf_config, model_from_hf, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 
@@ -108,7 +109,14 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             expected=" or ".join(WEIGHT_FILES),
             next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
         )
+    if bert.model_type != "bert" and spec.pad_id != bert.pad_token_id:
+        raise ConfigError(
+            f"{source.where(folder + CONFIG)} has pad_token_id {bert.pad_token_id}, its tokenizer {spec.pad_id}",
+            expected="one number: positions of the model count from it",
+            next_command="copy the tokenizer that belongs to the model",
+        )
     loaded = load_tensors(source.local(name, scratch), source.where(name))
+    loaded = as_bert(loaded, bert.model_type, bert.pad_token_id, source=source.where(name))
     if spec.vocab_size < bert.vocab_size:
         # Tables are often filled up to a round number. One of another size than config.json says stays, and is refused.
         loaded = {
@@ -154,6 +162,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
         if twice := sorted(found.keys() & weights.keys()):
             raise CheckpointError(f"{source.where(name)}: {twice[0]} is in another file too", expected="it once")
         weights |= found
+    weights = as_bert(weights, record.family, record.inputs.pad_id, source=source.uri)
     config = record.model.model_copy(update={"init_from": None})
     # Every layer has a tensor at least. A record of a million layers must not be built to find that out.
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)

@@ -14,6 +14,7 @@ from pipeline.registry.records import one_line
 KIND = "export"
 FILE, CARD = "trnpipe.json", "README.md"
 SCHEMA_VERSION = 1
+Family = Literal["bert", "roberta", "xlm-roberta", "camembert"]
 Format = Literal["sentence-transformers", "transformers", "safetensors", "torch", "torchscript"]
 
 
@@ -50,6 +51,7 @@ class ExportRecord(Record):
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: programs only")
     programs: tuple[ProgramFile, ...] = ()
+    family: Family = Field("bert", description="Whose names the encoder has (model/families.py)")
 
 
 _SENTENCE = 'SentenceTransformer("PATH").encode(["red running shoes"])  # from sentence_transformers'
@@ -75,7 +77,7 @@ def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -
     lines = [
         f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
         f"# {_text(model_name)}\n",
-        f"BERT text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}; "
+        f"{record.family} text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}; "
         f"{record.model.pooling} pooling over real tokens, vectors of length one. A head grades how well a product "
         f"fits a query; a score is the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
         f"```python\n{use}\n```\n",

@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.core.errors import CheckpointError
-from pipeline.io.storage import Storage, open_storage
+from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.relevance import RelevanceModel, build_model
 
 PREFIX = "bert."
@@ -189,7 +190,10 @@ def hf_config(config: ModelConfig, spec: InputSpec) -> str:
 
 
 def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path) -> RelevanceModel:
-    """A model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors."""
+    """A model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors.
+
+    Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here.
+    """
     model = build_model(config, spec, seed)
     if config.init_from is None:
         return model
@@ -207,6 +211,24 @@ def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path
             expected="the safetensors weights of a BERT encoder",
             next_command="--model.init-from FOLDER",
         ) from error
+    weights = as_bert(weights, _model_type(storage), spec.pad_id, source=source)
     state = model.state_dict()
     model.load_state_dict(state | encoder_from_hf(weights, state, source=source))
     return model
+
+
+def _model_type(storage: Storage) -> str:
+    """Of the folder's config.json; bert where there is none."""
+    try:
+        found = json.loads(storage.read_bytes("config.json")).get("model_type", "bert")
+    except KeyNotFound:
+        return "bert"
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{storage.uri('config.json')}: {error}", expected="a Hugging Face config.json") from error
+    if found not in FAMILIES:
+        raise ConfigError(
+            f"{storage.uri('config.json')}: architecture {found}",
+            expected=f"model_type {', '.join(FAMILIES)}",
+            next_command="--model.init-from FOLDER of a model of those families",
+        )
+    return str(found)

@@ -1,6 +1,7 @@
 """The same vectors as transformers and sentence-transformers, from the files of both sides."""
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert.exporting import ExportPlan, write_export
 from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.programs import Shapes
-from pipeline.convert.record import Format
+from pipeline.convert.record import Family, Format
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
@@ -24,7 +26,7 @@ from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
 from tests.convert.peers import Peers, Vectors
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.stage,
     pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="needs sentence-transformers"),
@@ -142,3 +144,55 @@ def test_the_real_minilm(peers: Peers, tmp_path: Path) -> None:
     checkpoint = check_both_ways(peers, path, tmp_path)
     assert checkpoint.state.max_tokens == 256
     assert checkpoint.state.model.preset == "small"
+
+
+def bpe_tokenizer() -> bytes:
+    """As those of RoBERTa are: BPE, `<s> ... </s>`, and padding that is number 1."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    made.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=special))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return made.to_str().encode()
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
+def test_a_roberta_of_theirs_and_back(peers: Peers, tmp_path: Path, family: Family) -> None:
+    """Imported, its vectors are theirs; exported in the names of its family, or of BERT, they are the same."""
+    path, data = tmp_path / "theirs", bpe_tokenizer()
+    size = TextTokenizer(data).vocab_size
+    path.mkdir()
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=42,
+        type_vocab_size=1,
+        pad_token_id=1,
+        layer_norm_eps=1e-5,
+    )
+    torch.manual_seed(11)
+    transformers.AutoModel.from_config(config).save_pretrained(path)
+    (path / "tokenizer.json").write_bytes(data)
+    special = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "padding_side": "right", **special}
+    (path / "tokenizer_config.json").write_text(json.dumps(words))
+    checkpoint = imported(path, tmp_path / "workspace")
+    assert (checkpoint.state.max_tokens, checkpoint.state.inputs.pad_id) == (40, 1)
+    ours = vectors_of(checkpoint, TEXTS)
+    np.testing.assert_allclose(peers.mean_states(path, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    names: tuple[Family, ...] = ("bert", family)
+    for named in names:
+        plan = ExportPlan("sentence-transformers", 40, Shapes((), (), 1), "relevance", (), named)
+        folder = tmp_path / f"exported-{named}"
+        folder.mkdir()
+        write_export(checkpoint, plan, folder, StopSignal())
+        assert json.loads((folder / "config.json").read_text())["model_type"] == named
+        np.testing.assert_allclose(peers.sentence_vectors(folder, TEXTS), ours, rtol=0, atol=TOLERANCE)
+        back = imported(folder, tmp_path / f"back-{named}")
+        assert all(torch.equal(tensor, checkpoint.weights()[name]) for name, tensor in back.weights().items())

@@ -99,7 +99,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"model_type": "roberta", "architectures": ["RobertaModel"]}, "config.json: architecture roberta (Roberta"),
+        ({"model_type": "mpnet", "architectures": ["MPNetModel"]}, "config.json: architecture mpnet (MPNet"),
         ({"model_type": "distilbert", "architectures": None}, "config.json: architecture distilbert"),
         ({"model_type": 3}, "config.json: model_type"),
         ({"hidden_act": "gelu_new"}, "config.json: hidden_act"),
@@ -249,7 +249,7 @@ def test_a_bare_file_of_a_whole_model_must_be_whole(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "seen"),
     [
-        ({"tokenizer_class": "XLMRobertaTokenizer"}, ConfigError, "tokenizer class XLMRobertaTokenizer"),
+        ({"tokenizer_class": "DebertaV2Tokenizer"}, ConfigError, "tokenizer class DebertaV2Tokenizer"),
         ({"truncation_side": "left"}, ConfigError, "truncation_side"),
         ({"model_max_length": 2}, ConfigError, "model_max_length"),
         ({"model_max_length": float("nan")}, ConfigError, "model_max_length"),
