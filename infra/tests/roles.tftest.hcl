@@ -68,11 +68,11 @@ run "roles" {
   assert {
     condition = jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[
       index(jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[*].Sid, "DefineStages")
-      ].Resource == flatten([for stage in ["prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify", "report"] : [
+      ].Resource == flatten([for stage in ["prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify", "report", "run"] : [
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}",
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}:*"
     ]])
-    error_message = "the driver may define other jobs than the stages"
+    error_message = "the driver may define other jobs than the stages and scripts"
   }
 }
 

@@ -31,7 +31,7 @@ index = os.environ.get("TRNJOBS_INDEX", ""), os.environ.get("TRNJOBS_NODE", "")
 name = "-".join((os.environ["TRNJOBS_JOB"], *index))
 def note(what):
     with open("journal", "a") as file:
-        file.write(f"{what} {os.environ['TRNJOBS_JOB_ID']} {os.environ['TRNJOBS_ATTEMPT']}\\n")
+        file.write(f"{what} {os.environ['TRNJOBS_JOB_ID']}#{index[1]} {os.environ['TRNJOBS_ATTEMPT']}\\n")
 lock = open("lock-" + name, "a")
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ MACHINE = Slots(vcpus=4, memory_mib=4096, gangs=1)
 # One line in the journal a try of a node, written at its beginning and at its end.
 BEGIN = """
 import os, sys
-me = os.environ["TRNJOBS_JOB_ID"] + "/" + os.environ["TRNJOBS_ATTEMPT"]
+me = "{TRNJOBS_JOB_ID}#{TRNJOBS_NODE}/{TRNJOBS_ATTEMPT}".format_map({"TRNJOBS_NODE": "0", **os.environ})
 def note(what):
     with open("journal", "a") as file:
         file.write(f"{what} {os.environ['TRNJOBS_JOB']} {me}\\n")
