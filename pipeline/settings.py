@@ -65,6 +65,19 @@ class LogConfig(BaseModel):
     tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
 
 
+class ReportConfig(BaseModel):
+    """What the page of a cycle shows of the data itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    examples: int = Field(
+        20,
+        ge=0,
+        le=100,
+        description="Rows of each kind that are shown with their texts (worst, changed, in quarantine); 0: no texts",
+    )
+
+
 class Settings(BaseSettings):
     """Everything a cycle can be told. Made in code it has its arguments alone; `resolve` reads the other sources."""
 
@@ -110,6 +123,7 @@ class Settings(BaseSettings):
     launch: LaunchConfig = LaunchConfig()
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
+    report: ReportConfig = ReportConfig()
 
     @classmethod
     def settings_customise_sources(
@@ -132,6 +146,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "tune": True,
     "storage": True,
     "log": True,
+    "report": True,
     "data": {"num_workers": True},
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},

@@ -214,15 +214,19 @@ class Holdout:
         """sample_id [M] ascending of at most `count` rows, chosen by a hash of it, with their query and product."""
         ids = np.concatenate([arrays["sample_id"] for arrays in self.blocks(("sample_id",))])
         chosen = np.sort(ids[np.argsort(mix64(ids.astype(np.uint64)), kind="stable")[:count]])
+        return chosen, *self.tokens_of(chosen)
+
+    def tokens_of(self, sample_ids: Int64s) -> tuple[Tokens, Tokens]:
+        """Query and product of rows of the holdout; sample_id [M] ascending."""
         found: list[Int64s] = []
         sides: dict[str, list[Tokens]] = {"query": [], "product": []}
         for arrays in self.blocks(("sample_id", "query", "product")):
-            here = np.isin(arrays["sample_id"], chosen)
+            here = np.isin(arrays["sample_id"], sample_ids)
             found.append(arrays["sample_id"][here])
             for side, parts in sides.items():
                 parts.append(to_tokens(arrays[side][here], self.rows.pad_id))
         order = np.argsort(np.concatenate(found))
-        return chosen, join_tokens(sides["query"], order), join_tokens(sides["product"], order)
+        return join_tokens(sides["query"], order), join_tokens(sides["product"], order)
 
     def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""

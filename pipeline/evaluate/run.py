@@ -6,18 +6,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import numpy as np
+
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import Baselines, Scored
+from pipeline.evaluate.digest import (
+    ScoreDigest,
+    examples_of,
+    find_changes,
+    model_digest,
+    query_changes,
+    store_digest,
+)
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.metrics.scored import ScoredRows
 from pipeline.evaluate.models import Models, ModelScorer
+from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import Found, ModelSearch
 from pipeline.evaluate.scores import ScoreSet, to_rows
@@ -51,9 +63,10 @@ def run_evaluation(
 
 @dataclass(frozen=True)
 class Side:
-    """One model and what it scored; `rows` are empty on other ranks than 0."""
+    """One model and what it scored; `rows` and their `sample_id` [N], ascending, are None on other ranks than 0."""
 
     checkpoint: Checkpoint
+    sample_id: Int64s | None
     rows: ScoredRows | None
     scores_key: str
     threshold: float | None
@@ -197,7 +210,9 @@ class Evaluation:
             return None
         scored = self.baselines.score()
         with self.notes.timed("judging"):
-            return self._report(ours, theirs, scored)
+            report = self._report(ours, theirs, scored)
+            self._store_digest(ours, theirs)
+            return report
 
     def _side(self, role: str, checkpoint: Checkpoint) -> Side:
         vectors = self.scorer.vectors(checkpoint, self.holdout)
@@ -210,7 +225,7 @@ class Evaluation:
         rows = None if scores is None else judged_slices(to_rows(scores), self.splits.new)
         if rows is not None and not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
-        return Side(checkpoint, rows, key, threshold, found)
+        return Side(checkpoint, scores.sample_id if scores else None, rows, key, threshold, found)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
@@ -272,6 +287,35 @@ class Evaluation:
             code_version=ctx.code_version,
             at=datetime.now(UTC),
         )
+
+    def _store_digest(self, ours: Side, theirs: Side | None) -> None:
+        """What pages draw of the scores; nothing of a candidate whose scores mean nothing."""
+        mine, other = _rows_of(ours), _rows_of(theirs) if theirs else None
+        if mine.meaningless or ours.sample_id is None:
+            return
+        compared = None if other is None or other.meaningless else other
+        changes = find_changes(mine, compared, self.settings.report.examples)
+        numbers = np.unique(np.array([*changes.worst, *changes.lost, *changes.won], dtype=np.int64))
+        texts: dict[int, tuple[str, str]] = {}
+        if len(numbers):
+            tokenizer, sides = self.models.candidate.tokenizer(), self.holdout.tokens_of(ours.sample_id[numbers])
+            pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
+            texts = {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
+        digest = ScoreDigest(
+            cycle=self.ctx.cycle,
+            labels=mine.labels,
+            top_gain=max(mine.label_gains),
+            candidate=model_digest(ours.checkpoint.digest, mine),
+            incumbent=model_digest(theirs.checkpoint.digest, compared) if theirs and compared else None,
+            queries=query_changes(
+                ours.found.per_query if ours.found else None,
+                theirs.found.per_query if theirs and theirs.found else None,
+            ),
+            lost=changes.num_lost,
+            won=changes.num_won,
+            examples=examples_of(changes, mine, compared, texts),
+        )
+        store_digest(self.ctx.workspace, digest)
 
     def _measured(self, side: Side, scored: list[Scored]) -> ModelReport:
         state, metrics, found = side.checkpoint.state, self.settings.evaluate.metrics, side.found

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.registry.checkpoints import parent_tokenizer
@@ -32,6 +33,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     for message in warnings:
         ctx.console.warn(f"prepare: {message}")
+    store_digest(ctx.workspace, ctx.cycle, data, examples=settings.report.examples)
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
     result = ctx.finish(
         NAME,

@@ -1,0 +1,69 @@
+"""What pages draw of scores: bins and counts that add up, and the rows that are named."""
+
+import numpy as np
+
+from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, examples_of, find_changes, model_digest, query_changes
+from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
+
+LABELS = ("bad", "good")
+
+
+def rows(*probabilities: float, label: tuple[int, ...]) -> ScoredRows:
+    """`probabilities`: of the label good."""
+    good = np.array(probabilities, dtype=np.float64)
+    return ScoredRows(
+        query_id=np.zeros(len(good), dtype=np.int64),
+        label=np.array(label, dtype=np.int64),
+        gain=np.maximum(np.array(label), 0).astype(np.float64),
+        probabilities=np.stack([1 - good, good], axis=1),
+        labels=LABELS,
+        label_gains=(0.0, 1.0),
+    )
+
+
+def test_bins_and_counts_add_up() -> None:
+    rng = np.random.default_rng(0)
+    label = rng.integers(-1, 2, 500)
+    good = rng.random(500)
+    good[7], label[7] = np.nan, 1
+    found = model_digest("abc", rows(*good, label=tuple(label.tolist())))
+    usable = (label >= 0) & ~np.isnan(good)
+    assert (found.rows, found.unusable) == (usable.sum(), 1)
+    assert sum(one.rows for one in found.reliability) == found.rows and len(found.reliability) == NUM_BINS
+    right = (good[usable] > 0.5) == (label[usable] == 1)
+    assert np.isclose(sum(one.rows * (one.right or 0) for one in found.reliability), right.sum(), atol=1e-3)
+    assert all(one.low < one.confidence <= one.high for one in found.reliability if one.confidence is not None)
+    assert sum(found.confusion[i][i] for i in range(2)) == right.sum()
+    assert [sum(row) for row in found.scores] == [int(((label == i) & usable).sum()) for i in range(2)]
+    assert all(len(row) == SCORE_BINS for row in found.scores)
+
+
+def test_the_worst_and_the_changed_rows() -> None:
+    label = (1, 1, 0, 1, 0, -1)
+    ours = rows(0.1, 0.3, 0.2, 0.9, 0.8, 0.5, label=label)
+    theirs = rows(0.9, 0.2, 0.1, 0.2, 0.7, 0.5, label=label)
+    found = find_changes(ours, theirs, 2)
+    assert found.worst == (0, 4), "by the probability of the true label, two of three"
+    assert (found.lost, found.won, found.num_lost, found.num_won) == ((0,), (3,), 1, 1)
+    first = examples_of(found, ours, theirs, {row: (f"q{row}", "p" * 500) for row in range(6)})[0]
+    assert (first.kind, first.query, first.label, first.candidate, first.incumbent) == (
+        "worst",
+        "q0",
+        "good",
+        "bad",
+        "good",
+    )
+    assert len(first.product) == 160 and first.product.endswith("…")
+    nothing = find_changes(ours, theirs, 0)
+    assert (nothing.worst, nothing.lost, nothing.num_lost) == ((), (), 1), "no rows, and the counts all the same"
+    alone = find_changes(ours, None, 5)
+    assert (alone.worst, alone.lost, alone.num_lost) == ((0, 4, 1), (), None)
+
+
+def test_queries_that_changed() -> None:
+    ids = np.arange(4)
+    ours = PerQuery(ids, {"ndcg@10": np.array([1.0, 0.5, np.nan, 0.2])})
+    theirs = PerQuery(ids, {"ndcg@10": np.array([0.5, 0.5, 1.0, 0.4]), "mrr": np.ones(4)})
+    (found,) = query_changes(ours, theirs)
+    assert (found.metric, found.better, found.equal, found.worse) == ("ndcg@10", 1, 1, 1)
+    assert query_changes(ours, None) == ()
