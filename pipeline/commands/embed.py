@@ -15,11 +15,11 @@ from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embed.digest import Check, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
-    Check,
     Picked,
     VerifyReport,
     check_ann,
@@ -29,7 +29,6 @@ from pipeline.embed.verify import (
     check_numbers,
     check_sample,
     check_unique,
-    digest_key,
     digest_of,
     guarded,
     judge_processes,

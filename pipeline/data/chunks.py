@@ -14,9 +14,9 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batching import Bucket
 from pipeline.core.record import Record
 from pipeline.data.lexical import lexical_features
-from pipeline.data.rows import Chunk, QuarantinedRow, product_text, quarantined, text_characters
+from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
-from pipeline.data.tokens import SPLITS, ShardInfo, Split
+from pipeline.data.tokens import SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors

@@ -7,9 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core.record import Record
-from pipeline.data.prepare import QUARANTINE, PreparedData
-from pipeline.data.rows import QuarantinedRow
-from pipeline.data.tokens import Split, TokenSetInfo
+from pipeline.data.tokens import QUARANTINE, QuarantinedRow, Split, TokenSetInfo
 from pipeline.io.storage import KeyNotFound, Storage, read_record
 
 SAMPLES_PER_REASON = 5
@@ -52,20 +50,23 @@ def digest_key(cycle: str) -> str:
     return f"cycles/{cycle}/prepare/digest.json"
 
 
-def store_digest(workspace: Storage, cycle: str, data: PreparedData, *, examples: int) -> None:
-    """Of all partitions of the cycle; `examples`: of a reason, at most; 0: no texts."""
+def store_digest(
+    workspace: Storage, cycle: str, token_sets: Mapping[str, TokenSetInfo], *, labels: tuple[str, ...], examples: int
+) -> None:
+    """Of all partitions of a cycle, by their prefix; `examples`: bad rows of a reason, at most; 0: no texts."""
+    infos = token_sets.values()
     reasons = Counter[str]()
-    for info in data.infos:
+    for info in infos:
         reasons.update(info.reasons)
     most = dict(reasons.most_common(MAX_REASONS))
     limit = min(examples, SAMPLES_PER_REASON)
     digest = PrepareDigest(
         cycle=cycle,
-        labels=data.labels,
-        buckets=data.infos[0].buckets,
-        partitions=tuple(sorted(map(_partition, data.infos), key=lambda one: (one.watermark, one.partition))),
+        labels=labels,
+        buckets=next(iter(infos)).buckets,
+        partitions=tuple(sorted(map(_partition, infos), key=lambda one: (one.watermark, one.partition))),
         reasons=most,
-        samples=_samples(workspace, data, most, limit) if limit else (),
+        samples=_samples(workspace, token_sets, most, limit) if limit else (),
     )
     workspace.write_bytes(digest_key(cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
@@ -99,14 +100,12 @@ def _partition(info: TokenSetInfo) -> PartitionDigest:
 
 
 def _samples(
-    workspace: Storage, data: PreparedData, reasons: Mapping[str, int], limit: int
+    workspace: Storage, token_sets: Mapping[str, TokenSetInfo], reasons: Mapping[str, int], limit: int
 ) -> tuple[QuarantinedRow, ...]:
     """Of the newest partitions, in the order of the reasons."""
-    pairs = sorted(
-        zip(data.infos, data.token_set_prefixes, strict=True), key=lambda one: one[0].watermark, reverse=True
-    )
+    newest = sorted(token_sets.items(), key=lambda one: one[1].watermark, reverse=True)
     found: dict[str, list[QuarantinedRow]] = {reason: [] for reason in reasons}
-    for prefix in [prefix for info, prefix in pairs if info.rows_bad][:MAX_FILES]:
+    for prefix in [prefix for prefix, info in newest if info.rows_bad][:MAX_FILES]:
         for row in _quarantine(workspace, f"{prefix}/{QUARANTINE}"):
             if len(found.get(row.reason, range(limit))) < limit:
                 found[row.reason].append(row.model_copy(update={"content": row.content[:MAX_CONTENT]}))

@@ -20,11 +20,20 @@ from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging
 from pipeline.data.config import DataConfig
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
-from pipeline.data.rows import QuarantinedRow, RawBatch, cut_chunks, quarantine_lines
+from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
 from pipeline.data.sources import Partition, Source, open_source, reading
 from pipeline.data.survey import LabelSet, decide_labels, survey
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
-from pipeline.data.tokens import FORMAT_VERSION, SPLITS, CategoricalInfo, FileRows, SliceInfo, TokenSetInfo
+from pipeline.data.tokens import (
+    FORMAT_VERSION,
+    QUARANTINE,
+    SPLITS,
+    CategoricalInfo,
+    FileRows,
+    QuarantinedRow,
+    SliceInfo,
+    TokenSetInfo,
+)
 from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
@@ -35,7 +44,6 @@ from pipeline.telemetry.events import EventName
 Tell = Callable[[RawBatch | None], None]
 Emit = Callable[..., object]
 """Writes one event: its name, and its fields by keyword."""
-QUARANTINE = "quarantine.jsonl"
 _TOP_REASONS = 3
 
 

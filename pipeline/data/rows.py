@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
-from pipeline.core.record import Record
 from pipeline.data.config import ColumnMapping, DataConfig
+from pipeline.data.tokens import QuarantinedRow
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
@@ -28,15 +28,6 @@ class BadRow:
     reason: str
     content: str
     count: int = 1
-
-
-class QuarantinedRow(Record):
-    """One line of quarantine.jsonl."""
-
-    file: str
-    row: int
-    reason: str
-    content: str
 
 
 def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:

@@ -64,6 +64,19 @@ class JudgedSplit(Record):
     query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
 
 
+QUARANTINE = "quarantine.jsonl"
+"""The first bad rows, beside the shards."""
+
+
+class QuarantinedRow(Record):
+    """One line of quarantine.jsonl."""
+
+    file: str
+    row: int
+    reason: str
+    content: str
+
+
 class TokenSetInfo(Record):
     """One prepared partition.
 

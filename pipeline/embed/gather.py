@@ -24,8 +24,9 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import QuarantinedRow, RawBatch, quarantined
+from pipeline.data.rows import RawBatch, quarantined
 from pipeline.data.sources import Files, open_files, open_source, reading
+from pipeline.data.tokens import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import HashSpill
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at

@@ -11,11 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from pipeline.core.arrays import Float32s, UInt64s
 from pipeline.core.errors import DataError
@@ -26,6 +24,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.embed.carry_over import RowIndex, index_of, take_over
 from pipeline.embed.catalogue import CatalogueReader, RawWindow
+from pipeline.embed.digest import Check, Histogram, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, counted
 from pipeline.embed.finish import find_duplicates
 from pipeline.embed.parts import id_range
@@ -40,27 +39,6 @@ MAX_NAMED = 3
 """Problems of one check that are named one by one."""
 
 
-class Histogram(Record):
-    """Counts of values between rising edges; the last bin holds its upper edge, too."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
-class Check(Record):
-    """One question and its answer."""
-
-    name: str
-    outcome: Literal["pass", "fail", "skipped"]
-    seen: str
-    figures: dict[str, float] = Field({})
-    histogram: Histogram | None = None
-
-    def line(self) -> str:
-        """`pass     files      5 files, 1.2 MiB`"""
-        return f"{self.outcome:<8} {self.name:<10} {self.seen}"
-
-
 class VerifyReport(Record):
     """All checks of one cycle's vectors."""
 
@@ -71,38 +49,6 @@ class VerifyReport(Record):
     @property
     def failed(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.outcome == "fail")
-
-
-class VectorCounts(Record):
-    """What became of the ids of a catalogue."""
-
-    embedded: int
-    carried: int = Field(description="Vectors taken over from an earlier cycle")
-    new: int | None = Field(description="Ids that the previous cycle had not; none: there was nothing to compare with")
-    gone: int | None = Field(description="Ids of the previous cycle that are not there any more")
-
-
-class VerifyDigest(Record):
-    """`cycles/<cycle>/verify/digest.json`: what verify saw, for pages and graphs; written whether it passed or not."""
-
-    schema_version: Literal[1] = 1
-    cycle: str
-    passed: bool
-    model_digest: str = Field(description="Of the checkpoint that made the vectors")
-    vectors_digest: str = Field(description="Of their manifest")
-    previous: str | None = Field(description="The cycle that drift is measured against")
-    rows: int
-    counts: VectorCounts
-    drift: Histogram | None = Field(description="Cosines between both cycles' vectors of ids in common, a sample")
-    mean_cosine: float | None
-    moved_share: float | None
-    ann_recall: float | None
-    recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
-    checks: tuple[Check, ...]
-
-
-def digest_key(cycle: str) -> str:
-    return f"cycles/{cycle}/verify/digest.json"
 
 
 def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:

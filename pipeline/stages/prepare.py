@@ -33,7 +33,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     for message in warnings:
         ctx.console.warn(f"prepare: {message}")
-    store_digest(ctx.workspace, ctx.cycle, data, examples=settings.report.examples)
+    by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
+    store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
     result = ctx.finish(
         NAME,

@@ -17,12 +17,11 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.catalogue import RawWindow
+from pipeline.embed.digest import Check, VerifyDigest
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
-    Check,
-    VerifyDigest,
     VerifyReport,
     check_ann,
     check_catalogue,

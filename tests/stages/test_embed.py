@@ -13,8 +13,8 @@ from pipeline.backends import Backend
 from pipeline.compile.config import EstimateConfig
 from pipeline.context import StageContext, StageResult, load_result
 from pipeline.core.machines import PRICES_USD_PER_HOUR
+from pipeline.embed.digest import VerifyDigest, digest_key
 from pipeline.embed.vectors import VectorSet, open_vectors
-from pipeline.embed.verify import VerifyDigest, digest_key
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.registry.serving import CHALLENGER, read_pair

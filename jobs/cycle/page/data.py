@@ -1,0 +1,409 @@
+"""What the page of a cycle shows, gathered once: also `reports/<cycle>.json`, for other tools."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, JsonValue
+
+from jobs.cycle.attempt_time import Moment
+from jobs.cycle.ledger import CycleLedger, Total, read_moments
+from jobs.cycle.page.charts import Point, thin
+from jobs.cycle.records import Closed, JobRecord, Outcome
+from jobs.cycle.show import ran_seconds
+from jobs.cycle.states import exit_code, reason_of
+from jobs.cycle.store import CycleStore
+from jobs.plan.dag import Plan
+from pipeline.context import Figure, load_result
+from pipeline.core.errors import DataError
+from pipeline.core.record import Record
+from pipeline.data.digest import PrepareDigest
+from pipeline.data.digest import load_digest as load_prepared
+from pipeline.embed.digest import VerifyDigest
+from pipeline.embed.digest import load_digest as load_verified
+from pipeline.evaluate.digest import ScoreDigest
+from pipeline.evaluate.digest import load_digest as load_scores
+from pipeline.evaluate.report import EvaluationReport, load_report
+from pipeline.health.report import NodeReport, from_json
+from pipeline.io.storage import KeyNotFound, Storage
+from pipeline.telemetry.events import EventName
+
+STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
+TREND = 20
+"""Cycles of the trend, this one included."""
+MEDIAN_OF = 10
+MAX_ANCESTORS = 12
+MAX_NOTICES = 200
+NOTICES = frozenset(
+    {
+        EventName.STAGE_FAILED,
+        EventName.STAGE_STOPPED,
+        EventName.TRAIN_RESUMED,
+        EventName.STEP_SKIPPED,
+        EventName.ROWS_QUARANTINED,
+        EventName.CACHE_REPAIRED,
+        EventName.DEADLINE_AT_RISK,
+        EventName.CHECKPOINT_FAILED,
+        EventName.CHECKPOINT_REJECTED,
+    }
+)
+_AT_STEPS = {
+    "loss": "losses",
+    "gradient norm": "grad_norms",
+}
+_AT_REPORTS = {
+    "learning rate": "learning_rate",
+    "samples a second": "samples_per_s",
+    "share of time waiting for data": "data_wait_share",
+    "memory, bytes": "memory_bytes",
+}
+HOLDOUT = "holdout loss"
+T = TypeVar("T")
+
+
+class Job(Record):
+    """One job of the plan, with all its tries."""
+
+    name: str
+    after: tuple[str, ...]
+    state: str = Field(description="As on record; not submitted before")
+    nodes: int
+    children: int = Field(description="Of an array; 0: none")
+    tries: int
+    ran_s: float | None
+    exit_code: int | None
+    why: str
+
+
+class Curve(Record):
+    """A figure of training over its steps, thinned to what can be drawn; what was done again counts once."""
+
+    name: str
+    now: tuple[Point, ...]
+    before: tuple[Point, ...] = Field((), description="Of the cycle that trained the model in production")
+
+
+class Notice(Record):
+    """An event that somebody may want to know of."""
+
+    at: float = Field(description="Seconds since 1970")
+    event: str
+    step: int | None
+    text: str
+
+
+class Training(Record):
+    curves: tuple[Curve, ...]
+    compared: str = Field("", description="The cycle of the `before` curves; empty: none")
+    resumed: tuple[int, ...] = Field((), description="Steps at which a try went on")
+    skipped: tuple[int, ...] = Field((), description="Steps whose gradients were not used")
+
+
+class Lineage(Record):
+    checkpoint: str = Field("", description="Prefix of the model of this cycle")
+    ancestors: tuple[str, ...] = Field((), description="Checkpoints it was trained from, the nearest first")
+    settings_hash: str = ""
+    code_version: str = ""
+    compared: str = Field("", description="The cycle whose settings are compared")
+    changed: tuple[tuple[str, JsonValue, JsonValue], ...] = Field((), description="(setting, there, here)")
+
+
+class PostMortem(Record):
+    job: str
+    uri: str
+
+
+class CycleRow(Record):
+    """A cycle in one line of the index, and in the trends of later ones."""
+
+    cycle: str
+    claimed_at: float = Field(description="Seconds since 1970")
+    closed_at: float | None = Field(description="None: under way when this was written")
+    outcome: Outcome | Literal["open"]
+    promoted: bool
+    reason: str
+    metric: str = Field("", description="The first that the gate judges")
+    value: float | None = Field(None, description="Of the candidate")
+    low: float | None = Field(None, description="The interval of the difference to production, put around the value")
+    high: float | None = None
+    took_s: float | None
+    machine_s: float
+    usd: float | None
+    wasted_usd: float | None
+    goodput: float | None
+    stage_s: Mapping[str, float] = Field(description="Machine seconds by stage")
+    stage_usd: Mapping[str, float | None]
+    rows: int | None
+    drift: float | None = Field(None, description="Mean cosine to the vectors of the cycle before")
+
+
+class PageData(Record):
+    """Everything on the page of a cycle. A part that its stage has not left is None or empty."""
+
+    schema_version: Literal[1] = 1
+    cycle: str
+    model: str
+    workspace: str
+    reason: str = Field(description="Why the cycle ended as it did")
+    ledger: CycleLedger
+    jobs: tuple[Job, ...]
+    figures: Mapping[str, Mapping[str, Figure]] = Field(description="By stage, of those that have finished")
+    evaluation: EvaluationReport | None
+    scores: ScoreDigest | None
+    training: Training
+    prepared: PrepareDigest | None
+    vectors: VerifyDigest | None
+    machines: tuple[NodeReport, ...]
+    lineage: Lineage
+    notices: tuple[Notice, ...] = Field(description=f"The last {MAX_NOTICES}")
+    post_mortems: tuple[PostMortem, ...]
+    unread: tuple[str, ...] = Field(description="What could not be read, and why")
+    history: tuple[CycleRow, ...] = Field((), description="Cycles before this one, oldest first")
+
+    @property
+    def outcome(self) -> str:
+        return self.ledger.outcome
+
+    @property
+    def promoted(self) -> bool:
+        return bool(self.figures.get("evaluate", {}).get("promoted"))
+
+
+def gather(
+    store: CycleStore, plan: Plan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
+) -> PageData:
+    """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
+    storage, cycle, unread = store.storage, store.cycle, list[str]()
+
+    def read(load: Callable[[], T], otherwise: T) -> T:
+        try:
+            return load()
+        except DataError as error:
+            unread.append(error.seen)
+            return otherwise
+
+    results = {stage: read(lambda stage=stage: load_result(storage, cycle, stage), None) for stage in STAGES}  # type: ignore[misc]
+    figures = {stage: result.figures for stage, result in results.items() if result is not None}
+    evaluation = read(lambda: load_report(storage, cycle), None)
+    scores = read(lambda: load_scores(storage, cycle), None)
+    if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
+        scores = None  # of another candidate, that was judged before
+    moments = read_moments(storage, cycle)
+    ancestors = read(lambda: _ancestors(storage, cycle), ())
+    compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
+    settings = read(lambda: _settings(storage, cycle), {})
+    before = read(lambda: _settings(storage, compared), {}) if compared and compared != cycle else {}
+    result = results["evaluate"] or results["train"]
+    return PageData(
+        cycle=cycle,
+        model=str(settings.get("model_name", "")),
+        workspace=storage.root,
+        reason=closed.reason if closed else "",
+        ledger=ledger,
+        jobs=tuple(_jobs(plan, records)),
+        figures=figures,
+        evaluation=evaluation,
+        scores=scores,
+        training=_training(moments, _moments_of(storage, compared) if compared != cycle else (), compared),
+        prepared=read(lambda: load_prepared(storage, cycle), None),
+        vectors=read(lambda: load_verified(storage, cycle), None),
+        machines=tuple(_machines(storage, cycle, unread)),
+        lineage=Lineage(
+            checkpoint=result.outputs.get("checkpoint", "") if result else "",
+            ancestors=ancestors,
+            settings_hash=result.settings_hash if result else "",
+            code_version=result.code_version if result else "",
+            compared=compared if before else "",
+            changed=tuple(_changed(before, settings)) if before else (),
+        ),
+        notices=tuple(_notices(moments))[-MAX_NOTICES:],
+        post_mortems=tuple(
+            PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
+            for stat in storage.list(store.key("post-mortem"))
+        ),
+        unread=tuple(unread),
+    )
+
+
+def _jobs(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
+    found = {record.name: record for record in records}
+    for spec in plan.jobs:
+        record = found.get(spec.name)
+        yield Job(
+            name=spec.name,
+            after=tuple(one.job for one in spec.depends_on if one.job),
+            state=record.state.value if record else "not submitted",
+            nodes=max(1, spec.num_nodes),
+            children=spec.array_size,
+            tries=len(record.tries()) if record else 0,
+            ran_s=ran_seconds(record) if record else None,
+            exit_code=exit_code(record) if record else None,
+            why=reason_of(record) if record and record.state == "FAILED" else "",
+        )
+
+
+def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
+    """Checkpoints by what each cycle pinned as the model it starts from."""
+    found: list[str] = []
+    while cycle and len(found) < MAX_ANCESTORS:
+        tree = _json(storage, f"cycles/{cycle}/train/parent.json")
+        parent = tree.get("checkpoint") if isinstance(tree, dict) else None
+        if not isinstance(parent, str) or parent in found:
+            break
+        found.append(parent)
+        cycle = _cycle_of([parent])
+    return tuple(found)
+
+
+def _cycle_of(checkpoints: Sequence[str]) -> str:
+    """The cycle that made checkpoints/<cycle>/step-<n>; empty for another place, and for none."""
+    words = checkpoints[0].split("/") if checkpoints else []
+    return words[1] if len(words) == 3 and words[0] == "checkpoints" else ""
+
+
+def _settings(storage: Storage, cycle: str) -> dict[str, Any]:
+    tree = _json(storage, f"cycles/{cycle}/jobs/settings.json")
+    return tree if isinstance(tree, dict) else {}
+
+
+def _json(storage: Storage, key: str) -> JsonValue:
+    """None when there is nothing. Raises DataError."""
+    try:
+        tree: JsonValue = json.loads(storage.read_bytes(key))
+    except KeyNotFound:
+        return None
+    except ValueError as error:
+        raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
+    return tree
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    old, new = dict(_flat(before)), dict(_flat(now))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonValue]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def _machines(storage: Storage, cycle: str, unread: list[str]) -> Iterator[NodeReport]:
+    """By node, in order; of a node that was replaced each machine."""
+    found = []
+    for stat in storage.list(f"cycles/{cycle}/health"):
+        name = stat.key.removeprefix(f"cycles/{cycle}/health/")
+        rank = name.partition("-")[0]
+        if "/" in name or not name.endswith(".json") or not rank.isdigit():
+            continue
+        try:
+            found.append(from_json(storage.read_bytes(stat.key), storage.uri(stat.key)))
+        except DataError as error:
+            unread.append(error.seen)
+    yield from sorted(found, key=lambda one: (one.node_rank, one.host))
+
+
+def _moments_of(storage: Storage, cycle: str) -> tuple[Moment, ...]:
+    return read_moments(storage, cycle) if cycle else ()
+
+
+def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
+    for moment in moments:
+        if moment.name in NOTICES:
+            words = (f"{name} {json.dumps(value)[:200]}" for name, value in moment.fields.items() if name != "step")
+            step = int(moment.number("step")) if "step" in moment.fields else None
+            yield Notice(at=moment.at_ms / 1000, event=moment.name, step=step, text=", ".join(words)[:500])
+
+
+def _training(moments: Sequence[Moment], before: Sequence[Moment], compared: str) -> Training:
+    now, other = curves_of(moments), curves_of(before)
+    return Training(
+        curves=tuple(
+            Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
+            for name, points in now.items()
+            if points
+        ),
+        compared=compared if other and now else "",
+        resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
+        skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
+    )
+
+
+def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
+    """Points (step, value) by the name of the figure; what was done again replaces what it repeats."""
+    found: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
+    for moment in sorted(moments, key=lambda one: one.at_ms):
+        step = int(moment.number("step"))
+        if moment.name == EventName.TRAIN_STARTED:
+            found = {name: [point for point in points if point[0] <= step] for name, points in found.items()}
+        elif moment.name == EventName.TRAIN_STEPS:
+            for name, field in _AT_STEPS.items():
+                values = moment.fields.get(field)
+                if isinstance(values, list):
+                    first = step - len(values) + 1
+                    found[name] += [(first + i, float(v)) for i, v in enumerate(values) if isinstance(v, int | float)]
+            for name, field in _AT_REPORTS.items():
+                value = moment.fields.get(field)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    found[name].append((step, float(value)))
+        elif moment.name == EventName.HOLDOUT_EVALUATED and moment.fields.get("split") == "valid":
+            value = moment.fields.get("loss")
+            if isinstance(value, int | float):
+                found[HOLDOUT].append((step, float(value)))
+    return {name: points for name, points in found.items() if points}
+
+
+def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow:
+    """The cycle in one line."""
+    ledger, total = data.ledger, data.ledger.total
+    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
+    metric, value, low, high = _main_metric(data.evaluation)
+    stages: Sequence[Total] = ledger.stages()
+    rows = data.figures.get("prepare", {}).get("rows")
+    return CycleRow(
+        cycle=data.cycle,
+        claimed_at=claimed_at,
+        closed_at=closed.at if closed else None,
+        outcome=ledger.outcome,
+        promoted=data.promoted,
+        reason=data.reason[:500],
+        metric=metric,
+        value=value,
+        low=low,
+        high=high,
+        took_s=took,
+        machine_s=total.all_ms / 1000,
+        usd=total.usd,
+        wasted_usd=total.wasted_usd,
+        goodput=total.goodput,
+        stage_s={one.name: one.all_ms / 1000 for one in stages},
+        stage_usd={one.name: one.usd for one in stages},
+        rows=rows if isinstance(rows, int) else None,
+        drift=data.vectors.mean_cosine if data.vectors else None,
+    )
+
+
+def _main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
+    """Name, value and interval of the first metric that the gate compared; without an incumbent the first measured."""
+    if report is None:
+        return "", None, None, None
+    compared = next((check for check in report.verdict.checks if check.kind == "delta" and check.metric), None)
+    if compared is None:
+        parts = (report.candidate.retrieval, report.candidate.metrics)
+        name, value = next(((n, v) for part in parts if part for n, v in part.values.items()), ("", None))
+        return name, value, None, None
+    value, other = compared.candidate, compared.incumbent
+    if compared.low is None or compared.high is None or other is None:
+        return compared.metric, value, None, None
+    return compared.metric, value, other + compared.low, other + compared.high
+
+
+def median_of(rows: Sequence[CycleRow], what: Callable[[CycleRow], float | None]) -> float | None:
+    """Over the last ten cycles that were not cancelled; None where none tells."""
+    known = [value for row in rows[-MEDIAN_OF:] if row.outcome != "cancelled" and (value := what(row)) is not None]
+    return statistics.median(known) if known else None

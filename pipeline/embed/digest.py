@@ -1,0 +1,73 @@
+"""What verify found, and its digest for pages: `cycles/<cycle>/verify/digest.json`. Without the libraries it needs."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.core.record import Record
+from pipeline.io.storage import Storage, read_record
+
+
+class Histogram(Record):
+    """Counts of values between rising edges; the last bin holds its upper edge, too."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+class Check(Record):
+    """One question and its answer."""
+
+    name: str
+    outcome: Literal["pass", "fail", "skipped"]
+    seen: str
+    figures: dict[str, float] = Field({})
+    histogram: Histogram | None = None
+
+    def line(self) -> str:
+        """`pass     files      5 files, 1.2 MiB`"""
+        return f"{self.outcome:<8} {self.name:<10} {self.seen}"
+
+
+class VectorCounts(Record):
+    """What became of the ids of a catalogue."""
+
+    embedded: int
+    carried: int = Field(description="Vectors taken over from an earlier cycle")
+    new: int | None = Field(description="Ids that the previous cycle had not; none: there was nothing to compare with")
+    gone: int | None = Field(description="Ids of the previous cycle that are not there any more")
+
+
+class VerifyDigest(Record):
+    """`cycles/<cycle>/verify/digest.json`: what verify saw, for pages and graphs; written whether it passed or not."""
+
+    schema_version: Literal[1] = 1
+    cycle: str
+    passed: bool
+    model_digest: str = Field(description="Of the checkpoint that made the vectors")
+    vectors_digest: str = Field(description="Of their manifest")
+    previous: str | None = Field(description="The cycle that drift is measured against")
+    rows: int
+    counts: VectorCounts
+    drift: Histogram | None = Field(description="Cosines between both cycles' vectors of ids in common, a sample")
+    mean_cosine: float | None
+    moved_share: float | None
+    ann_recall: float | None
+    recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
+    checks: tuple[Check, ...]
+
+
+def digest_key(cycle: str) -> str:
+    return f"cycles/{cycle}/verify/digest.json"
+
+
+def load_digest(workspace: Storage, cycle: str) -> VerifyDigest | None:
+    """None when there is none. Raises DataError when it cannot be read."""
+    return read_record(
+        workspace,
+        digest_key(cycle),
+        VerifyDigest,
+        what="a digest of verify",
+        writer="trnpipe embed verify",
+        next_command=f"trnpipe embed verify --cycle {cycle}",
+    )
