@@ -8,8 +8,8 @@ from jobs.config import NotifyConfig
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.messages import Message, messages_of
 from jobs.cycle.outbox import deliver, put_messages
+from jobs.cycle.page.publish import report_key
 from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.report import report_key
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings

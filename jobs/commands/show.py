@@ -5,8 +5,8 @@ import json
 from datetime import UTC, datetime
 
 from jobs.cycle.ledger import CycleLedger, read_ledger, records_of, success_of
+from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.report import report_key, write_page
 from jobs.cycle.show import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
 from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from jobs.commands.notify import make_messages, send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.ledger import read_ledger
+from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.records import Closed, JobRecord, JobState
-from jobs.cycle.report import report_key, write_page
 from jobs.cycle.show import cost_lines, status_lines, summary
 from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-WIDTH = 720
+WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
 MAX_POINTS = 600
 """Of one line: about one a pixel."""
@@ -86,10 +86,11 @@ class Mark:
     text: str
 
 
-def svg(body: str, height: float, label: str, *, kind: str = "", data: Mapping[str, str] | None = None) -> str:
+def svg(body: str, height: float, label: str, kind: str, data: Mapping[str, str] | None = None) -> str:
     more = "".join(f' data-{name}="{escape(value)}"' for name, value in (data or {}).items())
+    role = "group" if "<a " in body else "img"  # what is inside an image cannot be reached
     return (
-        f'<svg viewBox="0 0 {WIDTH} {_px(height)}" class="{kind or "chart"}" role="img" tabindex="0"'
+        f'<svg viewBox="0 0 {WIDTH} {_px(height)}" class="chart {kind}" role="{role}" tabindex="0"'
         f' aria-label="{escape(label)}"{more}>{body}</svg>'
     )
 
@@ -125,7 +126,7 @@ def line_chart(
                 f' d="{_path((across(x), up(y)) for x, y in points)}"><title>{escape(one.name)}</title></path>'
             )
     frame = (across.low, across.high, LEFT, WIDTH - RIGHT, up.low, up.high, height - BOTTOM, TOP)
-    return svg("".join(body), height, label, kind="chart lines", data={"frame": " ".join(f"{v:.8g}" for v in frame)})
+    return svg("".join(body), height, label, "lines", {"frame": " ".join(f"{v:.8g}" for v in frame)})
 
 
 def _axes(across: Scale, up: Scale, height: float, x_name: str) -> str:
@@ -136,7 +137,7 @@ def _axes(across: Scale, up: Scale, height: float, x_name: str) -> str:
         parts.append(text(LEFT - 5, y + 3.5, short_number(value), anchor="end"))
     for value in ticks(across.low, across.high, 7):
         parts.append(text(across(value), height - 8, short_number(value), anchor="middle"))
-    parts.append(text(WIDTH - RIGHT, height - BOTTOM - 4, x_name, anchor="end", kind="quiet"))
+    parts.append(text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
     return "".join(parts)
 
 
@@ -202,7 +203,7 @@ class Lane:
 
 def gantt(lanes: Sequence[Lane], end: float, deadline: float | None, label: str) -> str:
     """Lanes over time; `end`, `deadline`: seconds since the beginning."""
-    left, row = 118.0, 18.0
+    left, row = 130.0, 18.0
     height = TOP + row * len(lanes) + BOTTOM
     last = max(end, deadline or 0.0) if (deadline or 0.0) < 2 * end else end  # one far ahead is told, not drawn
     across, body = Scale(0, last or 1.0, left, WIDTH - RIGHT), []
@@ -215,11 +216,9 @@ def gantt(lanes: Sequence[Lane], end: float, deadline: float | None, label: str)
         body.append(text(left - 6, y + 12, lane.name, anchor="end"))
         body += [_try(one, y + 3, row - 6, across) for one in lane.bars]
     if deadline is not None and deadline <= last:
-        body.append(
-            f'<g><path class="deadline" d="M{_px(across(deadline))} 0V{_px(height - BOTTOM)}"/><title>deadline</title></g>'
-        )
+        body.append(f'<path class="deadline" d="M{_px(across(deadline))} 0V{_px(height - BOTTOM)}"/>')
         body.append(text(across(deadline) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
-    return svg("".join(body), height, label, kind="chart gantt")
+    return svg("".join(body), height, label, "gantt")
 
 
 def _try(one: Bar, y: float, height: float, across: Scale) -> str:
@@ -274,7 +273,7 @@ def dag(boxes: Sequence[Box], label: str) -> str:
     columns = [[box for box in boxes if column[box.name] == i] for i in range(max(column.values(), default=-1) + 1)]
     if not columns:
         return ""
-    gap, tall = 18.0, 40.0
+    gap, tall = 18.0, 46.0
     wide = (WIDTH - gap * (len(columns) - 1)) / len(columns)
     height = max(map(len, columns)) * (tall + 8) + 4
     place: dict[str, Point] = {}
@@ -301,10 +300,10 @@ def dag(boxes: Sequence[Box], label: str) -> str:
             f' rx="4"/>{words}<title>{escape(": ".join((box.name, *box.lines)))}</title></g>'
         )
         body.append(f'<a href="#{escape(box.link)}">{inner}</a>' if box.link else inner)
-    return svg("".join(body), height, label, kind="chart dag")
+    return svg("".join(body), height, label, "dag")
 
 
-def _fit(words: str, width: float, letter: float = 5.6) -> str:
+def _fit(words: str, width: float, letter: float = 6.2) -> str:
     most = max(3, int(width / letter))
     return words if len(words) <= most else words[: most - 1] + "…"
 
@@ -328,7 +327,7 @@ SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 
 
 def forest(effects: Sequence[Effect], label: str) -> str:
     """A row an effect: its interval, a shape by outcome, and the bound; what does not fit ends in an arrow."""
-    left, row = 250.0, 17.0
+    left, row = 330.0, 17.0
     ends = sorted(max(abs(one.low), abs(one.high)) for one in effects)
     if not ends:
         return ""
@@ -356,7 +355,7 @@ def forest(effects: Sequence[Effect], label: str) -> str:
             f'<path class="dot {one.outcome}" transform="translate({_px(across(one.value))} {_px(y)})" d="{shape}"/>'
         )
         body.append(f"<g>{''.join(parts)}<title>{escape(one.text)}</title></g>")
-    return svg("".join(body), height, label, kind="chart forest")
+    return svg("".join(body), height, label, "forest")
 
 
 def stacked_columns(
@@ -389,12 +388,12 @@ def stacked_columns(
         if i % every == 0:
             body.append(text(x + wide / 2, height - 8, _fit(name, every * wide), anchor="middle"))
     body.append(text(WIDTH - RIGHT, TOP + 4, x_name, anchor="end", kind="quiet"))
-    return svg("".join(body), height, label, kind="chart columns")
+    return svg("".join(body), height, label, "columns")
 
 
 def reliability(series: Sequence[tuple[str, Sequence[tuple[float, float, int]]]], label: str) -> str:
     """Share of right rows over confidence, with the diagonal: (kind, [(confidence, right, rows)])."""
-    size, left = 230.0, 250.0
+    size, left = 230.0, 380.0
     across, up = Scale(0, 1, left, left + size), Scale(0, 1, TOP + size, TOP)
     body = []
     for value in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
@@ -412,12 +411,12 @@ def reliability(series: Sequence[tuple[str, Sequence[tuple[float, float, int]]]]
             )
     body.append(text(across(0.5), TOP + size + 28, "mean confidence", anchor="middle", kind="quiet"))
     body.append(text(left - 34, up(0.5), "right", anchor="end", kind="quiet"))
-    return svg("".join(body), size + 46, label, kind="chart reliability")
+    return svg("".join(body), size + 46, label, "reliability")
 
 
 def heat(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], heads: Sequence[str], label: str) -> str:
     """A matrix: (name, [(kind, text)]); a letter stands in cells of other kinds than pass."""
-    left, cell = 130.0, 14.0
+    left, cell = 160.0, 14.0
     wide = min(46.0, (WIDTH - left - RIGHT) / max(1, len(heads)))
     top = 74.0
     height = top + cell * len(rows) + 6
@@ -437,7 +436,7 @@ def heat(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], heads: Sequence[
                 continue
             letter = text(left + wide * (x + 0.5), top + cell * y + 10.5, kind[:1].upper(), anchor="middle", kind="on")
             body.append(f'<g><rect class="v-{kind}" {at} {size}/>{letter}{title}</g>')
-    return svg("".join(body), height, label, kind="chart heat")
+    return svg("".join(body), height, label, "heat")
 
 
 def spark(values: Sequence[tuple[float | None, bool, str]], label: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, JsonValue
@@ -33,6 +34,8 @@ STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", 
 TREND = 20
 """Cycles of the trend, this one included."""
 MEDIAN_OF = 10
+MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
+"""What a first model, that the gate compares with nothing, is shown by."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
 NOTICES = frozenset(
@@ -183,17 +186,18 @@ def gather(
             unread.append(error.seen)
             return otherwise
 
-    results = {stage: read(lambda stage=stage: load_result(storage, cycle, stage), None) for stage in STAGES}  # type: ignore[misc]
+    results = {stage: read(partial(load_result, storage, cycle, stage), None) for stage in STAGES}
     figures = {stage: result.figures for stage, result in results.items() if result is not None}
     evaluation = read(lambda: load_report(storage, cycle), None)
     scores = read(lambda: load_scores(storage, cycle), None)
     if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
         scores = None  # of another candidate, that was judged before
     moments = read_moments(storage, cycle)
-    ancestors = read(lambda: _ancestors(storage, cycle), ())
+    ancestors = read(lambda: _ancestors(storage, cycle), tuple[str, ...]())
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
-    settings = read(lambda: _settings(storage, cycle), {})
-    before = read(lambda: _settings(storage, compared), {}) if compared and compared != cycle else {}
+    settings = read(lambda: _settings(storage, cycle), dict[str, Any]())
+    compared = compared if compared != cycle else ""
+    before = read(lambda: _settings(storage, compared), dict[str, Any]())
     result = results["evaluate"] or results["train"]
     return PageData(
         cycle=cycle,
@@ -205,7 +209,7 @@ def gather(
         figures=figures,
         evaluation=evaluation,
         scores=scores,
-        training=_training(moments, _moments_of(storage, compared) if compared != cycle else (), compared),
+        training=_training(moments, _moments_of(storage, compared), compared),
         prepared=read(lambda: load_prepared(storage, cycle), None),
         vectors=read(lambda: load_verified(storage, cycle), None),
         machines=tuple(_machines(storage, cycle, unread)),
@@ -263,7 +267,7 @@ def _cycle_of(checkpoints: Sequence[str]) -> str:
 
 
 def _settings(storage: Storage, cycle: str) -> dict[str, Any]:
-    tree = _json(storage, f"cycles/{cycle}/jobs/settings.json")
+    tree = _json(storage, f"cycles/{cycle}/jobs/settings.json") if cycle else None
     return tree if isinstance(tree, dict) else {}
 
 
@@ -362,7 +366,7 @@ def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow
     """The cycle in one line."""
     ledger, total = data.ledger, data.ledger.total
     took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
-    metric, value, low, high = _main_metric(data.evaluation)
+    metric, value, low, high = main_metric(data.evaluation)
     stages: Sequence[Total] = ledger.stages()
     rows = data.figures.get("prepare", {}).get("rows")
     return CycleRow(
@@ -388,15 +392,15 @@ def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow
     )
 
 
-def _main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
+def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
     """Name, value and interval of the first metric that the gate compared; without an incumbent the first measured."""
     if report is None:
         return "", None, None, None
     compared = next((check for check in report.verdict.checks if check.kind == "delta" and check.metric), None)
     if compared is None:
-        parts = (report.candidate.retrieval, report.candidate.metrics)
-        name, value = next(((n, v) for part in parts if part for n, v in part.values.items()), ("", None))
-        return name, value, None, None
+        found = report.candidate.figures
+        name = next((one for one in MAIN_METRICS if one in found), next(iter(found), ""))
+        return name, found.get(name), None, None
     value, other = compared.candidate, compared.incumbent
     if compared.low is None or compared.high is None or other is None:
         return compared.metric, value, None, None

@@ -1,0 +1,737 @@
+"""The sections of the page, in the order of a reader's questions. Each is empty when it has nothing to say.
+
+Pure: markup from data. Every text of a job or a judgement is escaped where it is set.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from statistics import median
+
+from jobs.cycle.attempt_time import SPENT, Category
+from jobs.cycle.ledger import Entry
+from jobs.cycle.page.charts import (
+    Bar,
+    Box,
+    Effect,
+    Lane,
+    Mark,
+    Part,
+    Series,
+    bar,
+    dag,
+    forest,
+    gantt,
+    heat,
+    line_chart,
+    number,
+    numbers_of,
+    reliability,
+    spark,
+    stacked_columns,
+    table,
+)
+from jobs.cycle.page.data import HOLDOUT, MEDIAN_OF, CycleRow, PageData, main_metric, median_of
+from jobs.cycle.show import DEADLINES, GOODPUT, money, time_text
+from pipeline.core.format import format_duration, format_share, usd
+from pipeline.evaluate.config import MetricName
+from pipeline.evaluate.gate.compare import GateCheck
+from pipeline.evaluate.report import EvaluationReport, table_lines
+
+MAX_LANES = 60
+MAX_EFFECTS = 60
+MAX_TRIES = 200
+MAX_NODES = 160
+MAX_PARTITIONS = 60
+MAX_ROWS = 60
+"""Of any other table; what is left out is counted below it, and is in the JSON."""
+Reader = Callable[[CycleRow], float | None]
+Writer = Callable[[float | None], str]
+
+
+def sentence(data: PageData) -> str:
+    """How the cycle ended, in one line."""
+    outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
+    failed = ", ".join(job.name for job in data.jobs if job.state == "FAILED")
+    if outcome == "open":
+        running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
+        return f"Under way: {running} running." if running else "Under way."
+    if outcome == "refused":
+        return f"Refused: {_reasons(data.evaluation) or data.reason or 'the gate says why'}. Production stays as it is."
+    if outcome == "failed":
+        return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
+    if outcome == "cancelled":
+        return f"Cancelled: {data.reason or 'no reason was given'}."
+    if data.promoted:
+        forced = " by force" if evaluated.get("forced") else ""
+        return f"Promoted{forced}: {_change(data.evaluation) or 'a new model is in production'}."
+    if evaluated.get("nothing_new"):
+        return "Nothing new: there was nothing to learn from, and the model in production stays."
+    return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
+
+
+def _reasons(report: EvaluationReport | None) -> str:
+    failed = [check.reason for check in report.verdict.checks if check.outcome == "fail"] if report else []
+    more = f"; and {len(failed) - 2} more" if len(failed) > 2 else ""
+    return "; ".join(failed[:2]) + more
+
+
+def _change(report: EvaluationReport | None) -> str:
+    """`retrieval_ndcg@10 0.7662 (0.7571 in production before)`."""
+    if report is None:
+        return ""
+    check = next((one for one in report.verdict.checks if one.kind == "delta" and one.candidate is not None), None)
+    if check is not None:
+        return f"{check.metric} {number(check.candidate)}, before {number(check.incumbent)}"
+    name, value, *_ = main_metric(report)
+    return f"the first model, {name} {number(value)}" if name else ""
+
+
+def banner(data: PageData) -> str:
+    ledger, total = data.ledger, data.ledger.total
+    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
+    days = [one.watermark for one in data.prepared.partitions if one.watermark] if data.prepared else []
+    generation = data.figures.get("evaluate", {}).get("generation")
+    due = f" ({stamp(ledger.deadline_at)})" if ledger.deadline_at else ""
+    chips = {
+        "model": data.model,
+        "generation": str(generation) if generation else "",
+        "data until": max(days, default=""),
+        "submitted": stamp(ledger.began_at) if ledger.began_at else "",
+        "took": format_duration(took),
+        "cost": money(total),
+        "goodput": format_share(total.goodput),
+        "deadline": DEADLINES[ledger.deadline].removeprefix("deadline ") + due,
+        "jobs": f"{ledger.succeeded} of {ledger.jobs} succeeded, {len(ledger.entries)} tries",
+    }
+    items = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in chips.items() if value.strip(" -")
+    )
+    outcome = "under way" if data.outcome == "open" else data.outcome
+    return (
+        f'<h1>Cycle {escape(data.cycle)}: <span class="{data.outcome}">{outcome}</span></h1>'
+        f'<p class="sentence">{escape(sentence(data))}</p><dl class="chips">{items}</dl>'
+        f'<p class="quiet">{escape(data.workspace)}</p>'
+    )
+
+
+def happened(data: PageData) -> str:
+    boxes = [
+        Box(
+            name=job.name,
+            state={"SUCCEEDED": "good", "FAILED": "bad"}.get(job.state, ""),
+            lines=(
+                job.state.lower() + (f", exit {job.exit_code}" if job.exit_code else ""),
+                f"{_times(job.tries)}, {format_duration(job.ran_s)}",
+            ),
+            after=job.after,
+        )
+        for job in data.jobs
+    ]
+    states = ", ".join(f"{job.name} {job.state.lower()} after {_times(job.tries)}" for job in data.jobs)
+    rows = [
+        (
+            job.name,
+            job.state.lower() + (f" ({job.children} children)" if job.children else ""),
+            str(job.nodes),
+            str(job.tries),
+            format_duration(job.ran_s),
+            "-" if job.exit_code is None else str(job.exit_code),
+            job.why,
+        )
+        for job in data.jobs
+    ]
+    head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
+    parts = [dag(boxes, f"Jobs in the order they wait for each other: {states}"), _gantt(data)]
+    parts.append(table(head, rows, {2, 3, 4, 5}))
+    return "".join(parts)
+
+
+def _times(count: int) -> str:
+    return "1 try" if count == 1 else f"{count} tries"
+
+
+def _gantt(data: PageData) -> str:
+    ledger = data.ledger
+    if not ledger.entries or ledger.began_at is None:
+        return ""
+    began_ms = round(1000 * ledger.began_at)
+    lanes: dict[str, list[Entry]] = {}
+    for entry in ledger.entries:
+        lanes.setdefault(entry.job, []).append(entry)
+    with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
+    first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
+    shown = [name for name in lanes if name in set(first[:MAX_LANES])]
+    known = {one.job for one in data.post_mortems}
+
+    def drawn(entry: Entry) -> Bar:
+        spent = [Part(_kind(kind), ms / 1000, "") for kind, ms in entry.spent_ms.items() if ms]
+        words = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in entry.spent_ms.items() if ms)
+        failed = _failed(entry)
+        has_more = failed and any(name.startswith(entry.job.replace(":", "-")) for name in known)
+        return Bar(
+            start=(entry.start_ms - began_ms) / 1000,
+            waited=entry.waiting_ms / 1000,
+            parts=spent,
+            text=f"{entry.job}, try {entry.attempt}: {entry.ending}; {words}",
+            failed=failed,
+            link="post-mortems" if has_more else "",
+        )
+
+    end = max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms
+    due = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
+    chart = gantt(
+        [Lane(name, [drawn(one) for one in lanes[name]]) for name in shown],
+        end / 1000,
+        due,
+        f"Every try over {format_duration(end / 1000)} since the cycle was submitted",
+    )
+    return figure(chart, _key(), _left_out(len(lanes) - len(shown), "children that succeeded"))
+
+
+def _failed(entry: Entry) -> bool:
+    return entry.ending not in ("succeeded", "running")
+
+
+def _kind(category: Category) -> str:
+    return f"s-{category.value.replace(' ', '-')}"
+
+
+def _key() -> str:
+    kinds = ((_kind(kind), kind.value) for kind in SPENT)
+    marks = (*kinds, ("waiting", Category.WAITING.value))
+    return (
+        '<span class="key">' + "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks) + "</span>"
+    )
+
+
+def cost(data: PageData) -> str:
+    if not data.ledger.entries:
+        return ""
+    totals, history = (*data.ledger.stages(), data.ledger.total), data.history
+    whole = max(one.all_ms for one in totals[:-1]) or 1
+    rows = []
+    for one in totals:
+        last = one is totals[-1]
+        parts = [
+            Part(_kind(kind), ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
+        ]
+        usual_s = median_of(history, (lambda row: row.machine_s) if last else _stage_s(one.name))
+        usual = median_of(history, (lambda row: row.usd) if last else _stage_usd(one.name))
+        rows.append(
+            (
+                one.name,
+                bar(parts, one.all_ms if last else whole),
+                str(one.tries),
+                format_duration(one.waiting_ms / 1000),
+                format_duration(one.all_ms / 1000),
+                format_duration(usual_s),
+                format_share(one.goodput),
+                usd(one.usd),
+                usd(usual),
+            )
+        )
+    head = (
+        "stage",
+        "machine time by what it went into",
+        "tries",
+        "waiting",
+        "time",
+        "median",
+        "goodput",
+        "cost",
+        "median",
+    )
+    wasted = [
+        (
+            entry.job,
+            str(entry.attempt),
+            time_text(entry.nodes * entry.spent_ms[Category.WASTED]),
+            _wasted_usd(entry),
+            entry.ending,
+        )
+        for entry in data.ledger.entries
+        if entry.spent_ms[Category.WASTED]
+    ]
+    lost = ""
+    if wasted:
+        lost = "<h3>Wasted by failures</h3>" + table(
+            ("job", "try", "machine time", "cost", "ended"), wasted[:MAX_ROWS], {1, 2, 3}
+        )
+        lost += _left_out(len(wasted) - MAX_ROWS, "tries")
+    note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
+    return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escape(GOODPUT)}") + lost
+
+
+def _stage_s(name: str) -> Reader:
+    return lambda row: row.stage_s.get(name)
+
+
+def _stage_usd(name: str) -> Reader:
+    return lambda row: row.stage_usd.get(name)
+
+
+def _wasted_usd(entry: Entry) -> str:
+    if entry.usd is None or not entry.length_ms:
+        return "-"
+    return usd(entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms)
+
+
+def gate(data: PageData) -> str:
+    report = data.evaluation
+    if report is None:
+        return ""
+    compared = [check for check in report.verdict.checks if check.low is not None and check.high is not None]
+    overall = [check for check in compared if check.kind != "slice"]
+    slices = sorted((check for check in compared if check.kind == "slice"), key=_grave)
+    shown = slices[:MAX_EFFECTS]
+    parts = [f"<p>{escape(report.verdict.lines()[0])}</p>"]
+    for title, checks in (("Overall", overall), ("Slices, those that lost most first", shown)):
+        if checks:
+            label = (
+                f"{title}: differences to what is in production or to a simple tool, with intervals and what is allowed"
+            )
+            chart = forest([_effect(check) for check in checks], label)
+            words = "candidate minus the other, above 0 is better unless the metric is an error; ╎ what is allowed"
+            rows = [(_name(one), one.outcome, number(one.candidate), _interval(one), one.reason) for one in checks]
+            more = details("Numbers", table(("check", "gate", "candidate", "interval", "why"), rows, {2}))
+            parts.append(f"<h3>{title}</h3>{figure(chart, words, more)}")
+    parts.append(_left_out(len(slices) - len(shown), "slices that lost less"))
+    others = [(check.outcome, check.reason) for check in report.verdict.checks if check not in compared]
+    if others:
+        parts.append("<h3>Other checks</h3>" + table(("gate", "what was seen"), sorted(others)[:MAX_ROWS]))
+        parts.append(_left_out(len(others) - MAX_ROWS, "checks"))
+    parts.append(_items(report.warnings))
+    lines = table_lines(report)
+    text = "\n".join(lines[:MAX_TRIES])
+    parts.append(
+        details("As the terminal shows it", f"<pre>{escape(text)}</pre>{_left_out(len(lines) - MAX_TRIES, 'lines')}")
+    )
+    return "".join(parts)
+
+
+def _grave(check: GateCheck) -> tuple[int, float]:
+    """Refusals first, then by how much the candidate lost."""
+    return ("fail", "warn", "pass", "skipped").index(check.outcome), -_lost(check)
+
+
+def _lost(check: GateCheck) -> float:
+    if check.candidate is None or check.incumbent is None:
+        return 0.0
+    change = check.candidate - check.incumbent
+    return change if MetricName.parse(check.metric).lower_is_better else -change
+
+
+def _name(check: GateCheck) -> str:
+    against = f" against {check.baseline}" if check.baseline else ""
+    queries = f" ({number(check.num_queries)} queries)" if check.num_queries is not None else ""
+    return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
+
+
+def _effect(check: GateCheck) -> Effect:
+    other = check.baseline_value if check.baseline else check.incumbent
+    change = (check.candidate or 0.0) - (other or 0.0)
+    lower = bool(check.metric) and MetricName.parse(check.metric).lower_is_better
+    bound = None if check.bound is None else check.bound if lower else -check.bound
+    low, high = check.low or 0.0, check.high or 0.0
+    words = f"{check.outcome}: {check.reason}; {_interval(check)}"
+    return Effect(_name(check), change, low, high, bound, check.outcome, words)
+
+
+def _interval(check: GateCheck) -> str:
+    return f"{check.low:+.4f} to {check.high:+.4f}" if check.low is not None and check.high is not None else "-"
+
+
+def learned(data: PageData) -> str:
+    curves = {curve.name: curve for curve in data.training.curves}
+    marks = [Mark(step, f"went on at step {step:,}") for step in data.training.resumed[:MAX_ROWS]]
+    marks += [Mark(step, f"step {step:,} was skipped") for step in data.training.skipped[:MAX_ROWS]]
+    parts = []
+    for name, curve in curves.items():
+        if name == HOLDOUT and "loss" in curves:
+            continue
+        series = [Series(name, curve.now)]
+        if name == "loss" and (held := curves.get(HOLDOUT)):
+            series.append(Series(HOLDOUT, held.now, "holdout"))
+        if curve.before:
+            series.append(Series(f"{name} of cycle {data.training.compared}", curve.before, "before"))
+        first, last = curve.now[0], curve.now[-1]
+        lowest = min(value for _, value in curve.now)
+        label = (
+            f"{name} {number(first[1])} at step {number(first[0])} to {number(last[1])} at step {number(last[0])},"
+            f" lowest {number(lowest)}"
+        )
+        legend = "".join(f'<span><i class="{one.kind}"></i>{escape(one.name)}</span>' for one in series)
+        head = ("step", *(one.name for one in series))
+        rows = details("Numbers", table(head, numbers_of(series, "step"), range(len(head))))
+        chart = line_chart(series, label, marks=marks)
+        parts.append(figure(chart, f'<span class="key">{legend}</span> {escape(label)}', rows))
+    return "".join(parts)
+
+
+def trusted(data: PageData) -> str:
+    found = data.scores
+    if found is None:
+        return ""
+    models = [("now", "candidate", found.candidate)]
+    models += [("before", "in production", found.incumbent)] if found.incumbent else []
+    points = [
+        (
+            kind,
+            [
+                (b.confidence, b.right, b.rows)
+                for b in one.reliability
+                if b.confidence is not None and b.right is not None
+            ],
+        )
+        for kind, _, one in models
+    ]
+    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name, _ in models)
+    head = ("confidence", *(f"{what}, {name}" for _, name, _ in models for what in ("rows", "right")))
+    rows = [
+        (f"{first.low:.2f} to {first.high:.2f}", *(word for b in bins for word in (number(b.rows), number(b.right))))
+        for bins in zip(*(one.reliability for _, _, one in models), strict=True)
+        for first in bins[:1]
+    ]
+    chart = reliability(
+        points, "Share of right rows by the confidence of the model; on the diagonal it is as right as it is sure"
+    )
+    parts = [
+        figure(
+            chart,
+            f'<span class="key">{legend}</span> on the diagonal it is as often right as it says; circles by their rows',
+            details("Numbers", table(head, rows, range(1, len(head)))),
+        )
+    ]
+    if found.candidate.confusion:
+        cells = [(label, *map(number, row)) for label, row in zip(found.labels, found.candidate.confusion, strict=True)]
+        parts.append("<h3>Labels: judged (rows) and most probable (columns)</h3>")
+        parts.append(table(("judged", *found.labels), cells, range(1, len(found.labels) + 1)))
+    kinds = [f"l{i % 8}" for i in range(len(found.labels))]
+    bins = len(found.candidate.scores[0]) if found.candidate.scores else 0
+    width = found.top_gain / bins if bins else 0.0
+    groups = [(f"{i * width:.2f}", [row[i] for row in found.candidate.scores]) for i in range(bins)]
+    chart = stacked_columns(groups, kinds, "Rows by the score of the candidate and their label", x_name="score")
+    parts.append(figure(chart, f'<span class="key">{_labels(found.labels)}</span> rows by expected gain'))
+    return "".join(parts)
+
+
+def _labels(labels: Sequence[str]) -> str:
+    return "".join(f'<span><i class="l{i % 8}"></i>{escape(label)}</span>' for i, label in enumerate(labels))
+
+
+WORDS = {
+    "worst": "Worst: the true label is least probable",
+    "lost": "Were right with the model in production, and are wrong now",
+    "won": "Were wrong, and are right now",
+}
+
+
+def wrong(data: PageData) -> str:
+    found = data.scores
+    if found is None or not (found.examples or found.lost is not None):
+        return ""
+    parts = []
+    if found.lost is not None:
+        parts.append(
+            f"<p>{number(found.lost)} rows were right before and are wrong now, {number(found.won)} the other way.</p>"
+        )
+    for kind, title in WORDS.items():
+        rows = [
+            (
+                one.query,
+                one.product,
+                one.label,
+                f"{one.candidate} ({one.candidate_probability:.3f})",
+                "-" if one.incumbent is None else f"{one.incumbent} ({one.incumbent_probability or 0.0:.3f})",
+            )
+            for one in found.examples
+            if one.kind == kind
+        ]
+        if rows:
+            head = ("query", "product", "judged", "candidate", "in production")
+            parts.append(f"<h3>{title}</h3>{table(head, rows)}")
+    if found.examples:
+        parts.append(
+            '<p class="quiet">In brackets: the probability of the judged label. report.examples = 0 shows no texts.</p>'
+        )
+    return "".join(parts)
+
+
+def finds(data: PageData) -> str:
+    report = data.evaluation
+    if report is None or report.candidate.retrieval is None:
+        return ""
+    others: list[tuple[str, Mapping[str, float]]] = [("candidate", report.candidate.retrieval.values)]
+    if report.incumbent and report.incumbent.retrieval:
+        others.append(("in production", report.incumbent.retrieval.values))
+    others += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
+    others += [(f"with BM25 ({one.name})", one.retrieval.values) for one in report.candidate.hybrids if one.retrieval]
+    names = dict.fromkeys(name for _, values in others for name in values)
+    rows = [(name, *(number(values.get(name)) for _, values in others)) for name in names]
+    holdout = report.holdout
+    parts = [
+        table(("metric", *(name for name, _ in others)), rows, range(1, len(others) + 1)),
+        f'<p class="quiet">{holdout.retrieval_queries:,} queries in {holdout.retrieval_items:,} products.</p>',
+    ]
+    if data.scores and data.scores.queries:
+        changes = [
+            (one.metric, number(one.better), number(one.equal), number(one.worse)) for one in data.scores.queries
+        ]
+        parts.append("<h3>Queries against the model in production</h3>")
+        parts.append(table(("metric", "better", "equal", "worse"), changes[:MAX_ROWS], {1, 2, 3}))
+    return "".join(parts)
+
+
+def vectors(data: PageData) -> str:
+    found = data.vectors
+    if found is None:
+        return ""
+    counts, figures = found.counts, data.figures.get("embed", {})
+    rows = [
+        ("vectors", number(found.rows)),
+        ("embedded, carried over", f"{number(counts.embedded)}, {number(counts.carried)}"),
+        ("new ids, gone ids", f"{number(counts.new)}, {number(counts.gone)}"),
+        ("mean cosine to the cycle before", number(found.mean_cosine)),
+        ("share of vectors that moved", number(found.moved_share)),
+        ("recall of approximate search", number(found.ann_recall)),
+        ("least cosine to vectors embedded again", number(found.recompute_min_cosine, 6)),
+    ]
+    rows += [
+        (name.replace("_", " "), _figure(figures[name]))
+        for name in ("tokens_per_s", "padding_share")
+        if name in figures
+    ]
+    parts = [table((), rows, {1})]
+    if found.drift:
+        edges = found.drift.edges
+        groups = [(f"{edge:.2f}", [float(count)]) for edge, count in zip(edges, found.drift.counts, strict=False)]
+        chart = stacked_columns(groups, ("now",), f"Cosines to the vectors of cycle {found.previous}", x_name="cosine")
+        parts.append(
+            figure(chart, f"cosines between both cycles' vectors of the same ids, {escape(found.previous or '')}")
+        )
+    checks = [(check.outcome, check.name, check.seen) for check in found.checks]
+    parts.append(table(("verify", "check", "what was seen"), checks))
+    return "".join(parts)
+
+
+def prepared(data: PageData) -> str:
+    found = data.prepared
+    if found is None:
+        return ""
+    shown = found.partitions[-MAX_PARTITIONS:]
+    labelled = all(one.labels for one in shown)
+    kinds = [f"l{i % 8}" for i in range(len(found.labels))] if labelled else ["now"]
+    groups: list[tuple[str, Sequence[float]]] = []
+    for one in shown:
+        by_label = [sum(counts) for counts in zip(*one.labels.values(), strict=True)]
+        groups.append((one.watermark or one.partition, by_label if labelled else [sum(one.rows.values())]))
+    chart = stacked_columns(groups, kinds, "Rows by day and label", x_name="rows")
+    head = ("partition", "train", "valid", "test", *found.labels, "bad", "filtered", "truncated")
+    rows = [
+        (
+            one.partition,
+            *(number(one.rows.get(split, 0)) for split in ("train", "valid", "test")),
+            *(number(sum(counts)) for counts in zip(*one.labels.values(), strict=True)),
+            number(one.bad),
+            number(one.filtered),
+            number(one.truncated),
+        )
+        for one in shown
+        if labelled
+    ]
+    legend = f'<span class="key">{_labels(found.labels)}</span>' if labelled else ""
+    parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
+    parts.append(_left_out(len(found.partitions) - len(shown), "older partitions"))
+    sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
+    total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
+    buckets = [
+        (name, number(size), format_share(size / total if total else None))
+        for name, size in zip(found.buckets, sizes, strict=True)
+    ]
+    parts.append("<h3>Lengths</h3>" + table(("query x product tokens, at most", "rows", "share"), buckets, {1, 2}))
+    parts.append(f"<p>{number(cut)} rows ({format_share(cut / total if total else None)}) were cut to fit.</p>")
+    if found.reasons:
+        reasons = list(found.reasons.items())[:MAX_ROWS]
+        parts.append(
+            "<h3>Rows in quarantine</h3>" + table(("reason", "rows"), [(why, number(n)) for why, n in reasons], {1})
+        )
+        samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
+        parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
+    return "".join(parts)
+
+
+def machines(data: PageData) -> str:
+    nodes = data.machines
+    if not nodes:
+        return ""
+    names = list(dict.fromkeys(result.name for node in nodes for result in node.results))
+    worst = sorted(nodes, key=lambda node: (-node.verdict, node.node_rank))[:MAX_NODES]
+    kept = {id(node) for node in worst}
+    shown = [node for node in nodes if id(node) in kept]
+    rows = []
+    for node in shown:
+        found = {result.name: result for result in node.results}
+        cells = [
+            (found[name].verdict.text, "" if found[name].verdict.text == "pass" else found[name].seen)
+            if name in found
+            else ("none", "")
+            for name in names
+        ]
+        rows.append((f"{node.node_rank} {node.host}", cells))
+    bad = [
+        (str(node.node_rank), node.host, result.name, result.verdict.text, result.seen, result.expected)
+        for node in nodes
+        for result in node.results
+        if result.verdict.text != "pass"
+    ]
+    label = f"{len(nodes)} nodes by {len(names)} checks, {len(bad)} of them not passed"
+    parts = [
+        figure(
+            heat(rows, names, label), f"{escape(label)}; W: a warning, R: try another machine, F: to be mended first"
+        )
+    ]
+    parts.append(_left_out(len(nodes) - len(shown), "nodes that passed"))
+    if bad:
+        parts.append(table(("node", "host", "check", "verdict", "seen", "expected"), bad[:MAX_ROWS], {0}))
+        parts.append(_left_out(len(bad) - MAX_ROWS, "findings"))
+    measured = list(_measured(data))
+    if measured:
+        head = ("check", "figure", "lowest", "median", "highest")
+        parts.append(details("Figures over all nodes", table(head, measured[:MAX_TRIES], {2, 3, 4})))
+    return "".join(parts)
+
+
+def _measured(data: PageData) -> Iterator[Sequence[str]]:
+    values: dict[tuple[str, str], list[float]] = {}
+    for node in data.machines:
+        for result in node.results:
+            values.setdefault((result.name, "seconds"), []).append(result.seconds)
+            for name, value in result.figures.items():
+                if isinstance(value, int | float):
+                    values.setdefault((result.name, name), []).append(float(value))
+    for (check, name), found in values.items():
+        yield check, name.replace("_", " "), number(min(found)), number(median(found)), number(max(found))
+
+
+def lineage(data: PageData) -> str:
+    found = data.lineage
+    if not (found.checkpoint or found.settings_hash):
+        return ""
+    chain = [one for one in (found.checkpoint, *found.ancestors) if one]
+    rows = [
+        ("model", " ← ".join(dict.fromkeys(chain)) or "-"),
+        ("settings", found.settings_hash),
+        ("code", found.code_version),
+        ("data", f"{len(data.prepared.partitions)} partitions" if data.prepared else "-"),
+    ]
+    parts = [table((), rows)]
+    if found.compared:
+        parts.append(f"<h3>Settings that differ from cycle {escape(found.compared)}</h3>")
+        changed = [(name, json.dumps(before)[:200], json.dumps(now)[:200]) for name, before, now in found.changed]
+        parts.append(table(("setting", "there", "here"), changed[:MAX_ROWS]) if changed else "<p>None.</p>")
+        parts.append(_left_out(len(changed) - MAX_ROWS, "settings"))
+    return "".join(parts)
+
+
+def trend(data: PageData, own: CycleRow) -> str:
+    rows = (*data.history, own)
+    if len(rows) < 2:
+        return ""
+    kinds: list[tuple[str, Reader, Writer]] = [
+        (own.metric or "metric", lambda row: row.value if row.metric == own.metric else None, number),
+        ("cost", lambda row: row.usd, usd),
+        ("took", lambda row: row.took_s, format_duration),
+        ("goodput", lambda row: row.goodput, format_share),
+        ("rows", lambda row: row.rows, number),
+        ("mean cosine to the vectors before", lambda row: row.drift, number),
+    ]
+    lines = []
+    for name, value, words in kinds:
+        points = [
+            (value(row), row.promoted or not row.metric, f"{row.cycle}, {row.outcome}: {words(value(row))}")
+            for row in rows
+        ]
+        known = [point for point, *_ in points if point is not None]
+        if known:
+            drawn = spark(points, f"{name} over {len(rows)} cycles, last {words(known[-1])}")
+            lines.append((name, drawn, words(min(known)), words(median(known)), words(max(known)), words(value(own))))
+    head = ("figure", f"the last {len(rows)} cycles", "lowest", "median", "highest", "this cycle")
+    note = '<p class="quiet">Hollow: a cycle whose model was not promoted.</p>'
+    return table(head, lines, range(2, 6), raw={1}) + note if lines else ""
+
+
+def everything(data: PageData) -> str:
+    parts = []
+    for stage, figures in data.figures.items():
+        if figures:
+            parts.append(
+                details(
+                    f"Figures of {stage}", table((), [(name, _figure(value)) for name, value in figures.items()], {1})
+                )
+            )
+    entries = data.ledger.entries
+    if entries:
+        head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
+        rows = [
+            (
+                entry.job,
+                str(entry.attempt),
+                stamp(entry.start_ms / 1000),
+                str(entry.nodes),
+                format_duration(entry.waiting_ms / 1000),
+                *(time_text(entry.spent_ms[kind]) for kind in SPENT),
+                usd(entry.usd),
+                entry.ending,
+            )
+            for entry in sorted(entries, key=lambda one: not _failed(one))[:MAX_TRIES]
+        ]
+        table_ = table(head, rows, {1, *range(3, len(head) - 1)})
+        parts.append(details("Tries", table_ + _left_out(len(entries) - MAX_TRIES, "tries")))
+    if data.notices:
+        rows_ = [
+            (stamp(one.at), one.event, "-" if one.step is None else f"{one.step:,}", one.text)
+            for one in data.notices[-MAX_ROWS:]
+        ]
+        table_ = table(("when", "event", "step", "what"), rows_, {2})
+        parts.append(
+            details("Warnings and failures", table_ + _left_out(len(data.notices) - MAX_ROWS, "earlier events"))
+        )
+    if data.post_mortems:
+        lines = _items([one.uri for one in data.post_mortems[:MAX_ROWS]])
+        more = _left_out(len(data.post_mortems) - MAX_ROWS, "post-mortems")
+        parts.append(
+            f'<div id="post-mortems">{details("Post-mortems of failed tries", lines + more, is_open=True)}</div>'
+        )
+    if data.unread:
+        parts.append("<h3>Could not be read</h3>" + _items(data.unread[:MAX_ROWS]))
+    return "".join(parts)
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    return number(value) if isinstance(value, int | float) else str(value)
+
+
+def figure(chart: str, caption: str, more: str = "") -> str:
+    """`caption`, `more`: markup."""
+    return f"<figure>{chart}<figcaption>{caption}</figcaption>{more}</figure>" if chart else more
+
+
+def details(title: str, body: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _items(lines: Iterable[str]) -> str:
+    found = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{found}</ul>" if found else ""
+
+
+def _left_out(count: int, what: str) -> str:
+    return f'<p class="quiet">And {count:,} {what}, in the JSON beside this page.</p>' if count > 0 else ""
+
+
+def stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
