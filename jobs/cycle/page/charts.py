@@ -17,6 +17,21 @@ MAX_POINTS = 600
 Point = tuple[float, float]
 
 
+_HIDDEN = dict.fromkeys(
+    [
+        *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
+        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),  # they turn text around
+        *range(0xD800, 0xE000),  # halves of pairs
+    ],
+    "\ufffd",
+)
+
+
+def escaped(words: str) -> str:
+    """A text as markup, also in attributes; characters that control a terminal or the direction of text are shown."""
+    return escape(words.translate(_HIDDEN))
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """`12,345`, `0.8125`, `-`: for people."""
     if value is None or not math.isfinite(value):
@@ -87,17 +102,17 @@ class Mark:
 
 
 def svg(body: str, height: float, label: str, kind: str, data: Mapping[str, str] | None = None) -> str:
-    more = "".join(f' data-{name}="{escape(value)}"' for name, value in (data or {}).items())
+    more = "".join(f' data-{name}="{escaped(value)}"' for name, value in (data or {}).items())
     role = "group" if "<a " in body else "img"  # what is inside an image cannot be reached
     return (
         f'<svg viewBox="0 0 {WIDTH} {_px(height)}" class="chart {kind}" role="{role}" tabindex="0"'
-        f' aria-label="{escape(label)}"{more}>{body}</svg>'
+        f' aria-label="{escaped(label)}"{more}>{body}</svg>'
     )
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "") -> str:
     where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{_px(x)}" y="{_px(y)}"{where}{_class(kind)}>{escape(words)}</text>'
+    return f'<text x="{_px(x)}" y="{_px(y)}"{where}{_class(kind)}>{escaped(words)}</text>'
 
 
 def line_chart(
@@ -118,12 +133,12 @@ def line_chart(
         if across.low <= mark.at <= across.high:
             x = _px(across(mark.at))
             top = f'<path class="mark" d="M{x} {TOP}V{_px(height - BOTTOM)}"/>'
-            body.append(f"<g>{top}<title>{escape(mark.text)}</title></g>")
+            body.append(f"<g>{top}<title>{escaped(mark.text)}</title></g>")
     for one, points in reversed(shown):  # the first on top
         if points:
             body.append(
-                f'<path class="line {one.kind}" data-name="{escape(one.name)}" transform="scale(.1)"'
-                f' d="{_path((across(x), up(y)) for x, y in points)}"><title>{escape(one.name)}</title></path>'
+                f'<path class="line {one.kind}" data-name="{escaped(one.name)}" transform="scale(.1)"'
+                f' d="{_path((across(x), up(y)) for x, y in points)}"><title>{escaped(one.name)}</title></path>'
             )
     frame = (across.low, across.high, LEFT, WIDTH - RIGHT, up.low, up.high, height - BOTTOM, TOP)
     return svg("".join(body), height, label, "lines", {"frame": " ".join(f"{v:.8g}" for v in frame)})
@@ -175,7 +190,7 @@ def bar(parts: Sequence[Part], whole: float) -> str:
         width = 100 * part.size / whole if whole else 0.0
         if width > 0.05:
             rects.append(
-                f'<rect class="{part.kind}" x="{_px(x)}" width="{_px(width)}" height="10"><title>{escape(part.text)}'
+                f'<rect class="{part.kind}" x="{_px(x)}" width="{_px(width)}" height="10"><title>{escaped(part.text)}'
                 "</title></rect>"
             )
         x += width
@@ -234,8 +249,8 @@ def _try(one: Bar, y: float, height: float, across: Scale) -> str:
         at += part.size
     if one.failed:
         rects.append(text(across(at) + 1, y + height - 1.5, "✕", kind="bad"))
-    body = f"<g>{''.join(rects)}<title>{escape(one.text)}</title></g>"
-    return f'<a href="#{escape(one.link)}" aria-label="{escape(one.text)}">{body}</a>' if one.link else body
+    body = f"<g>{''.join(rects)}<title>{escaped(one.text)}</title></g>"
+    return f'<a href="#{escaped(one.link)}" aria-label="{escaped(one.text)}">{body}</a>' if one.link else body
 
 
 TIME_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 28_800, 86_400)
@@ -274,13 +289,13 @@ def dag(boxes: Sequence[Box], label: str) -> str:
     if not columns:
         return ""
     gap, tall = 18.0, 46.0
-    wide = (WIDTH - gap * (len(columns) - 1)) / len(columns)
-    height = max(map(len, columns)) * (tall + 8) + 4
+    wide = (WIDTH - 4 - gap * (len(columns) - 1)) / len(columns)
+    height = max(map(len, columns)) * (tall + 8)
     place: dict[str, Point] = {}
     for across, inside in enumerate(columns):
         for down, box in enumerate(inside):
             free = height - len(inside) * (tall + 8)
-            place[box.name] = (across * (wide + gap), free / 2 + down * (tall + 8))
+            place[box.name] = (2 + across * (wide + gap), 4 + free / 2 + down * (tall + 8))
     body = []
     for box in boxes:
         x, y = place[box.name]
@@ -297,9 +312,9 @@ def dag(boxes: Sequence[Box], label: str) -> str:
         )
         inner = (
             f'<g class="box {box.state}"><rect x="{_px(x)}" y="{_px(y)}" width="{_px(wide)}" height="{_px(tall)}"'
-            f' rx="4"/>{words}<title>{escape(": ".join((box.name, *box.lines)))}</title></g>'
+            f' rx="4"/>{words}<title>{escaped(": ".join((box.name, *box.lines)))}</title></g>'
         )
-        body.append(f'<a href="#{escape(box.link)}">{inner}</a>' if box.link else inner)
+        body.append(f'<a href="#{escaped(box.link)}">{inner}</a>' if box.link else inner)
     return svg("".join(body), height, label, "dag")
 
 
@@ -354,7 +369,7 @@ def forest(effects: Sequence[Effect], label: str) -> str:
         parts.append(
             f'<path class="dot {one.outcome}" transform="translate({_px(across(one.value))} {_px(y)})" d="{shape}"/>'
         )
-        body.append(f"<g>{''.join(parts)}<title>{escape(one.text)}</title></g>")
+        body.append(f"<g>{''.join(parts)}<title>{escaped(one.text)}</title></g>")
     return svg("".join(body), height, label, "forest")
 
 
@@ -384,7 +399,7 @@ def stacked_columns(
                     f' height="{_px(y1 - y0)}"/>'
                 )
             done += value
-        body.append(f"<g>{''.join(rects)}<title>{escape(name)}: {escape(number(done))}</title></g>")
+        body.append(f"<g>{''.join(rects)}<title>{escaped(name)}: {escaped(number(done))}</title></g>")
         if i % every == 0:
             body.append(text(x + wide / 2, height - 8, _fit(name, every * wide), anchor="middle"))
     body.append(text(WIDTH - RIGHT, TOP + 4, x_name, anchor="end", kind="quiet"))
@@ -422,20 +437,24 @@ def heat(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], heads: Sequence[
     height = top + cell * len(rows) + 6
     body = [
         f'<text transform="translate({_px(left + wide * (i + 0.6))} {_px(top - 5)}) rotate(-45)">'
-        f"{escape(_fit(head, 90))}</text>"
+        f"{escaped(_fit(head, 90))}</text>"
         for i, head in enumerate(heads)
     ]
     for y, (name, cells) in enumerate(rows):
-        body.append(text(left - 6, top + cell * y + 10.5, _fit(name, left - 8), anchor="end"))
+        down = top + cell * y
+        body.append(text(left - 6, down + 10.5, _fit(name, left - 8), anchor="end"))
+        body.append(
+            f'<path class="v-pass" d="M{_px(left)} {_px(down + 0.5)}h{_px(wide * len(cells))}v13H{_px(left)}"/>'
+        )
         for x, (kind, words) in enumerate(cells):
-            at = f'x="{_px(left + wide * x + 0.5)}" y="{_px(top + cell * y + 0.5)}"'
-            size = f'width="{_px(wide - 1)}" height="{_px(cell - 1)}"'
-            title = f"<title>{escape(words)}</title>" if words else ""
-            if kind in ("pass", "none") and not words:
-                body.append(f'<rect class="v-{kind}" {at} {size}/>')
+            if kind == "pass":
                 continue
-            letter = text(left + wide * (x + 0.5), top + cell * y + 10.5, kind[:1].upper(), anchor="middle", kind="on")
-            body.append(f'<g><rect class="v-{kind}" {at} {size}/>{letter}{title}</g>')
+            at = f'x="{_px(left + wide * x)}" y="{_px(down + 0.5)}" width="{_px(wide)}" height="{_px(cell - 1)}"'
+            letter = text(left + wide * (x + 0.5), down + 10.5, kind[:1].upper(), anchor="middle", kind="on")
+            title = f"<title>{escaped(words)}</title>" if words else ""
+            body.append(f'<g><rect class="v-{kind}" {at}/>{letter if kind != "none" else ""}{title}</g>')
+    lines = "".join(f"M{_px(left + wide * i)} {_px(top)}V{_px(height - 6)}" for i in range(1, len(heads)))
+    body.append(f'<path class="rule" d="{lines}"/>')
     return svg("".join(body), height, label, "heat")
 
 
@@ -452,10 +471,10 @@ def spark(values: Sequence[tuple[float | None, bool, str]], label: str) -> str:
         if value is not None and math.isfinite(value):
             body.append(
                 f'<circle class="{"point now" if counts else "hollow"}" cx="{_px(across(i))}" cy="{_px(up(value))}"'
-                f' r="2.5"><title>{escape(words)}</title></circle>'
+                f' r="2.5"><title>{escaped(words)}</title></circle>'
             )
     frame = f'<svg class="spark" viewBox="0 0 {_px(wide)} {_px(tall)}" role="img" tabindex="0"'
-    return f'{frame} aria-label="{escape(label)}">{"".join(body)}</svg>'
+    return f'{frame} aria-label="{escaped(label)}">{"".join(body)}</svg>'
 
 
 def table(
@@ -464,11 +483,11 @@ def table(
     """Text cells, escaped; `numbers`: columns set to the right; `raw`: columns that hold markup made here."""
     right, made = set(numbers), set(raw)
     lines = (
-        ["".join(f"<th{_n(i in right)} scope=col>{escape(word)}</th>" for i, word in enumerate(head))] if head else []
+        ["".join(f"<th{_n(i in right)} scope=col>{escaped(word)}</th>" for i, word in enumerate(head))] if head else []
     )
     first = f"<thead><tr>{lines[0]}</tr></thead>" if head else ""
     body = [
-        "".join(f"<td{_n(i in right)}>{word if i in made else escape(word)}</td>" for i, word in enumerate(row))
+        "".join(f"<td{_n(i in right)}>{word if i in made else escaped(word)}</td>" for i, word in enumerate(row))
         for row in rows
     ]
     return (

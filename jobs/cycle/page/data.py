@@ -109,7 +109,7 @@ class Lineage(Record):
     settings_hash: str = ""
     code_version: str = ""
     compared: str = Field("", description="The cycle whose settings are compared")
-    changed: tuple[tuple[str, JsonValue, JsonValue], ...] = Field((), description="(setting, there, here)")
+    changed: tuple[tuple[str, str, str], ...] = Field((), description="(setting, there, here), values as JSON")
 
 
 class PostMortem(Record):
@@ -201,7 +201,7 @@ def gather(
     result = results["evaluate"] or results["train"]
     return PageData(
         cycle=cycle,
-        model=str(settings.get("model_name", "")),
+        model=json.dumps(settings.get("model_name", "")).strip('"'),
         workspace=storage.root,
         reason=closed.reason if closed else "",
         ledger=ledger,
@@ -282,11 +282,11 @@ def _json(storage: Storage, key: str) -> JsonValue:
     return tree
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     old, new = dict(_flat(before)), dict(_flat(now))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            yield name, old.get(name), new.get(name)
+            yield name, json.dumps(old.get(name)), json.dumps(new.get(name))
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonValue]]:

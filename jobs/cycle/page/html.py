@@ -6,10 +6,9 @@ The page forbids all that it does not bring itself (Content-Security-Policy, by 
 import base64
 import hashlib
 from collections.abc import Sequence
-from html import escape
 
 from jobs.cycle.page import sections
-from jobs.cycle.page.charts import number, spark, table
+from jobs.cycle.page.charts import escaped, number, spark, table
 from jobs.cycle.page.data import CycleRow, PageData
 from pipeline.core.format import format_duration, format_share, usd
 
@@ -18,7 +17,7 @@ STYLE = """
 --bad:#b3261e;--now:#0072b2;--before:#6b7785;--holdout:#a3480a;--grid:#e3e8ed;--startup:#9aa5b1;--compile:#cc79a7;
 --wait:#e69f00;--work:#009e73;--save:#56b4e9;--judge:#0072b2;--lost:#d55e00}
 @media(prefers-color-scheme:dark){:root{--ink:#e6ebf0;--quiet:#aab5c0;--paper:#12171c;--soft:#1c232a;--line:#333e48;
---good:#5fcf8d;--bad:#ff8a80;--now:#6cb8ee;--before:#9aa5b1;--holdout:#f0a868;--grid:#2a333c;--judge:#5aa2dc}}
+--good:#5fcf8d;--bad:#ff8a80;--now:#6cb8ee;--before:#9aa5b1;--holdout:#f0a868;--grid:#2a333c;--judge:#f0e442}}
 *{box-sizing:border-box}
 body{font:15px/1.45 system-ui,sans-serif;max-width:1060px;margin:0 auto;padding:1rem;color:var(--ink);
 background:var(--paper)}
@@ -61,7 +60,7 @@ rect.now,i.now{fill:var(--now);background:var(--now)}i.before{background:var(--b
 .l3{fill:#cc79a7;background:#cc79a7}.l4{fill:#f0e442;background:#f0e442}.l5{fill:#0072b2;background:#0072b2}
 .l6{fill:#d55e00;background:#d55e00}.l7{fill:#999;background:#999}
 .v-pass{fill:#8fd0ae}.v-warn{fill:#f3c969}.v-retry{fill:#ee9a6a}.v-fix{fill:#f08f86}.v-none{fill:var(--soft)}
-.cross{stroke:var(--ink);stroke-width:.8;pointer-events:none}
+.rule{stroke:var(--paper)}.cross{stroke:var(--ink);stroke-width:.8;pointer-events:none}
 #tip{position:fixed;left:0;top:0;background:var(--ink);color:var(--paper);padding:.2rem .5rem;border-radius:4px;
 font-size:.85rem;pointer-events:none;max-width:30rem}
 @media print{nav,.skip,#tip{display:none}body{max-width:none;color:#000;background:#fff}
@@ -136,7 +135,7 @@ def page(data: PageData, own: CycleRow) -> str:
     )
     top = (
         f'<header>{sections.banner(data)}</header><nav aria-label="Sections"><ul>'
-        f'<li><a href="index.html">All cycles</a></li><li><a href="{escape(data.cycle)}.json">As JSON</a></li>{links}'
+        f'<li><a href="index.html">All cycles</a></li><li><a href="{escaped(data.cycle)}.json">As JSON</a></li>{links}'
         "</ul></nav>"
     )
     return _document(f"Cycle {data.cycle}: {data.outcome}", f'{top}<main id="main">{body}</main>')
@@ -148,11 +147,11 @@ def index(rows: Sequence[CycleRow]) -> str:
     for row in reversed(rows):
         lines.append(
             (
-                f'<a href="{escape(row.cycle)}.html">{escape(row.cycle)}</a>',
+                f'<a href="{escaped(row.cycle)}.html">{escaped(row.cycle)}</a>',
                 f'<span class="{row.outcome}">{"under way" if row.outcome == "open" else row.outcome}</span>',
-                escape("promoted" if row.promoted else row.reason or "-"),
+                escaped("promoted" if row.promoted else row.reason or "-"),
                 sections.stamp(row.claimed_at),
-                escape(f"{row.metric} {number(row.value)}" if row.metric else "-"),
+                escaped(f"{row.metric} {number(row.value)}" if row.metric else "-"),
                 format_duration(row.took_s),
                 usd(row.usd),
                 format_share(row.goodput),
@@ -185,7 +184,7 @@ def _document(title: str, body: str) -> str:
     )
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><title>{escaped(title)}</title>'
         f'<link rel="icon" href="data:,"><style>{STYLE}</style>'
     )
     skip = '<a class="skip" href="#main">Skip to the content</a>'

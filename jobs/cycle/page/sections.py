@@ -3,10 +3,8 @@
 Pure: markup from data. Every text of a job or a judgement is escaped where it is set.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from statistics import median
 
 from jobs.cycle.attempt_time import SPENT, Category
@@ -21,6 +19,7 @@ from jobs.cycle.page.charts import (
     Series,
     bar,
     dag,
+    escaped,
     forest,
     gantt,
     heat,
@@ -40,11 +39,11 @@ from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import EvaluationReport, table_lines
 
 MAX_LANES = 60
-MAX_EFFECTS = 60
-MAX_TRIES = 200
+MAX_EFFECTS = 40
+MAX_TRIES = 100
 MAX_NODES = 160
 MAX_PARTITIONS = 60
-MAX_ROWS = 60
+MAX_ROWS = 40
 """Of any other table; what is left out is counted below it, and is in the JSON."""
 Reader = Callable[[CycleRow], float | None]
 Writer = Callable[[float | None], str]
@@ -106,13 +105,13 @@ def banner(data: PageData) -> str:
         "jobs": f"{ledger.succeeded} of {ledger.jobs} succeeded, {len(ledger.entries)} tries",
     }
     items = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in chips.items() if value.strip(" -")
+        f"<div><dt>{name}</dt><dd>{escaped(value)}</dd></div>" for name, value in chips.items() if value.strip(" -")
     )
     outcome = "under way" if data.outcome == "open" else data.outcome
     return (
-        f'<h1>Cycle {escape(data.cycle)}: <span class="{data.outcome}">{outcome}</span></h1>'
-        f'<p class="sentence">{escape(sentence(data))}</p><dl class="chips">{items}</dl>'
-        f'<p class="quiet">{escape(data.workspace)}</p>'
+        f'<h1>Cycle {escaped(data.cycle)}: <span class="{data.outcome}">{outcome}</span></h1>'
+        f'<p class="sentence">{escaped(sentence(data))}</p><dl class="chips">{items}</dl>'
+        f'<p class="quiet">{escaped(data.workspace)}</p>'
     )
 
 
@@ -261,7 +260,7 @@ def cost(data: PageData) -> str:
         )
         lost += _left_out(len(wasted) - MAX_ROWS, "tries")
     note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
-    return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escape(GOODPUT)}") + lost
+    return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escaped(GOODPUT)}") + lost
 
 
 def _stage_s(name: str) -> Reader:
@@ -286,7 +285,7 @@ def gate(data: PageData) -> str:
     overall = [check for check in compared if check.kind != "slice"]
     slices = sorted((check for check in compared if check.kind == "slice"), key=_grave)
     shown = slices[:MAX_EFFECTS]
-    parts = [f"<p>{escape(report.verdict.lines()[0])}</p>"]
+    parts = [f"<p>{escaped(report.verdict.lines()[0])}</p>"]
     for title, checks in (("Overall", overall), ("Slices, those that lost most first", shown)):
         if checks:
             label = (
@@ -306,7 +305,7 @@ def gate(data: PageData) -> str:
     lines = table_lines(report)
     text = "\n".join(lines[:MAX_TRIES])
     parts.append(
-        details("As the terminal shows it", f"<pre>{escape(text)}</pre>{_left_out(len(lines) - MAX_TRIES, 'lines')}")
+        details("As the terminal shows it", f"<pre>{escaped(text)}</pre>{_left_out(len(lines) - MAX_TRIES, 'lines')}")
     )
     return "".join(parts)
 
@@ -362,11 +361,11 @@ def learned(data: PageData) -> str:
             f"{name} {number(first[1])} at step {number(first[0])} to {number(last[1])} at step {number(last[0])},"
             f" lowest {number(lowest)}"
         )
-        legend = "".join(f'<span><i class="{one.kind}"></i>{escape(one.name)}</span>' for one in series)
+        legend = "".join(f'<span><i class="{one.kind}"></i>{escaped(one.name)}</span>' for one in series)
         head = ("step", *(one.name for one in series))
         rows = details("Numbers", table(head, numbers_of(series, "step"), range(len(head))))
         chart = line_chart(series, label, marks=marks)
-        parts.append(figure(chart, f'<span class="key">{legend}</span> {escape(label)}', rows))
+        parts.append(figure(chart, f'<span class="key">{legend}</span> {escaped(label)}', rows))
     return "".join(parts)
 
 
@@ -418,7 +417,7 @@ def trusted(data: PageData) -> str:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    return "".join(f'<span><i class="l{i % 8}"></i>{escape(label)}</span>' for i, label in enumerate(labels))
+    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))
 
 
 WORDS = {
@@ -509,7 +508,7 @@ def vectors(data: PageData) -> str:
         groups = [(f"{edge:.2f}", [float(count)]) for edge, count in zip(edges, found.drift.counts, strict=False)]
         chart = stacked_columns(groups, ("now",), f"Cosines to the vectors of cycle {found.previous}", x_name="cosine")
         parts.append(
-            figure(chart, f"cosines between both cycles' vectors of the same ids, {escape(found.previous or '')}")
+            figure(chart, f"cosines between both cycles' vectors of the same ids, {escaped(found.previous or '')}")
         )
     checks = [(check.outcome, check.name, check.seen) for check in found.checks]
     parts.append(table(("verify", "check", "what was seen"), checks))
@@ -589,7 +588,7 @@ def machines(data: PageData) -> str:
     label = f"{len(nodes)} nodes by {len(names)} checks, {len(bad)} of them not passed"
     parts = [
         figure(
-            heat(rows, names, label), f"{escape(label)}; W: a warning, R: try another machine, F: to be mended first"
+            heat(rows, names, label), f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
         )
     ]
     parts.append(_left_out(len(nodes) - len(shown), "nodes that passed"))
@@ -628,8 +627,8 @@ def lineage(data: PageData) -> str:
     ]
     parts = [table((), rows)]
     if found.compared:
-        parts.append(f"<h3>Settings that differ from cycle {escape(found.compared)}</h3>")
-        changed = [(name, json.dumps(before)[:200], json.dumps(now)[:200]) for name, before, now in found.changed]
+        parts.append(f"<h3>Settings that differ from cycle {escaped(found.compared)}</h3>")
+        changed = [(name, before[:200], now[:200]) for name, before, now in found.changed]
         parts.append(table(("setting", "there", "here"), changed[:MAX_ROWS]) if changed else "<p>None.</p>")
         parts.append(_left_out(len(changed) - MAX_ROWS, "settings"))
     return "".join(parts)
@@ -721,11 +720,11 @@ def figure(chart: str, caption: str, more: str = "") -> str:
 
 
 def details(title: str, body: str, *, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{body}</details>"
+    return f"<details{' open' if is_open else ''}><summary>{escaped(title)}</summary>{body}</details>"
 
 
 def _items(lines: Iterable[str]) -> str:
-    found = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    found = "".join(f"<li>{escaped(line)}</li>" for line in lines)
     return f"<ul>{found}</ul>" if found else ""
 
 
