@@ -46,7 +46,16 @@ are drawn. Peak memory is that of the process, with Python and its modules.
 STAGES = ("prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report")
 AFTER = {"compile": ("prepare", "health"), "train": ("compile",), "evaluate": ("train",), "embed": ("evaluate",)}
 AFTER |= {"verify": ("embed",), "report": ("verify",)}
-CHECKS = ("instance", "memory", "open files", "shared memory", "versions", "disk", "clock", "tensor operations")
+CHECKS: tuple[str, ...] = (
+    "instance",
+    "memory",
+    "open files",
+    "shared memory",
+    "versions",
+    "disk",
+    "clock",
+    "tensor operations",
+)
 CHECKS += ("all-gather", "all-reduce", "storage", "devices")
 T0 = 1_790_000_000.0
 
@@ -169,7 +178,7 @@ def _node(rank: int, text: str) -> NodeReport:
         )
         for i, name in enumerate((*CHECKS[:-1], text or CHECKS[-1]))
     )
-    return NodeReport(node_rank=rank, host=text or f"i-0abc{rank:04d}", results=results)
+    return NodeReport(node_rank=rank, host=text[:60] or f"i-0abc{rank:04d}", results=results)
 
 
 def _results(storage: Storage, cycle: str, text: str) -> None:

@@ -198,7 +198,8 @@ def gather(
     settings = read(lambda: _settings(storage, cycle), dict[str, Any]())
     compared = compared if compared != cycle else ""
     before = read(lambda: _settings(storage, compared), dict[str, Any]())
-    result = results["evaluate"] or results["train"]
+    made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
+    checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
     return PageData(
         cycle=cycle,
         model=json.dumps(settings.get("model_name", "")).strip('"'),
@@ -214,10 +215,10 @@ def gather(
         vectors=read(lambda: load_verified(storage, cycle), None),
         machines=tuple(_machines(storage, cycle, unread)),
         lineage=Lineage(
-            checkpoint=result.outputs.get("checkpoint", "") if result else "",
+            checkpoint=checkpoint,
             ancestors=ancestors,
-            settings_hash=result.settings_hash if result else "",
-            code_version=result.code_version if result else "",
+            settings_hash=made[0].settings_hash if made else "",
+            code_version=made[0].code_version if made else "",
             compared=compared if before else "",
             changed=tuple(_changed(before, settings)) if before else (),
         ),

@@ -243,7 +243,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     assert "refused" in trnjobs.page()
 
     trnjobs.ends_with("train", 0)
-    monkeypatch.setattr("jobs.cycle.report.page", lambda _: "".index("x"))
+    monkeypatch.setattr("jobs.cycle.page.publish.page", lambda *_: "".index("x"))
     code, text = trnjobs("retry")
     assert (code, trnjobs.status()["closed"]["outcome"]) == (0, "succeeded")
     assert "its page was not written: ValueError: substring not found" in text

@@ -1,62 +1,42 @@
-"""The page of a cycle: whole, self-contained, and safe against what texts hold."""
+"""The page of a cycle: whole, self-contained, the same when made again, and safe against what texts hold."""
 
-from dataclasses import replace
-from datetime import UTC, datetime
+import base64
+import hashlib
+import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from jobs.cycle.attempt_time import Moment
-from jobs.cycle.report import CycleReport, gather, losses_of, page
-from jobs.cycle.store import CycleStore
-from pipeline.evaluate.gate.compare import GateCheck, Verdict
-from pipeline.evaluate.report import EvaluationReport
-from pipeline.io.storage import open_storage
-from pipeline.telemetry.events import EventName
-from tests.evaluate.test_table import HOLDOUT, model
-from tests.jobs.cycle.test_cost_lines import GOOD
-from tests.jobs.cycle.test_ledger import attempt, record
+import pytest
 
-EVIL = '<script>alert("x")</script>&"\''
-RECORDS = (
-    record("prepare", attempt(10, 70)),
-    record("train", attempt(80, 200, 75, reason=EVIL), attempt(200, 800), status_reason=EVIL),
+from bench.cycle_page import STAGES, T0, make_cycle, make_two
+from jobs.config import JobsConfig
+from jobs.cycle.attempt_time import Moment
+from jobs.cycle.page.data import PageData, curves_of
+from jobs.cycle.page.publish import INDEX, INDEX_PAGE, data_key, read_index, report_key, write_page
+from jobs.cycle.records import Closed, JobRecord, JobState
+from jobs.cycle.store import Claim, CycleStore
+from jobs.plan.dag import Plan
+from pipeline.io.storage import Storage, open_storage
+from pipeline.telemetry.events import EventName
+from tests.jobs.cycle.test_messages import HOSTILE
+
+VOID = {"meta", "link"}
+SECTIONS = (
+    "What happened",
+    "What it cost",
+    "May it be promoted",
+    "Did it learn",
+    "Can its scores be trusted",
+    "What is it wrong about",
+    "Does it find",
+    "Vectors",
+    "Data",
+    "Machines",
+    "From what to what",
+    "Trend",
+    "Everything else",
 )
-REPORT = CycleReport(
-    ledger=GOOD,
-    records=RECORDS,
-    evaluation=None,
-    figures={"embed": {"rows": 12_000, "size_bytes": None, EVIL: EVIL, "complete": True, "share": 0.123456}},
-    losses=((10, 0.9), (20, 0.7), (30, 0.75)),
-    post_mortems=("file:///w/post-mortem/train-1-node0.json",),
-    workspace=f"file:///{EVIL}",
-    unread=(EVIL,),
-)
-EVALUATION = EvaluationReport(
-    cycle="2026-11-20",
-    inputs={},
-    backend="cpu",
-    device="cpu",
-    precision="fp32",
-    candidate=model({"ndcg@10": 0.8125}, {}),
-    incumbent=None,
-    holdout=HOLDOUT,
-    verdict=Verdict(
-        promote=False,
-        checks=(GateCheck(name="floor ndcg@10", kind="floor", outcome="fail", reason=f"0.8125 < 0.9 {EVIL}"),),
-        num_rows=9,
-        num_queries=3,
-        confidence=0.95,
-        slice_confidence=0.99,
-        resamples=300,
-        seed=1,
-    ),
-    warnings=(f"few queries {EVIL}",),
-    seconds={},
-    settings_hash="s",
-    code_version="v",
-    at=datetime(2026, 11, 20, tzinfo=UTC),
-)
-VOID = {"meta"}
 
 
 class Outline(HTMLParser):
@@ -65,15 +45,16 @@ class Outline(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
         self.text = ""
+        self.heads: list[str] = []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
         self.open += [] if tag in VOID else [tag]
 
     def handle_endtag(self, tag: str) -> None:
@@ -81,64 +62,198 @@ class Outline(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.open and self.open[-1] == "h2":
+            self.heads.append(data)
 
 
-def test_it_shows_everything_and_runs_nothing() -> None:
-    text = page(REPORT)
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+def written(storage: Storage, cycle: str = "c", **more: object) -> tuple[str, PageData]:
+    """The page of a whole cycle, and what it shows."""
+    store, plan, records, closed = make_cycle(storage, cycle, **more)  # type: ignore[arg-type]
+    data = write_page(store, plan, records, JobsConfig(), closed)
+    return storage.read_bytes(report_key(cycle)).decode(), data
+
+
+def pages(storage: Storage, cycle: str) -> tuple[bytes, bytes]:
+    return storage.read_bytes(report_key(cycle)), storage.read_bytes(data_key(cycle))
+
+
+def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
+    written(storage, "first")
+    text, data = written(storage, "second", began=T0 + 100_000, parent="first")
     seen = Outline(text)
-    assert not seen.tags & {"script", "link", "img", "iframe", "object"}
-    assert not seen.attributes & {"src", "href", "onclick", "onload"}
-    assert "http" not in text
-    assert EVIL in seen.text, "shown as it is, as text"
+    assert tuple(seen.heads) == SECTIONS
     for words in (
-        "Cycle 2026-11-20: succeeded",
-        "12,000",
-        "0.1235",
-        "yes",
-        "goodput",
-        "84%",
-        "$8.96",
-        "exit 75",
-        "0.9000 at",
+        "Promoted: ndcg@10 0.8000, before 0.8000",
+        "try 1: exit 75",
+        "of the last 1 cycles before",
+        "against bm25",
+        "loss of cycle first",
+        "went on at step 20",
+        "0.93 to 1.00",
+        "120 rows were right before and are wrong now",
+        "Cosines to the vectors of cycle first",
+        "reason 3",
+        "2 nodes by 12 checks",
+        "checkpoints/second/step-1 ← checkpoints/first/step-100",
+        "Settings that differ from cycle first",
+        "train.seed",
+        "train-1-node0.json",
     ):
-        assert words in seen.text, words
+        assert words in text or words in seen.text, words
+    assert [row.cycle for row in data.history] == ["first"] and data.unread == ()
+    assert json.loads(storage.read_bytes(data_key("second")))["schema_version"] == 1
+    assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
 
-def test_the_verdict_of_the_gate() -> None:
-    seen = Outline(page(replace(REPORT, evaluation=EVALUATION)))
-    assert "script" not in seen.tags
-    for words in ("ndcg@10", "0.8125", "refuse: 1 checks fail", f"0.8125 < 0.9 {EVIL}", f"few queries {EVIL}"):
-        assert words in seen.text, words
+def test_it_asks_for_nothing_and_only_its_own_script_may_run(storage: Storage) -> None:
+    text, _ = written(storage)
+    for page in (text, storage.read_bytes(INDEX_PAGE).decode()):
+        seen = Outline(page)
+        assert (seen.tags.count("script"), seen.tags.count("style")) == (1, 1)
+        assert not set(seen.tags) & {"img", "iframe", "object", "embed", "form", "base"}
+        assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("src", "style")]
+        links = [value for name, value in seen.attributes if name in ("href", "xlink:href")]
+        assert all(re.fullmatch(r"#[a-z-]+|[A-Za-z0-9_.-]+\.(html|json)|data:,", link) for link in links), links
+        (policy,) = (value for name, value in seen.attributes if name == "content" and "default-src" in value)
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        for tag in ("style", "script"):
+            (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+            assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_why_it_ended() -> None:
-    assert "<td>why</td>" not in page(REPORT)
-    assert f"train: {EVIL}" in Outline(page(replace(REPORT, reason=f"train: {EVIL}"))).text
+@pytest.mark.parametrize("evil", HOSTILE)
+def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
+    """In every place where the text of a judgement, a job or a machine may stand."""
+    plain, _ = written(storage, "first")
+    text, _ = written(storage, "second", began=T0 + 100_000, parent="first", text=evil)
+    before, seen = Outline(plain), Outline(text)
+    assert set(seen.tags) == set(before.tags) and seen.tags.count("script") == 1
+    assert {name for name, _ in seen.attributes} == {name for name, _ in before.attributes}
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]", text)
+    if len(evil) < 100:
+        shown = "".join(
+            "\ufffd" if re.match(r"[\x00-\x08\x0b-\x1f\u200f\u202a-\u202e\u2066-\u2069]", c) else c for c in evil
+        )
+        assert seen.text.count(shown.replace("\r", "\ufffd")) > 20
+    Outline(storage.read_bytes(INDEX_PAGE).decode())
 
 
-def test_sections_without_content_are_left_out() -> None:
-    text = page(replace(REPORT, losses=(), figures={}, post_mortems=(), unread=(), evaluation=None))
-    assert not any(f"<h2>{name}" in text for name in ("Verdict", "Training", "Figures", "Post-mortems", "Could not"))
-    Outline(text)
+def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:
+    """A cycle for every way to end: at each stage, cancelled under way, and before the first job."""
+    store, plan, records, _ = make_cycle(storage, "whole")
+    made = {}
+
+    def bad(record: JobRecord) -> JobRecord:
+        last = record.tries()[-1].model_copy(update={"exit_code": 65})
+        return record.model_copy(update={"state": JobState.FAILED, "attempts": (last,), "children": ()})
+
+    def pending(record: JobRecord) -> JobRecord:
+        update = {"state": JobState.PENDING, "attempts": (), "children": (), "started_at": None, "stopped_at": None}
+        return record.model_copy(update=update)
+
+    for place, stage in enumerate(STAGES):
+        until = (*records[:place], bad(records[place]), *map(pending, records[place + 1 :]))
+        made[f"failed-in-{stage}"] = (until, Closed(outcome="failed", at=T0 + 5e4, reason=f"{stage}: exit code 65"))
+    made["cancelled"] = (
+        (*records[:3], *map(pending, records[3:])),
+        Closed(outcome="cancelled", at=T0 + 5e4, reason="no"),
+    )
+    made["cancelled-before-any-job"] = ((), Closed(outcome="cancelled", at=T0 + 5e4))
+    made["refused"] = (records, Closed(outcome="refused", at=T0 + 5e4, reason="the gate"))
+    made["succeeded"] = (records, Closed(outcome="succeeded", at=T0 + 5e4))
+    found = {}
+    for place, (name, (given, closed)) in enumerate(made.items()):
+        own = CycleStore(storage, name, store.clock)
+        claim = Claim(plan_id="p", target="batch", claimed_at=T0 + place, owner="")
+        storage.write_bytes(own.key("claim.json"), claim.model_dump_json().encode())
+        shape = plan.model_copy(update={"cycle": name})
+        found[name] = (own, shape, given, closed)
+    return found
+
+
+def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) -> None:
+    words = {"cancelled": "Cancelled: no.", "refused": "Production stays as it is.", "succeeded": "Succeeded."}
+    all_ends = ends(storage)
+    for store, plan, records, closed in all_ends.values():
+        write_page(store, plan, records, JobsConfig(), closed)
+    first = {name: pages(storage, name) for name in all_ends}
+    for name, (store, plan, records, closed) in reversed(all_ends.items()):
+        write_page(store, plan, records, JobsConfig(), closed)
+        assert pages(storage, name) == first[name], name
+        seen = Outline(first[name][0].decode())
+        expected = words.get(name) or (
+            "Cancelled" if "cancelled" in name else f"Failed in {name.removeprefix('failed-in-')}"
+        )
+        assert expected in seen.text, (name, seen.text[:300])
+    index = Outline(storage.read_bytes(INDEX_PAGE).decode())
+    assert all(f"{name}.html" in dict.fromkeys(v for _, v in index.attributes) for name in all_ends)
+
+
+def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) -> None:
+    store, plan, records, closed = make_cycle(storage, "c")
+    running = (*records[:3], records[3].model_copy(update={"state": JobState.RUNNING}))
+    assert write_page(store, plan, running, JobsConfig(), None).outcome == "open"
+    assert "Under way: train running." in Outline(pages(storage, "c")[0].decode()).text
+    write_page(store, plan, records, JobsConfig(), closed)
+    index = read_index(storage)
+    assert index and [(row.cycle, row.outcome) for row in index.cycles] == [("c", "succeeded")]
+
+
+def test_a_large_cycle_is_a_small_page(storage: Storage) -> None:
+    """The whole of it, with time and memory, is python -m bench --only cycle_page."""
+    make_two(storage, nodes=128, steps=20_000, slices=200, bad_rows=2000)
+    for name, began in (("first", T0), ("second", T0 + 1e5)):
+        store = CycleStore(storage, name, lambda: T0 + 4e5)
+        _, plan, records, closed = make_cycle(open_storage(f"{storage.root}/other"), name, began=began, nodes=128)
+        data = write_page(store, plan, records, JobsConfig(), closed)
+    text = pages(storage, "second")[0]
+    assert len(text) < 300_000
+    assert max(len(curve.now) for curve in data.training.curves) == 600, "as many points as can be seen"
+    assert len(data.machines) == 128 and "more" not in data.unread
+
+
+def test_a_damaged_result_is_told_of_and_a_damaged_index_is_left_as_it_is(storage: Storage) -> None:
+    store, plan, records, closed = make_cycle(storage, "c")
+    for key in ("embed/result.json", "evaluate/report.json", "verify/digest.json", "health/0-i-0abc0000.json"):
+        storage.write_bytes(f"cycles/c/{key}", b"{")
+    storage.write_bytes(INDEX, b"[]")
+    data = write_page(store, plan, records, JobsConfig(), closed)
+    assert (len(data.unread), "embed" in data.figures, data.evaluation, data.vectors) == (5, False, None, None)
+    assert "Could not be read" in Outline(pages(storage, "c")[0].decode()).text
+    assert storage.read_bytes(INDEX) == b"[]"
+
+
+def test_two_who_end_cycles_at_once_lose_no_line(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(storage, "first")
+    store, plan, records, closed = make_cycle(storage, "second", began=T0 + 1e5)
+    other = make_cycle(storage, "third", began=T0 + 2e5)
+    write, raced = type(storage).write_if_match, list[str]()
+
+    def between(self: Storage, key: str, data: bytes, etag: str) -> bool:
+        if not raced:
+            raced.append(key)
+            write_page(other[0], other[1], other[2], JobsConfig(), other[3])
+        return write(self, key, data, etag)
+
+    monkeypatch.setattr(type(storage), "write_if_match", between)
+    write_page(store, plan, records, JobsConfig(), closed)
+    index = read_index(storage)
+    assert raced == [INDEX] and index and [row.cycle for row in index.cycles] == ["first", "second", "third"]
 
 
 def test_steps_that_were_done_again_are_drawn_once() -> None:
     moments = [
         Moment(1, str(EventName.TRAIN_STARTED), {"step": 0}),
-        Moment(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8]}),
+        Moment(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8], "samples_per_s": 5}),
         Moment(3, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [9.0, "nan"]}),
         Moment(4, str(EventName.TRAIN_STARTED), {"step": 10}),
         Moment(5, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [0.5]}),
         Moment(6, str(EventName.TRAIN_STEPS), {"step": 30, "losses": ["inf"]}),
     ]
-    assert losses_of(moments) == ((10, 0.9), (20, 0.5))
-
-
-def test_a_damaged_result_is_told_of(tmp_path: Path) -> None:
-    store = CycleStore(open_storage(str(tmp_path)), "2026-11-20", lambda: 0.0)
-    store.storage.write_bytes("cycles/2026-11-20/embed/result.json", b"{")
-    store.storage.write_bytes("cycles/2026-11-20/evaluate/report.json", b"{}")
-    store.storage.write_bytes("cycles/2026-11-20/jobs/post-mortem/train-1-node0.json", b"{}")
-    found = gather(store, GOOD, RECORDS)
-    assert (found.figures, found.evaluation, len(found.unread)) == ({}, None, 2)
-    assert [uri.rpartition("/")[2] for uri in found.post_mortems] == ["train-1-node0.json"]
+    assert curves_of(moments) == {"loss": [(9, 1.0), (10, 0.8), (20, 0.5)], "samples a second": [(10, 5.0)]}
