@@ -218,7 +218,7 @@ def test_every_end_has_its_page(job: str, code: int, outcome: str, jobs: str, tr
     ended, text = trnjobs("submit")
     assert (ended, f"report: file://{trnjobs.page_file}" in text) == (code, True)
     page = trnjobs.page()
-    assert f"Cycle 2026-11-20: <span class={outcome}>{outcome}" in page
+    assert f'Cycle 2026-11-20: <span class="{outcome}">{outcome}' in page
     assert jobs in page and "RUNNING" not in page and "running" not in page
     assert (f"{job.partition(':')[0]}: exit code {code}" in page) == (code != 0)
     if outcome == "failed":
@@ -274,7 +274,7 @@ def test_a_cycle_under_way_is_cancelled(trnjobs: Trnjobs) -> None:
     process.join()
     assert process.exitcode == 75
     page = trnjobs.page()
-    assert "class=cancelled>cancelled" in page and "train: cancelled: wrong data" in page and "RUNNING" not in page
+    assert 'class="cancelled">cancelled' in page and "train: cancelled: wrong data" in page and "RUNNING" not in page
     assert set(trnjobs.states().values()) == {"SUCCEEDED", "FAILED"}
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
     assert trnjobs.ran() == ["prepare 1", "train 1"]
@@ -316,7 +316,7 @@ def test_a_cycle_submitted_half_is_cancelled_and_run_again(
     assert "cycle 2026-11-20: under way" in trnjobs("status")[1]
     assert "cycle 2026-11-20: cancelled" in trnjobs("cancel", "--reason=too late")[1]
     page = trnjobs.page()
-    assert "class=cancelled>cancelled" in page and "too late" in page
+    assert 'class="cancelled">cancelled' in page and "too late" in page
     assert f"0 of {len(left)} succeeded" in page
     assert trnjobs.states() == dict.fromkeys(left, "FAILED")
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
