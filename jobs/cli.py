@@ -99,6 +99,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)
             add("--json", action="store_true", help="for machines")
+        case "report":
+            add("--open", action="store_true", help="and show it in a browser (a copy of it, where it lies on S3)")
         case "status":
             add("--json", action="store_true", help="for machines")
             add("--watch", action="store_true", help="look again until the cycle has ended; exits as the cycle does")

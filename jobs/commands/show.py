@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import tempfile
+import webbrowser
 from datetime import UTC, datetime
+from pathlib import Path
 
 from jobs.cycle.ledger import CycleLedger, read_ledger, records_of, success_of
 from jobs.cycle.page.publish import report_key, write_page
@@ -146,7 +149,15 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     report = write_page(store, plan, records, settings.jobs, store.closed() or outcome_of(plan, records))
     for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
         say(line)
-    say(f"report: {store.storage.uri(report_key(store.cycle))}")
+    key = report_key(store.cycle)
+    say(f"report: {store.storage.uri(key)}")
+    if arguments.open:
+        place = store.storage.local_path(key)
+        if place is None:
+            place = Path(tempfile.mkdtemp()) / f"{store.cycle}.html"
+            store.storage.download(key, place)
+        if not webbrowser.open(place.as_uri()):
+            say(f"no browser here; the page is {place}")
     return EXIT_OK
 
 

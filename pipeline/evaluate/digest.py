@@ -191,20 +191,18 @@ def find_changes(ours: ScoredRows, theirs: ScoredRows | None, limit: int) -> Cha
 
 
 def examples_of(
-    changes: Changes,
-    ours: ScoredRows,
-    theirs: ScoredRows | None,
-    texts: Mapping[int, tuple[str, str]],
+    changes: Changes, ours: ScoredRows, theirs: ScoredRows | None, texts: Mapping[int, tuple[str, str]], limit: int
 ) -> tuple[Example, ...]:
-    """`texts`: query and product of each row number of `changes`."""
+    """At most `limit` of each kind, half as many won ones, each once. `texts`: query and product by row number."""
     found = []
-    by_kind: tuple[tuple[Literal["worst", "lost", "won"], tuple[int, ...]], ...] = (
-        ("worst", changes.worst),
-        ("lost", changes.lost),
-        ("won", changes.won),
+    by_kind: tuple[tuple[Literal["worst", "lost", "won"], tuple[int, ...], int], ...] = (
+        ("worst", changes.worst, limit),
+        ("lost", changes.lost, limit),
+        ("won", changes.won, limit // 2),
     )
-    for kind, numbers in by_kind:
-        for row in numbers:
+    for kind, numbers, most in by_kind:
+        first = {(texts[row], int(ours.label[row])): row for row in reversed(numbers)}
+        for row in [row for row in numbers if row in first.values()][:most]:
             label = int(ours.label[row])
             query, product = texts[row]
             found.append(

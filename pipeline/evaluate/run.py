@@ -294,7 +294,8 @@ class Evaluation:
         if mine.meaningless or ours.sample_id is None:
             return
         compared = None if other is None or other.meaningless else other
-        changes = find_changes(mine, compared, self.settings.report.examples)
+        limit = self.settings.report.examples
+        changes = find_changes(mine, compared, 3 * limit)  # data may hold a row several times
         numbers = np.unique(np.array([*changes.worst, *changes.lost, *changes.won], dtype=np.int64))
         texts: dict[int, tuple[str, str]] = {}
         if len(numbers):
@@ -313,7 +314,7 @@ class Evaluation:
             ),
             lost=changes.num_lost,
             won=changes.num_won,
-            examples=examples_of(changes, mine, compared, texts),
+            examples=examples_of(changes, mine, compared, texts, limit),
         )
         store_digest(self.ctx.workspace, digest)
 

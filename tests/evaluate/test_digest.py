@@ -45,7 +45,7 @@ def test_the_worst_and_the_changed_rows() -> None:
     found = find_changes(ours, theirs, 2)
     assert found.worst == (0, 4), "by the probability of the true label, two of three"
     assert (found.lost, found.won, found.num_lost, found.num_won) == ((0,), (3,), 1, 1)
-    first = examples_of(found, ours, theirs, {row: (f"q{row}", "p" * 500) for row in range(6)})[0]
+    first = examples_of(found, ours, theirs, {row: (f"q{row}", "p" * 500) for row in range(6)}, 2)[0]
     assert (first.kind, first.query, first.label, first.candidate, first.incumbent) == (
         "worst",
         "q0",
@@ -54,6 +54,9 @@ def test_the_worst_and_the_changed_rows() -> None:
         "good",
     )
     assert len(first.product) == 160 and first.product.endswith("…")
+    twice = examples_of(find_changes(ours, theirs, 9), ours, theirs, {row: ("q", "p") for row in range(6)}, 9)
+    kinds = [(one.kind, one.label) for one in twice]
+    assert kinds == [("worst", "good"), ("worst", "bad"), ("lost", "good"), ("won", "good")], "each text once"
     nothing = find_changes(ours, theirs, 0)
     assert (nothing.worst, nothing.lost, nothing.num_lost) == ((), (), 1), "no rows, and the counts all the same"
     alone = find_changes(ours, None, 5)

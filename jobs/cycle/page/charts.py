@@ -490,9 +490,8 @@ def table(
         "".join(f"<td{_n(i in right)}>{word if i in made else escaped(word)}</td>" for i, word in enumerate(row))
         for row in rows
     ]
-    return (
-        f'<div class="wide"><table>{first}<tbody>{"".join(f"<tr>{line}</tr>" for line in body)}</tbody></table></div>'
-    )
+    filled = "".join(f"<tr>{line}</tr>" for line in body)
+    return f'<div class="wide" tabindex="0"><table>{first}<tbody>{filled}</tbody></table></div>'
 
 
 def numbers_of(series: Sequence[Series], x_name: str, most: int = 12) -> Iterator[Sequence[str]]:

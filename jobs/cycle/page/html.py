@@ -31,7 +31,8 @@ border-radius:6px}dt{font-size:.8rem;color:var(--quiet)}dd{margin:0;font-variant
 .failed,.cancelled,.bad{color:var(--bad)}.succeeded{color:var(--good)}.refused{color:var(--holdout)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.4rem 0}
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid var(--line);vertical-align:top;
-overflow-wrap:anywhere;min-width:3.2em}th{font-weight:600}.n{text-align:right}th button{all:unset;cursor:pointer}
+overflow-wrap:break-word;min-width:3.2em;max-width:34em}
+th{font-weight:600}.n{text-align:right}th button{all:unset;cursor:pointer}
 th button:focus-visible,svg:focus-visible,summary:focus-visible,a:focus-visible{outline:2px solid var(--now)}
 pre{background:var(--soft);padding:1rem;overflow-x:auto;font-size:.85rem}summary{cursor:pointer;color:var(--quiet)}
 figure{margin:.6rem 0}figcaption{color:var(--quiet);font-size:.9rem}.key span{margin-right:.8rem;white-space:nowrap}

@@ -31,8 +31,9 @@ from jobs.cycle.page.charts import (
     stacked_columns,
     table,
 )
-from jobs.cycle.page.data import HOLDOUT, MEDIAN_OF, CycleRow, PageData, main_metric, median_of
+from jobs.cycle.page.data import HOLDOUT, MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
 from jobs.cycle.show import DEADLINES, GOODPUT, money, time_text
+from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
@@ -52,7 +53,7 @@ Writer = Callable[[float | None], str]
 def sentence(data: PageData) -> str:
     """How the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
-    failed = ", ".join(job.name for job in data.jobs if job.state == "FAILED")
+    failed = ", ".join(job.name for job in data.jobs if _state(job) == "failed")
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
@@ -119,20 +120,20 @@ def happened(data: PageData) -> str:
     boxes = [
         Box(
             name=job.name,
-            state={"SUCCEEDED": "good", "FAILED": "bad"}.get(job.state, ""),
+            state={"succeeded": "good", "failed": "bad", "refused": "bad"}.get(_state(job), ""),
             lines=(
-                job.state.lower() + (f", exit {job.exit_code}" if job.exit_code else ""),
+                _state(job) + (f", exit {job.exit_code}" if job.exit_code else ""),
                 f"{_times(job.tries)}, {format_duration(job.ran_s)}",
             ),
             after=job.after,
         )
         for job in data.jobs
     ]
-    states = ", ".join(f"{job.name} {job.state.lower()} after {_times(job.tries)}" for job in data.jobs)
+    states = ", ".join(f"{job.name} {_state(job)} after {_times(job.tries)}" for job in data.jobs)
     rows = [
         (
             job.name,
-            job.state.lower() + (f" ({job.children} children)" if job.children else ""),
+            _state(job) + (f" ({job.children} children)" if job.children else ""),
             str(job.nodes),
             str(job.tries),
             format_duration(job.ran_s),
@@ -145,6 +146,13 @@ def happened(data: PageData) -> str:
     parts = [dag(boxes, f"Jobs in the order they wait for each other: {states}"), _gantt(data)]
     parts.append(table(head, rows, {2, 3, 4, 5}))
     return "".join(parts)
+
+
+def _state(job: Job) -> str:
+    """As on record; a job that was left out because of another one has not failed itself."""
+    if job.state == "FAILED":
+        return "not run" if not job.tries else "refused" if job.exit_code == GateRefused.exit_code else "failed"
+    return job.state.lower()
 
 
 def _times(count: int) -> str:
@@ -305,7 +313,10 @@ def gate(data: PageData) -> str:
     lines = table_lines(report)
     text = "\n".join(lines[:MAX_TRIES])
     parts.append(
-        details("As the terminal shows it", f"<pre>{escaped(text)}</pre>{_left_out(len(lines) - MAX_TRIES, 'lines')}")
+        details(
+            "As the terminal shows it",
+            f'<pre tabindex="0">{escaped(text)}</pre>{_left_out(len(lines) - MAX_TRIES, "lines")}',
+        )
     )
     return "".join(parts)
 
