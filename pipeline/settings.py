@@ -244,6 +244,8 @@ def resolve(
     env: Mapping[str, str],
     flags: Sequence[tuple[str, str | None]] = (),
     model: type[S] = Settings,  # type: ignore[assignment]
+    *,
+    given: Mapping[str, Any] | None = None,
 ) -> Resolved[S]:
     """Bring defaults, files, environment and flags together and validate once; the last one wins whole values.
 
@@ -252,23 +254,25 @@ def resolve(
         env: environment; only names starting with `TRNPIPE_` are looked at.
         flags: (flag as typed without its value, value or None) in order, later ones win.
         model: which settings there are.
+        given: a tree of values made in Python, over all others.
 
     Raises:
         ConfigError: an unknown key, or a value of a wrong type or out of bounds, with its source.
     """
-    given = dict[str, Given]()
-    for layer in (*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)):
+    found = dict[str, Given]()
+    layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
+    for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
         for unknown in layer.keys() - leaves(model).keys():
             raise _unknown(model, unknown, layer[unknown])
-        given |= layer
+        found |= layer
     try:
-        settings = model.model_validate(_nested(given))
+        settings = model.model_validate(_nested(found))
     except ValidationError as error:
-        raise _explain(model, error, given) from None
+        raise _explain(model, error, found) from None
     except ConfigError as error:  # a component's own check; it cannot know where the value came from
-        seen = f"{error.seen} ({_blame(model, given)})"
+        seen = f"{error.seen} ({_blame(model, found)})"
         raise ConfigError(seen, expected=error.expected, next_command=error.next_command) from None
-    return Resolved(settings, {name: given[name].source if name in given else DEFAULT for name in leaves(model)})
+    return Resolved(settings, {name: found[name].source if name in found else DEFAULT for name in leaves(model)})
 
 
 class Given(NamedTuple):
@@ -293,11 +297,15 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
     except TypeError:
         raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
     tree = {name: value for name, value in source().items() if name not in model.other_programs}
+    return _of_tree(model, tree, str(path))
+
+
+def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
     try:
         tree = _in_our_names(model, tree)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}", next_command=f"edit {path}") from None
-    return {name: Given(value, str(path)) for name, value in _flat(tree, leaves(model)) if name not in RETIRED}
+        raise ConfigError(f"{source}: {error}", next_command=f"edit {source}") from None
+    return {name: Given(value, source) for name, value in _flat(tree, leaves(model)) if name not in RETIRED}
 
 
 def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ JOBS_LAYERS = (
     ("targets",),
     ("setup",),
     ("commands",),
-    ("cli",),
+    ("cli", "api"),
     ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -1,6 +1,10 @@
-"""trnpipe from a script: the settings, and what a stage is given to work with.
+"""trnpipe from a script or a notebook: cycles, the registry, vectors, settings, and what a stage is given to work with.
 
     import trnpipe
+    cycle = trnpipe.Cycle("configs/quickstart.toml", "workspace/quickstart", "first")
+    cycle.submit(); cycle.wait()
+    trnpipe.open_vectors(trnpipe.Registry("workspace/quickstart").vectors_uri())
+
     settings = trnpipe.resolve([Path("configs/quickstart.toml")], os.environ).settings
     with trnpipe.open_context(settings, trnpipe.StopSignal()) as ctx:
         ...  # what the modules of `pipeline` offer
@@ -14,24 +18,32 @@ from typing import TYPE_CHECKING
 from pipeline import __version__
 
 if TYPE_CHECKING:
+    from jobs.api import Cycle, CyclePage, CycleResult, CycleStatus
     from jobs.settings import CycleSettings
     from pipeline.context import StageContext, StageResult, open_context
     from pipeline.core.errors import TrnpipeError
     from pipeline.core.layout import Layout
     from pipeline.core.stop import StopSignal
+    from pipeline.embed.mapped import open_vectors
     from pipeline.parallel.adopt import init, layout, transform
     from pipeline.parallel.config import Plan
     from pipeline.parallel.delayed import delayed_init
     from pipeline.parallel.files import load, save
     from pipeline.parallel.lightning import Environment, Strategy
     from pipeline.parallel.tensors import clip_grad_norm
+    from pipeline.registry.model import Registry
     from pipeline.settings import Settings, resolve
 
 __all__ = [
+    "Cycle",
+    "CyclePage",
+    "CycleResult",
     "CycleSettings",
+    "CycleStatus",
     "Environment",
     "Layout",
     "Plan",
+    "Registry",
     "Settings",
     "StageContext",
     "StageResult",
@@ -45,15 +57,21 @@ __all__ = [
     "layout",
     "load",
     "open_context",
+    "open_vectors",
     "resolve",
     "save",
     "transform",
 ]
 _HOME = {
+    "Cycle": "jobs.api",
+    "CyclePage": "jobs.api",
+    "CycleResult": "jobs.api",
     "CycleSettings": "jobs.settings",
+    "CycleStatus": "jobs.api",
     "Environment": "pipeline.parallel.lightning",
     "Layout": "pipeline.core.layout",
     "Plan": "pipeline.parallel.config",
+    "Registry": "pipeline.registry.model",
     "Settings": "pipeline.settings",
     "StageContext": "pipeline.context",
     "StageResult": "pipeline.context",
@@ -66,6 +84,7 @@ _HOME = {
     "layout": "pipeline.parallel.adopt",
     "load": "pipeline.parallel.files",
     "open_context": "pipeline.context",
+    "open_vectors": "pipeline.embed.mapped",
     "resolve": "pipeline.settings",
     "save": "pipeline.parallel.files",
     "transform": "pipeline.parallel.adopt",

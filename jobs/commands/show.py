@@ -4,6 +4,7 @@ import argparse
 import json
 import tempfile
 import webbrowser
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,27 +54,34 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
     """Print one log: of a try of a job on one node. Raises ConfigError for a job, a try or a node that is unknown."""
     store = open_cycle(arguments.settings, StopSignal())
+    wanted = {"attempt": arguments.attempt, "node": arguments.node}
+    for line in log_lines(arguments.settings, store, say, arguments.job, **wanted):
+        say(line)
+    return EXIT_OK
+
+
+def log_lines(
+    settings: CycleSettings, store: CycleStore, say: Say, job: str, *, attempt: int, node: int
+) -> Iterator[str]:
+    """Lines of one try (from 1; 0: the last) of a job on one node. Raises ConfigError for what is unknown."""
     plan = submitted_plan(store)
-    target = open_target_of(arguments.settings, store, say, StopSignal())
+    target = open_target_of(settings, store, say, StopSignal())
     every = {one.name: one for record in target.records(plan) for one in (record, *record.children)}
-    record = every.get(arguments.job)
+    record = every.get(job)
     if record is None or record.children:
-        name = arguments.job
         raise ConfigError(
-            f"{name} is an array of {len(record.children)}" if record else f"no job {name!r} was submitted",
-            expected=f"{name}:0 and so on" if record else f"one of {', '.join(every) or 'none'}",
+            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r} was submitted",
+            expected=f"{job}:0 and so on" if record else f"one of {', '.join(every) or 'none'}",
             next_command="trnjobs status",
         )
-    attempt = arguments.attempt or len(record.attempts)
-    if not 1 <= attempt <= len(record.attempts):
+    number = attempt or len(record.attempts)
+    if not 1 <= number <= len(record.attempts):
         raise ConfigError(
-            f"{record.name} has {len(record.attempts)} tries, none is number {arguments.attempt or 1}",
+            f"{record.name} has {len(record.attempts)} tries, none is number {attempt or 1}",
             expected="a job that has started, and one of its tries",
             next_command="trnjobs status",
         )
-    for line in target.logs(record, attempt=attempt, node=arguments.node):
-        say(line)
-    return EXIT_OK
+    yield from target.logs(record, attempt=number, node=node)
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:

@@ -138,16 +138,20 @@ def _hand_over(
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
     """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
-    settings, store = arguments.settings, open_cycle(arguments.settings, StopSignal())
+    cancel_cycle(arguments.settings, open_cycle(arguments.settings, StopSignal()), arguments.reason, say)
+    return EXIT_OK
+
+
+def cancel_cycle(settings: CycleSettings, store: CycleStore, reason: str, say: Say) -> None:
+    """End a cycle and close it. Raises ConfigError when it has no jobs."""
     plan = submitted_plan(store)
     target = open_target_of(settings, store, say, StopSignal())
     with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
-        target.cancel(plan, CANCELLED + arguments.reason)
+        target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     store.save_records(records)
-    cancelled = Closed(outcome="cancelled", at=store.clock(), reason=arguments.reason)
+    cancelled = Closed(outcome="cancelled", at=store.clock(), reason=reason)
     finish(settings, store, plan, records, say, cancelled)
-    return EXIT_OK
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
@@ -159,7 +163,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     settings: CycleSettings = arguments.settings
     asked = open_cycle(settings, StopSignal())
     if settings.cycle:
-        _reconcile(settings, asked, say)
+        close_cycle(settings, asked, say)
         return EXIT_OK
     stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage, runs=True)]
     under_way = [store for store in stores if store.closed() is None]
@@ -169,7 +173,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
             if store.plan() is None:
                 say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
             else:
-                _reconcile(settings, store, say)
+                close_cycle(settings, store, say)
         except TrnpipeError as error:  # the others are looked at all the same
             say(f"cycle {store.cycle}: {type(error).__name__}: {error}")
             failed = failed or error
@@ -181,7 +185,8 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     return EXIT_OK
 
 
-def _reconcile(settings: CycleSettings, store: CycleStore, say: Say) -> None:
+def close_cycle(settings: CycleSettings, store: CycleStore, say: Say) -> None:
+    """Put on record what became of the jobs of a cycle, and close it if it has ended."""
     plan = submitted_plan(store)
     target = open_target_of(settings, store, say, StopSignal())
     records = target.records(plan)

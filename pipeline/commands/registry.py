@@ -11,10 +11,10 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
+from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in
 from pipeline.registry.history import list_models, read_history, read_pointer
-from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Entry, Pointer, one_line, stored_decision, who
+from pipeline.registry.model import Registry
+from pipeline.registry.records import Author, Entry, Pointer, one_line, who
 from pipeline.registry.serving import Pair, read_pair, roll_back_model
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version
@@ -143,15 +143,12 @@ def _show(registry: _Registry, say: Say) -> int:
 
 
 def _promote(registry: _Registry, say: Say) -> int:
-    workspace, prefix, forced = registry.workspace, registry.named, registry.call.options.get(FORCE)
+    forced = registry.call.options.get(FORCE)
     if forced is not None and not one_line(forced):
         raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
-    before = registry.production()
-    candidate = read_checkpoint(workspace, prefix)
-    cycles = [name for name in (registry.settings.cycle, candidate.state.cycle) if name]
-    judged = stored_decision(workspace, registry.model, candidate.place, before.place if before else None, cycles)
-    decision = judged.model_copy(update={"forced": forced or ""})
-    now = promote(workspace, registry.model, prefix, expected=before, decision=decision, author=registry.author())
+    known = Registry(registry.workspace, registry.model, author=registry.author())
+    before = known.production()
+    now = known.promote(registry.named, cycle=registry.settings.cycle, force=forced or "")
     _say_change(before, now, say)
     return EXIT_OK
 

@@ -206,7 +206,7 @@ def gather(
         workspace=storage.root,
         reason=closed.reason if closed else "",
         ledger=ledger,
-        jobs=tuple(_jobs(plan, records)),
+        jobs=tuple(jobs_of(plan, records)),
         figures=figures,
         evaluation=evaluation,
         scores=scores,
@@ -231,7 +231,8 @@ def gather(
     )
 
 
-def _jobs(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
+def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
+    """The jobs of a plan, whether they were submitted or not."""
     found = {record.name: record for record in records}
     for spec in plan.jobs:
         record = found.get(spec.name)

@@ -1,0 +1,276 @@
+"""A cycle from Python, in a script or a notebook: `trnpipe.Cycle`.
+
+    cycle = trnpipe.Cycle("configs/quickstart.toml", "workspace/quickstart", "first")
+    cycle.submit()
+    cycle.wait()
+    pandas.DataFrame(cycle.result().table)
+
+What it returns are records with typed fields; their `table` is a list of plain dicts. It raises the errors of the
+commands, prints nothing unless it is told where to, and installs no signal handler.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jobs.commands.show import log_lines
+from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
+from jobs.cycle.ledger import read_ledger
+from jobs.cycle.page.charts import escaped, table
+from jobs.cycle.page.data import CycleRow, Job, PageData, gather, jobs_of, row_of
+from jobs.cycle.page.publish import report_key, write_page
+from jobs.cycle.page.sections import sentence
+from jobs.cycle.records import Closed, JobRecord, Outcome
+from jobs.cycle.states import exit_code_of_cycle, outcome_of
+from jobs.cycle.store import CycleStore
+from jobs.plan.dag import Plan
+from jobs.settings import CycleSettings
+from jobs.setup import make_plan, open_cycle, open_target_of, submitted_plan
+from pipeline.context import Figure
+from pipeline.core.errors import TransientError
+from pipeline.core.format import format_duration
+from pipeline.core.progress import Say
+from pipeline.core.record import Record
+from pipeline.core.stop import StopSignal
+from pipeline.settings import resolve
+
+Config = str | Path | Sequence[str | Path] | None
+
+
+class CycleStatus(Record):
+    """A cycle as it is now."""
+
+    cycle: str
+    target: str = Field(description="Where it runs; empty: it was not submitted")
+    outcome: Outcome | Literal["open", "not submitted"]
+    reason: str
+    jobs: tuple[Job, ...] = Field(description="In the order of the plan")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.outcome not in ("open", "not submitted")
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """One dict a job."""
+        return [job.model_dump(mode="json") for job in self.jobs]
+
+    def _repr_html_(self) -> str:
+        head = ("job", "state", "tries", "ran", "exit", "why")
+        rows = [
+            (
+                job.name,
+                job.state.lower(),
+                str(job.tries),
+                format_duration(job.ran_s),
+                "-" if job.exit_code is None else str(job.exit_code),
+                job.why,
+            )
+            for job in self.jobs
+        ]
+        said = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+        return f"<p><b>{escaped(said)}</b></p>{table(head, rows, {2, 3, 4})}"
+
+
+class CycleResult(CycleRow):
+    """What a cycle came to: its line in the index, and every figure of its stages."""
+
+    exit_code: int | None = Field(description="That of a command that waited for it; None: it is under way")
+    figures: Mapping[str, Mapping[str, Figure]] = Field(description="By stage, of those that have finished")
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """One dict a figure: stage, figure, value."""
+        return [
+            {"stage": stage, "figure": name, "value": value}
+            for stage, figures in self.figures.items()
+            for name, value in figures.items()
+        ]
+
+    def _repr_html_(self) -> str:
+        rows = [(row["stage"], row["figure"], str(row["value"])) for row in self.table]
+        return (
+            f"<p><b>{escaped(f'cycle {self.cycle}: {self.outcome}')}</b></p>{table(('stage', 'figure', 'value'), rows)}"
+        )
+
+
+class CyclePage(Record):
+    """The page of a cycle, as it was written."""
+
+    uri: str
+    data: PageData
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escaped(sentence(self.data))}</b></p><p>{escaped(self.uri)}</p>"
+
+
+class Cycle:
+    """One cycle of jobs in a workspace: planned, submitted, watched, and what came of it.
+
+    Args:
+        config: a TOML or JSON file, or several, later ones over earlier ones.
+        workspace: folder or URI, over that of the files.
+        name: of the cycle; empty: that of the files, else today's date.
+        settings: a tree of further settings, over files and environment: {"train": {"epochs": 1}}.
+        say: takes each line that the commands would print; nothing is printed without it.
+
+    Raises ConfigError for a setting that is unknown or out of bounds, with its source.
+    """
+
+    def __init__(
+        self,
+        config: Config = None,
+        workspace: str | Path = "",
+        name: str = "",
+        *,
+        settings: Mapping[str, Any] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        files = [] if config is None else [config] if isinstance(config, str | Path) else list(config)
+        given = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
+        given |= {"cycle": name} if name else {}
+        self.settings: CycleSettings = resolve(
+            [Path(file) for file in files], os.environ, model=CycleSettings, given=given
+        ).settings
+        self._stop = StopSignal()
+        self._store: CycleStore = open_cycle(self.settings, self._stop)
+        self.settings = self.settings.model_copy(update={"cycle": self._store.cycle})  # today may end before the cycle
+        self._say: Say = say or (lambda _: None)
+        self._running: _Running | None = None
+
+    @property
+    def name(self) -> str:
+        return self._store.cycle
+
+    def __repr__(self) -> str:
+        return f"Cycle({self._store.storage.root!r}, {self.name!r})"
+
+    def plan(self) -> Plan:
+        """What would run: that of the settings, or what was submitted. Raises ConfigError."""
+        return self._store.plan() or make_plan(self.settings)
+
+    def submit(self, target: str = "") -> CycleStatus:
+        """Hand the jobs over, or go on where that stopped; twice, no job is started twice. Returns at once.
+
+        `target`: over jobs.target. On this machine a thread of this process runs them; the interpreter does not exit
+        before it has ended. Raises ConfigError, TransientError while somebody else submits the cycle.
+        """
+        target = target or self.settings.jobs.target
+        plan = make_plan(self.settings)
+        if target != "local":
+            submit_plan(self.settings, plan, target, self._say, self._stop)
+        elif self._running is None or self._running.has_ended:
+            self._running = _Running(lambda: submit_plan(self.settings, plan, target, self._say, self._stop))
+            while self._store.plan() is None and not self._running.has_ended:
+                time.sleep(0.05)
+            if self._running.has_ended:  # refused, or there was nothing to do
+                self._running.join(None)
+        return self.status()
+
+    def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
+        """Wait until the cycle has ended, wherever it runs, and close it. An interrupt ends the waiting alone.
+
+        Raises TransientError after `timeout_s`, ConfigError when it was not submitted, and what ended its engine here.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        submitted_plan(self._store)
+        while True:
+            left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
+            if self._running is not None:
+                self._running.join(left)
+            status = self.status()
+            is_mine = self._running is not None and not self._running.has_ended
+            if status.has_ended and not is_mine:
+                if self._store.closed() is None:
+                    close_cycle(self.settings, self._store, self._say)
+                return self.status()
+            if until is not None and time.monotonic() >= until:
+                raise TransientError(
+                    f"cycle {self.name} has not ended within {timeout_s:g} s",
+                    next_command="wait again; status() tells how far it is",
+                )
+            if self._running is None or self._running.has_ended:
+                time.sleep(left)
+
+    def status(self) -> CycleStatus:
+        """The jobs now."""
+        plan, claim = self._store.plan(), self._store.claim()
+        if plan is None:
+            jobs = tuple(jobs_of(make_plan(self.settings), ()))
+            return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
+        records = self._records(plan)
+        closed = self._store.closed() or outcome_of(plan, records)
+        return CycleStatus(
+            cycle=self.name,
+            target=claim.target if claim else "",
+            outcome=closed.outcome if closed else "open",
+            reason=closed.reason if closed else "",
+            jobs=tuple(jobs_of(plan, records)),
+        )
+
+    def result(self) -> CycleResult:
+        """What it came to so far. Raises ConfigError when it was not submitted."""
+        plan, records, closed = self._ended()
+        ledger = read_ledger(self._store, plan, records, self.settings.jobs, closed=closed)
+        data = gather(self._store, plan, ledger, records, closed)
+        claim = self._store.claim()
+        row = row_of(data, claim.claimed_at if claim else 0.0, closed)
+        code = exit_code_of_cycle(closed, records) if closed else None
+        return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
+
+    def report(self) -> CyclePage:
+        """Write the page of the cycle, and everything that it shows. Raises ConfigError when it was not submitted."""
+        plan, records, closed = self._ended()
+        data = write_page(self._store, plan, records, self.settings.jobs, closed)
+        return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
+
+    def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:
+        """Lines of one try (0: the last) of a job or of a child of an array (`embed:3`). Raises ConfigError."""
+        yield from log_lines(self.settings, self._store, self._say, job, attempt=attempt, node=node)
+
+    def cancel(self, reason: str = "by hand") -> CycleStatus:
+        """End every job that is not final; what has finished stays. Raises ConfigError when it was not submitted."""
+        cancel_cycle(self.settings, self._store, reason, self._say)
+        return self.wait()
+
+    def _records(self, plan: Plan) -> tuple[JobRecord, ...]:
+        if self._store.closed() and (known := self._store.records()):
+            return known
+        return open_target_of(self.settings, self._store, self._say, self._stop).records(plan)
+
+    def _ended(self) -> tuple[Plan, tuple[JobRecord, ...], Closed | None]:
+        plan = submitted_plan(self._store)
+        records = self._records(plan)
+        return plan, records, self._store.closed() or outcome_of(plan, records)
+
+
+class _Running:
+    """The engine of this machine, in a thread."""
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        self._error: BaseException | None = None
+
+        def work() -> None:
+            try:
+                run()
+            except BaseException as error:  # raised again by whoever waits
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="cycle")
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self, seconds: float | None) -> None:
+        """Wait for it at most so long. Raises what ended it, once."""
+        self._thread.join(seconds)
+        if self.has_ended and (error := self._error) is not None:
+            self._error = None
+            raise error

@@ -1,0 +1,125 @@
+"""The registry of one model: what is in production, what is served with which vectors, and changing either."""
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
+from pipeline.registry.history import list_models, read_history, read_pointer
+from pipeline.registry.promote import promote
+from pipeline.registry.records import Author, Entry, Pointer, check_model, one_line, stored_decision, who
+from pipeline.registry.serving import (
+    CHALLENGER,
+    Pair,
+    past_pairs,
+    promote_challenger,
+    read_pair,
+    roll_back_model,
+    roll_back_pair,
+)
+from pipeline.telemetry.code_version import code_version
+
+
+class Registry:
+    """What a workspace knows of one model. Each call reads what is there now.
+
+    Args:
+        workspace: folder or URI, or an open storage.
+        model: its name; empty: the only one there is.
+
+    Raises ConfigError for a workspace that cannot be opened, and without a name where there are several models or none.
+    """
+
+    def __init__(self, workspace: str | Storage, model: str = "", *, author: Author | None = None) -> None:
+        self.workspace = open_storage(workspace, stop=StopSignal()) if isinstance(workspace, str) else workspace
+        self.model = check_model(model) if model else self._only()
+        self._author = author
+
+    def __repr__(self) -> str:
+        return f"Registry({self.workspace.root!r}, {self.model!r})"
+
+    def production(self) -> Pointer | None:
+        """The checkpoint in production, and how it came there; None before the first. Raises CheckpointError."""
+        found = read_pointer(self.workspace, self.model)
+        return found[0] if found else None
+
+    def history(self) -> tuple[Entry, ...]:
+        """Every promotion, refusal and rollback, oldest first."""
+        return read_history(self.workspace, self.model)
+
+    def lineage(self, checkpoint: str = "") -> tuple[Ancestor, ...]:
+        """A checkpoint (default: that in production), its parent, and so on. Raises CheckpointError, ConfigError."""
+        if checkpoint:
+            return lineage(self.workspace, prefix_in(self.workspace, checkpoint))
+        pointer = self.production()
+        return lineage(self.workspace, pointer.checkpoint) if pointer else ()
+
+    def serving(self) -> Pair | None:
+        """The model and the vectors that are served together; None before the first pair was verified."""
+        found = read_pair(self.workspace, self.model)
+        return found[0] if found else None
+
+    def challenger(self) -> Pair | None:
+        """The pair beside it, for shadow traffic or an A/B test."""
+        found = read_pair(self.workspace, self.model, CHALLENGER)
+        return found[0] if found else None
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """Every pair that was served, oldest first."""
+        return past_pairs(self.workspace, self.model)
+
+    def vectors_uri(self, pair: Pair | None = None) -> str:
+        """Where the vectors of a pair lie (default: of what is served), for `trnpipe.open_vectors`."""
+        pair = pair or self.serving()
+        if pair is None:
+            raise ConfigError(
+                f"nothing is served of {self.model}",
+                expected="a pair that was verified",
+                next_command="trnpipe embed, then trnpipe embed verify",
+            )
+        return self.workspace.uri(pair.vectors.prefix)
+
+    def promote(self, checkpoint: str, *, cycle: str = "", force: str = "") -> Pointer:
+        """Put a checkpoint into production that the gate has passed, or with a reason to overrule it.
+
+        `cycle`: one that has judged it, beside the one that trained it. Raises GateRefused, CheckpointError,
+        TransientError.
+        """
+        prefix, before = prefix_in(self.workspace, checkpoint), self.production()
+        candidate = read_checkpoint(self.workspace, prefix)
+        cycles = [name for name in (cycle, candidate.state.cycle) if name]
+        incumbent = before.place if before else None
+        judged = stored_decision(self.workspace, self.model, candidate.place, incumbent, cycles)
+        decision = judged.model_copy(update={"forced": one_line(force)})
+        return promote(self.workspace, self.model, prefix, expected=before, decision=decision, author=self.author())
+
+    def rollback(self, checkpoint: str = "", *, reason: str, without_vectors: bool = False) -> Pointer:
+        """Put an earlier checkpoint back (default: the one before), and serve it with its vectors: both or neither.
+
+        Raises ConfigError, CheckpointError, TransientError.
+        """
+        to = prefix_in(self.workspace, checkpoint) if checkpoint else ""
+        return roll_back_model(
+            self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
+        )
+
+    def rollback_serving(self, cycle: str = "", *, reason: str) -> Pair:
+        """Serve an earlier pair: that of the vectors of `cycle`, or the one before; production follows its model."""
+        return roll_back_pair(self.workspace, self.model, cycle, reason=reason, author=self.author())
+
+    def promote_challenger(self, *, reason: str = "") -> Pair:
+        """Serve the challenger, by one write. Its model must be in production, or a reason given."""
+        return promote_challenger(self.workspace, self.model, reason=reason, author=self.author())
+
+    def author(self) -> Author:
+        """Who is on record for a change."""
+        return self._author or Author(by=who(), code_version=code_version())
+
+    def _only(self) -> str:
+        models = list_models(self.workspace)
+        if len(models) != 1:
+            raise ConfigError(
+                f"{self.workspace.root} knows {len(models)} models" + (f": {', '.join(models)}" if models else ""),
+                expected="the name of one of them" if models else "a workspace in which a model was promoted",
+                next_command="trnpipe registry list",
+            )
+        return models[0]

@@ -1,0 +1,3 @@
+"""The registry of one model from Python: `trnpipe.Registry`."""
+
+
