@@ -51,6 +51,10 @@ class CycleStatus(Record):
     reason: str
     jobs: tuple[Job, ...] = Field(description="In the order of the plan")
 
+    def __repr__(self) -> str:
+        done = sum(job.state == "SUCCEEDED" for job in self.jobs)
+        return f"CycleStatus(cycle={self.cycle!r}, outcome={self.outcome!r}, {done} of {len(self.jobs)} jobs succeeded)"
+
     @property
     def has_ended(self) -> bool:
         return self.outcome not in ("open", "not submitted")
@@ -104,6 +108,9 @@ class CyclePage(Record):
 
     uri: str
     data: PageData
+
+    def __repr__(self) -> str:
+        return f"CyclePage(uri={self.uri!r})"
 
     def _repr_html_(self) -> str:
         return f"<p><b>{escaped(sentence(self.data))}</b></p><p>{escaped(self.uri)}</p>"
