@@ -1,3 +1,1 @@
 """The registry of one model from Python: `trnpipe.Registry`."""
-
-
