@@ -36,7 +36,7 @@ def said(command: str, workspace: Path, **flags: object) -> list[str]:
     jobs = {"sla_s": 60, "vcpu_usd_per_hour": 0.6}
     settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
     run, lines = {"cost": show.run_cost, "report": show.run_report}[command], list[str]()
-    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False} | flags)
+    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False, "open": False} | flags)
     assert run(arguments, lines.append) == EXIT_OK
     return lines
 

@@ -139,7 +139,7 @@ def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None
     assert closed is not None
     assert closed.outcome == "succeeded"
     page = commands.page()
-    assert "class=succeeded>succeeded" in page and "11 of 11 succeeded" in page and "RUNNING" not in page
+    assert 'class="succeeded">succeeded' in page and "11 of 11 succeeded" in page and "RUNNING" not in page
     assert cycles.submit("2026-11-21") == 0
     assert list(cycles.claimed()) == ["2026-11-20", "2026-11-21"]
     assert commands.store("2026-11-21").submitted(1).keys() == {*NAMES}
@@ -161,11 +161,11 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
     closed = commands.store().closed()
     assert closed is not None and closed.outcome == outcome
     page = commands.page()
-    assert f"class={outcome}>{outcome}" in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
+    assert f'class="{outcome}">{outcome}' in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
 
 
 def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
     assert commands.submit()
     arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
     assert submit.run_cancel(arguments, commands.said.append) == 0
-    assert "class=cancelled>cancelled" in commands.page() and "cancelled: wrong data" in commands.page()
+    assert 'class="cancelled">cancelled' in commands.page() and "cancelled: wrong data" in commands.page()
