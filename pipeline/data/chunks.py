@@ -38,6 +38,7 @@ class ChunkRecord(Record):
     sizes_bytes: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
     slices: Names = Field({}, description="Names of the values, by column")
+    without_category: tuple[int, ...] = Field((), description="Usable rows without a value, by categorical column")
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             sizes_bytes=sizes,
             quarantined=quarantined(bad[: settings.quarantine_rows]),
             slices=rows.slices.names,
+            without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
         )
         write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
     return task.partition, task.index, record

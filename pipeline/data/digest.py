@@ -32,6 +32,7 @@ class PartitionDigest(Record):
     blank: int
     truncated: int
     tokens: int
+    without_category: Mapping[str, int] = Field({}, description="Rows without a value, by categorical column")
 
 
 class PrepareDigest(Record):
@@ -96,6 +97,7 @@ def _partition(info: TokenSetInfo) -> PartitionDigest:
         blank=sum(file.blank for file in info.files),
         truncated=info.truncated_rows,
         tokens=info.tokens,
+        without_category=info.without_category,
     )
 
 

@@ -311,6 +311,13 @@ def _account(read: Mapping[str, FileCount], records: Sequence[ChunkRecord]) -> t
     return tuple(found.values())
 
 
+def _without_category(columns: Sequence[CategoricalInfo], records: Sequence[ChunkRecord]) -> dict[str, int]:
+    """By column; empty when a chunk was encoded by a version that did not count them."""
+    if any(len(record.without_category) != len(columns) for record in records):
+        return {}
+    return {info.column: sum(record.without_category[i] for record in records) for i, info in enumerate(columns)}
+
+
 def _commit(context: _Context, work: _Work) -> TokenSetInfo:
     """Publish the shards of all chunks with their manifest. Raises DataError above the share of bad rows."""
     config, workspace, labels, tokenizer = context.config, context.workspace, context.labels, context.tokenizer
@@ -348,6 +355,7 @@ def _commit(context: _Context, work: _Work) -> TokenSetInfo:
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
         files=_account(work.read, records),
         judged=judged,
+        without_category=_without_category(work.settings.rules.categorical, records),
     )
     bad = [row for record in records for row in record.quarantined][: config.quarantine_rows]
     _refuse_bad_share(config, info, bad, workspace)

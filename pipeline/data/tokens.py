@@ -107,6 +107,9 @@ class TokenSetInfo(Record):
     files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
 
     judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
+    without_category: dict[str, int] = Field(
+        {}, description="Usable rows without a value, by categorical column; empty in sets of earlier versions"
+    )
 
     @property
     def slice_columns(self) -> tuple[str, ...]:

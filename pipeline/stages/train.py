@@ -66,7 +66,13 @@ def _commit(
 
 def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:
     """By split; without what a relevance head that was not trained would score."""
-    figures: dict[str, Figure] = {"step": outcome.step, "steps_done": outcome.steps_done, "late": outcome.late}
+    figures: dict[str, Figure] = {
+        "step": outcome.step,
+        "steps_done": outcome.steps_done,
+        "late": outcome.late,
+        "groups_new": outcome.groups_new,
+        "groups_replayed": outcome.groups_replayed,
+    }
     for split, values in outcome.holdouts.items():
         figures |= {
             f"{split}_{name}": value

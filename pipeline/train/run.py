@@ -28,6 +28,9 @@ class Outcome:
     steps_done: int
     late: bool
     holdouts: dict[str, HoldoutFigures]
+    groups_new: int = 0
+    groups_replayed: int = 0
+    """Of earlier partitions; a group is a query with its products."""
 
 
 class Rungs(NamedTuple):
@@ -182,7 +185,15 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
                 rows=figures.rows,
                 seconds=round(time.monotonic() - started, 3),
             )
-    return Outcome(prefix_of(run.ctx.cycle, chosen), chosen, step, late, holdouts)
+    return Outcome(
+        prefix_of(run.ctx.cycle, chosen),
+        chosen,
+        step,
+        late,
+        holdouts,
+        groups_new=sum(run.pools.new.sizes),
+        groups_replayed=sum(run.pools.kept),
+    )
 
 
 def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:

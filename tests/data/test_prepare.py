@@ -116,6 +116,8 @@ def test_slices_go_with_the_rows_and_leave_other_names_alone(workplace: Make, tm
     without = place.prepare(plain)
     given = plain.model_copy(update={"slices": ("label", "kind")})
     done = place.prepare(given)
+    missing = place.prepare(plain.model_copy(update={"categorical": (CategoricalFeature(column="kind", num_ids=8),)}))
+    assert info_of(place, missing.token_set_prefixes[0]).without_category == {"kind": 67}
     assert done.token_set_prefixes != without.token_set_prefixes
     assert place.prepare(plain).token_set_prefixes == without.token_set_prefixes
     assert place.prepare(given).reused == 1

@@ -458,15 +458,29 @@ def heat(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], heads: Sequence[
     return svg("".join(body), height, label, "heat")
 
 
-def spark(values: Sequence[tuple[float | None, bool, str]], label: str) -> str:
-    """A small line of (value, whether it counts, text); what does not count is hollow, what is missing a gap."""
+def spark(
+    values: Sequence[tuple[float | None, bool, str]],
+    label: str,
+    intervals: Sequence[tuple[float | None, float | None]] = (),
+) -> str:
+    """A small line of (value, whether it counts, text); what does not count is hollow, what is missing a gap.
+
+    `intervals`: (low, high) of each value, drawn where both are known.
+    """
     wide, tall = 160.0, 28.0
     known = [value for value, *_ in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
+    spans = [
+        (i, low, high)
+        for i, (low, high) in enumerate(intervals)
+        if low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
+    ]
+    known += [end for _, *ends in spans for end in ends]
     across, up = Scale(0, max(1, len(values) - 1), 5, wide - 5), Scale(min(known), max(known), tall - 5, 5)
     points = [(across(i), up(v)) for i, (v, *_) in enumerate(values) if v is not None and math.isfinite(v)]
-    body = [f'<path class="line now" transform="scale(.1)" d="{_path(points)}"/>']
+    body = [f'<path class="whisker" d="M{_px(across(i))} {_px(up(low))}V{_px(up(high))}"/>' for i, low, high in spans]
+    body.append(f'<path class="line now" transform="scale(.1)" d="{_path(points)}"/>')
     for i, (value, counts, words) in enumerate(values):
         if value is not None and math.isfinite(value):
             body.append(

@@ -35,6 +35,7 @@ from jobs.cycle.page.data import HOLDOUT, MEDIAN_OF, CycleRow, Job, PageData, ma
 from jobs.cycle.show import DEADLINES, GOODPUT, money, time_text
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
+from pipeline.data.digest import PartitionDigest
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import EvaluationReport, table_lines
@@ -562,6 +563,19 @@ def prepared(data: PageData) -> str:
     ]
     parts.append("<h3>Lengths</h3>" + table(("query x product tokens, at most", "rows", "share"), buckets, {1, 2}))
     parts.append(f"<p>{number(cut)} rows ({format_share(cut / total if total else None)}) were cut to fit.</p>")
+    figures = data.figures.get("train", {})
+    new, replayed = (figures.get(name) for name in ("groups_new", "groups_replayed"))
+    if isinstance(new, int) and isinstance(replayed, int) and new + replayed:
+        share = format_share(replayed / (new + replayed))
+        parts.append(
+            f"<p>Trained on {number(new)} groups of new partitions and {number(replayed)} of earlier ones"
+            f" ({share} replayed).</p>"
+        )
+    without = list(_without_category(found.partitions))
+    if without:
+        parts.append(
+            "<h3>Features</h3>" + table(("category", "rows without a value", "newest", "before"), without, {1, 2, 3})
+        )
     if found.reasons:
         reasons = list(found.reasons.items())[:MAX_ROWS]
         parts.append(
@@ -570,6 +584,23 @@ def prepared(data: PageData) -> str:
         samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
         parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
     return "".join(parts)
+
+
+def _without_category(partitions: Sequence[PartitionDigest]) -> Iterator[Sequence[str]]:
+    """Of each column: rows, their share in the newest partition, and in those before it."""
+    counting = [one for one in partitions if one.without_category]
+    if not counting:
+        return
+    *before, newest = counting
+    for column, rows in newest.without_category.items():
+        counted = [one for one in before if column in one.without_category]
+        earlier, of = sum(one.without_category[column] for one in counted), sum(_usable(one) for one in counted)
+        share, usual = rows / _usable(newest) if _usable(newest) else None, earlier / of if of else None
+        yield column, number(rows + earlier), format_share(share), format_share(usual)
+
+
+def _usable(partition: PartitionDigest) -> int:
+    return sum(partition.rows.values())
 
 
 def machines(data: PageData) -> str:
@@ -665,10 +696,15 @@ def trend(data: PageData, own: CycleRow) -> str:
         ]
         known = [point for point, *_ in points if point is not None]
         if known:
-            drawn = spark(points, f"{name} over {len(rows)} cycles, last {words(known[-1])}")
+            of_metric = [(row.low, row.high) if row.metric == own.metric else (None, None) for row in rows]
+            spans = of_metric if name == own.metric else ()
+            drawn = spark(points, f"{name} over {len(rows)} cycles, last {words(known[-1])}", spans)
             lines.append((name, drawn, words(min(known)), words(median(known)), words(max(known)), words(value(own))))
     head = ("figure", f"the last {len(rows)} cycles", "lowest", "median", "highest", "this cycle")
-    note = '<p class="quiet">Hollow: a cycle whose model was not promoted.</p>'
+    note = (
+        '<p class="quiet">Hollow: a cycle whose model was not promoted. Whiskers: the interval of the difference to the'
+        " model in production then.</p>"
+    )
     return table(head, lines, range(2, 6), raw={1}) + note if lines else ""
 
 

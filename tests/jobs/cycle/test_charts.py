@@ -92,3 +92,7 @@ def test_cells_and_gaps() -> None:
     assert text.count("<rect") == 2 and ">W<" in text and "slow &lt;disk&gt;" in text
     dots = spark([(1.0, True, "a"), (None, True, "b"), (2.0, False, "c")], "cost")
     assert (dots.count("<circle"), dots.count("hollow"), spark([(None, True, "")], "x")) == (2, 1, "")
+    values = [(1.0, True, "a"), (2.0, True, "b"), (3.0, True, "c")]
+    whiskers = spark(values, "nDCG", [(0.0, 2.0), (None, None), (1.0, 4.0)])
+    assert whiskers.count('class="whisker"') == 2
+    assert 'd="M5 23V14"' in whiskers and 'cy="18.5"' in whiskers, "the scale holds the intervals"
