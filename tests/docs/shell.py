@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.docs.markdown import Block, blocks
 
 RUNS, NEEDS_AWS, OUTPUT = "sh", "sh aws", "text"
-KINDS = (RUNS, NEEDS_AWS, OUTPUT, "toml", "json")
+KINDS = (RUNS, NEEDS_AWS, OUTPUT, "toml", "json", "python")
 """Info strings that our documents use: commands for a fresh checkout, commands that need an AWS account or hardware,
 what is printed or drawn, settings."""
 
