@@ -126,7 +126,7 @@ TOOLS: dict[str, Tool] = {
             "--to": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: what for, one of faiss,"
             " usearch, lance, npy, opensearch-bulk, pgvector-copy",
             "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
-            "--family": "NAME  whose names the encoder has: bert (default), roberta, xlm-roberta, camembert",
+            "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",

@@ -45,12 +45,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         raise ConfigError(
             f"format {asked!r}", expected=f"one of {', '.join(FORMATS)}", next_command="give another --format"
         )
-    family = call.options.get(FAMILY, "bert")
-    if family not in FAMILIES or (family != "bert" and format_ not in ("sentence-transformers", "transformers")):
+    family = call.options.get(FAMILY)
+    if family is not None and (family not in FAMILIES or format_ not in ("sentence-transformers", "transformers")):
         raise ConfigError(
             f"family {family!r} in format {format_}",
-            expected=f"one of {', '.join(FAMILIES)}; another than bert for the formats of other libraries",
-            next_command=f"give another {FAMILY}",
+            expected=f"one of {', '.join(FAMILIES)}, for the formats of other libraries",
+            next_command=f"give another {FAMILY}, or leave it out",
         )
     idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ != PROGRAMS]
     if idle:
@@ -124,7 +124,7 @@ def _plan(
         shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
-        family=cast(Any, call.options.get(FAMILY, "bert")),  # run() has looked at it
+        family=cast(Any, call.options.get(FAMILY, state.model.architecture)),  # run() has looked at it
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.state import Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.hugging_face import CONFIG, LEGACY, MODEL, MODULES, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
+from pipeline.convert.hugging_face import LEGACY, MODEL, MODULES, POOLINGS, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
 from pipeline.convert.programs import Shapes, check_shapes, write_programs
 from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Family, Format, card
 from pipeline.core.errors import ConfigError, DataError
@@ -30,8 +30,9 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
-from pipeline.model.families import family_config, from_bert
-from pipeline.model.hf import PREFIX, from_hf, hf_config
+from pipeline.model.families import FAMILIES, from_bert
+from pipeline.model.hf import from_hf
+from pipeline.model.hf_config import CONFIG, hf_config
 from pipeline.model.relevance import build_model
 from pipeline.registry.checkpoints import Ancestor
 
@@ -114,8 +115,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     path.chmod(0o644)  # safetensors lets nobody else read it
 
 
-def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int) -> None:
-    """tokenizer.json and what AutoTokenizer needs to read it as it is: no class that would change its lower-casing."""
+def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, has_types: bool = True) -> None:
+    """tokenizer.json and what AutoTokenizer needs to read it as it is: no class that would change its lower-casing.
+
+    `has_types`: the encoder takes token types.
+    """
     parsed = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
     ids = {"cls": tokenizer.cls_id, "pad": tokenizer.pad_id, "sep": tokenizer.sep_id, "unk": tokenizer.unk_id}
     special = {f"{name}_token": parsed.id_to_token(number) for name, number in ids.items()}
@@ -128,7 +132,7 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int) -> 
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_tokens,
-            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            "model_input_names": ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"],
             "padding_side": "right",
             "truncation_side": "right",
             "clean_up_tokenization_spaces": True,
@@ -171,8 +175,16 @@ class ExportPlan:
 
 
 def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
-    """Raises ConfigError for texts longer than the model has positions for."""
+    """Raises ConfigError for a family of another encoder, and for texts longer than it has positions for."""
     positions = checkpoint.state.model.max_positions
+    architecture = checkpoint.state.model.architecture
+    if FAMILIES[plan.family].architecture != architecture:
+        fitting = ", ".join(name for name, family in FAMILIES.items() if family.architecture == architecture)
+        raise ConfigError(
+            f"family {plan.family} of a checkpoint whose encoder is {architecture}",
+            expected=f"one of {fitting}",
+            next_command="give another --family, or leave it out",
+        )
     if not 3 <= plan.max_tokens <= positions:
         raise ConfigError(
             f"texts of {plan.max_tokens} tokens",
@@ -201,7 +213,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         weights=(),
         family=plan.family,
     )
-    write_tokenizer(folder, tokenizer, plan.max_tokens)
+    write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=state.model.architecture == "bert")
     stop.raise_if_set("exporting a model")
     weights = checkpoint.weights()
     model = build_model(state.model, state.inputs, seed=0)
@@ -235,11 +247,11 @@ def _write_weights_as(
         torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, buffer)
         (folder / "model.pt").write_bytes(buffer.getbuffer())
         return ("model.pt",)
-    encoder = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+    prefix = FAMILIES[state.model.architecture].prefix
+    encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     write_weights(folder / WEIGHTS, from_bert(encoder, plan.family, state.inputs.pad_id))
-    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)})
-    config = json.loads(hf_config(state.model, state.inputs))
-    (folder / CONFIG).write_text(json.dumps(family_config(config, plan.family), indent=1))
+    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)})
+    (folder / CONFIG).write_text(hf_config(state.model, state.inputs, plan.family))
     if plan.format == "sentence-transformers":
         # Its modules: encoder, pooling, unit length. The names up to release 5.3, which later ones read too.
         named = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize"))
@@ -250,7 +262,7 @@ def _write_weights_as(
         _write_json(folder / MODULES, modules)
         _write_json(folder / SENTENCE, {"max_seq_length": plan.max_tokens, "do_lower_case": False})
         (folder / _POOLING).mkdir()
-        modes = {key: mode == state.model.pooling for key, mode in LEGACY.items()}
+        modes = {key: POOLINGS.get(mode) == state.model.pooling for key, mode in LEGACY.items()}
         _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **modes})
         _write_json(folder / MODEL, {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"})
     return WEIGHTS, HEAD

@@ -5,86 +5,29 @@ says (tokenization_bert.py), and sentence-transformers may lower-case on top of 
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import tokenizers
-from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+from pydantic import ConfigDict, Field, RootModel, ValidationError
 
 from pipeline.convert.source import TOKENIZER_BYTES, Source
 from pipeline.core.errors import ConfigError
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key
-from pipeline.model.config import PRESETS, EncoderSize, ModelConfig
-from pipeline.model.families import FAMILIES
-
-# config.json of a Hugging Face BERT: which of them this encoder computes exactly, and as which model settings.
-
-CONFIG = "config.json"
+from pipeline.model.config import PRESETS, ModelConfig, Pooling
+from pipeline.model.hf_config import EncoderJson, Foreign
 
 
-class _Foreign(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class _Architecture(_Foreign):
-    """A Hugging Face config.json with a model_type"""
-
-    model_type: str
-    architectures: tuple[str, ...] | None = None
-
-
-class BertJson(_Foreign):
-    """A Hugging Face config.json of an encoder that computes what BERT computes (model/families.py)"""
-
-    model_type: str = "bert"
-    pad_token_id: int = Field(0, ge=0)
-    vocab_size: int = Field(ge=8, le=4_000_000)
-    hidden_size: int = Field(ge=8, le=16_384)
-    num_hidden_layers: int = Field(ge=1, le=256)
-    num_attention_heads: int = Field(ge=1, le=256)
-    intermediate_size: int = Field(ge=8, le=65_536)
-    max_position_embeddings: int = Field(ge=8, le=8192)
-    hidden_act: Literal["gelu"] = "gelu"
-    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-
-    @property
-    def positions(self) -> int:
-        """Tokens of the longest text."""
-        return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
-
-
-def read_bert(source: Source, folder: str = "") -> BertJson:
-    """Raises ConfigError naming the architecture, or the field, that this encoder does not compute."""
-    name = folder + CONFIG
-    found = source.json(name, _Architecture)
-    if found.model_type not in FAMILIES:
-        classes = f" ({', '.join(found.architectures)})" if found.architectures else ""
-        raise ConfigError(
-            f"{source.where(name)}: architecture {found.model_type}{classes}",
-            expected=f"model_type {', '.join(FAMILIES)}: BERT, MiniLM, e5, bge, XLM-R and their like",
-            next_command="import a model of that family",
-        )
-    return source.json(name, BertJson)
-
-
-def settings_of(bert: BertJson, base: ModelConfig, source: str, **changes: Any) -> ModelConfig:
+def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: Any) -> ModelConfig:
     """The model settings whose encoder is that one; what it does not decide is from `base`. Raises ConfigError."""
-    size = EncoderSize(
-        hidden_size=bert.hidden_size,
-        num_layers=bert.num_hidden_layers,
-        num_heads=bert.num_attention_heads,
-        intermediate_size=bert.intermediate_size,
-    )
+    size = found.size
     preset = next((name for name, known in PRESETS.items() if known == size), "")
     fields: dict[str, Any] = {
         **base.model_dump(),
         **({"preset": preset, **dict.fromkeys(size.model_dump())} if preset else size.model_dump()),
-        "max_positions": bert.positions,
-        "layer_norm_eps": bert.layer_norm_eps,
+        **found.fields(),
         "init_from": None,
         **changes,
     }
@@ -92,14 +35,15 @@ def settings_of(bert: BertJson, base: ModelConfig, source: str, **changes: Any) 
         config = ModelConfig.model_validate(fields)
         config.encoder  # noqa: B018 - the heads must divide the width
     except (ValidationError, ConfigError) as error:
-        raise ConfigError(f"{source}: {str(error).splitlines()[0]}", expected="the sizes of a BERT encoder") from error
+        raise ConfigError(f"{source}: {str(error).splitlines()[0]}", expected="the sizes of an encoder") from error
     return config
 
 
 # What a sentence-transformers folder adds to a Hugging Face one: its modules, the pooling, the longest text.
 
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
-POOLINGS = ("cls", "mean")
+POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+"""Name there to the name here."""
 # As saved by sentence-transformers before 5.4; its order.
 LEGACY = {
     "pooling_mode_cls_token": "cls",
@@ -109,7 +53,6 @@ LEGACY = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-Pooling = Literal["mean", "cls"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +67,7 @@ class SentenceSettings:
     notes: tuple[str, ...]
 
 
-class _Module(_Foreign):
+class _Module(Foreign):
     type: str
     path: str
 
@@ -133,7 +76,7 @@ class _Modules(RootModel[tuple[_Module, ...]]):
     """modules.json as sentence-transformers writes it"""
 
 
-class _Pooling(_Foreign):
+class _Pooling(Foreign):
     """The config.json of a sentence-transformers pooling"""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -141,11 +84,11 @@ class _Pooling(_Foreign):
     pooling_mode: str | tuple[str, ...] | None = None
 
 
-class _Processor(_Foreign):
+class _Processor(Foreign):
     model_max_length: int | None = Field(None, ge=3)
 
 
-class _Sentence(_Foreign):
+class _Sentence(Foreign):
     """sentence_bert_config.json as sentence-transformers writes it"""
 
     max_seq_length: int | None = Field(None, ge=3)
@@ -153,7 +96,7 @@ class _Sentence(_Foreign):
     processor_kwargs: _Processor = Field(default_factory=_Processor)
 
 
-class _Model(_Foreign):
+class _Model(Foreign):
     """config_sentence_transformers.json as sentence-transformers writes it"""
 
     prompts: dict[str, str] = Field(default_factory=dict)
@@ -184,7 +127,7 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
     extra = found.model_extra or {}
     modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
     mode = modes[0] if isinstance(modes, tuple) and len(modes) == 1 else modes
-    if mode not in POOLINGS:
+    if not isinstance(mode, str) or mode not in POOLINGS:
         raise ConfigError(
             f"{source.where(f'{pooling}config.json')}: pooling {mode if isinstance(mode, str) else ' + '.join(mode)}",
             expected="one of " + ", ".join(POOLINGS),
@@ -192,7 +135,7 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
         )
     return SentenceSettings(
         folder,
-        cast(Pooling, mode),
+        POOLINGS[mode],
         sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
         sentence.do_lower_case,
         tuple(notes),
@@ -200,12 +143,12 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
 
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-BERT = ("BertTokenizer", "BertTokenizerFast")
+BERT = ("BertTokenizer", "BertTokenizerFast", "MPNetTokenizer", "MPNetTokenizerFast")
 _OF_FAMILIES = ("RobertaTokenizer", "XLMRobertaTokenizer", "CamembertTokenizer")
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend", *_OF_FAMILIES, *(f"{name}Fast" for name in _OF_FAMILIES))
 
 
-class TokenizerJson(_Foreign):
+class TokenizerJson(Foreign):
     """tokenizer_config.json as transformers writes it"""
 
     tokenizer_class: str = BERT[0]

@@ -12,27 +12,26 @@ from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.state import Origin, TrainState
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint, prefix_of
 from pipeline.convert.hugging_face import (
-    CONFIG,
     TOKENIZER,
-    read_bert,
     read_sentence_settings,
     read_tokenizer,
     settings_of,
 )
 from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
-from pipeline.convert.source import TOKENIZER_BYTES, Source, load_tensors
+from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source, load_tensors
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.families import as_bert
-from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, hf_config, model_from_hf, to_hf
+from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
+from pipeline.model.hf_config import CONFIG, hf_config, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
 
 # A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
 
-WORDS = "embeddings.word_embeddings.weight"
+WORDS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -88,16 +87,16 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             expected="a Hugging Face folder: config.json, tokenizer.json and model.safetensors",
             next_command="name the folder that holds it, or the file with the weights",
         )
-    bert = read_bert(source, folder)
+    described = read_config(source.read(folder + CONFIG, JSON_BYTES), source.where(folder + CONFIG))
     pooling = sentence.pooling if sentence else given.model.pooling
-    config = settings_of(bert, given.model, source.where(folder + CONFIG), pooling=pooling)
+    config = settings_of(described, given.model, source.where(folder + CONFIG), pooling=pooling)
     found = read_tokenizer(source, folder, lowercase=bool(sentence and sentence.lowercase))
     notes = [*found.notes, *(sentence.notes if sentence else (f"pooling {pooling}, from model.pooling",))]
     spec = _spec(given.spec, found.tokenizer)
-    if spec.vocab_size > bert.vocab_size:
+    if spec.vocab_size > described.vocab_size:
         raise ConfigError(
             f"{source.where(folder + TOKENIZER)} has {spec.vocab_size} tokens",
-            expected=f"at most {bert.vocab_size}, for which the model has embeddings",
+            expected=f"at most {described.vocab_size}, for which the model has embeddings",
             next_command="copy the tokenizer that belongs to the model",
         )
     name = next((folder + name for name in WEIGHT_FILES if source.has(folder + name)), "")
@@ -109,23 +108,23 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             expected=" or ".join(WEIGHT_FILES),
             next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
         )
-    if bert.model_type != "bert" and spec.pad_id != bert.pad_token_id:
+    if described.model_type != "bert" and spec.pad_id != described.pad_token_id:
         raise ConfigError(
-            f"{source.where(folder + CONFIG)} has pad_token_id {bert.pad_token_id}, its tokenizer {spec.pad_id}",
+            f"{source.where(folder + CONFIG)} has pad_token_id {described.pad_token_id}, its tokenizer {spec.pad_id}",
             expected="one number: positions of the model count from it",
             next_command="copy the tokenizer that belongs to the model",
         )
     loaded = load_tensors(source.local(name, scratch), source.where(name))
-    loaded = as_bert(loaded, bert.model_type, bert.pad_token_id, source=source.where(name))
-    if spec.vocab_size < bert.vocab_size:
+    loaded = as_bert(loaded, described.model_type, described.pad_token_id, source=source.where(name))
+    if spec.vocab_size < described.vocab_size:
         # Tables are often filled up to a round number. One of another size than config.json says stays, and is refused.
         loaded = {
             name: tensor[: spec.vocab_size]
-            if name.endswith(WORDS) and tensor.shape[:1] == (bert.vocab_size,)
+            if name.endswith(WORDS) and tensor.shape[:1] == (described.vocab_size,)
             else tensor
             for name, tensor in loaded.items()
         }
-        notes.append(f"{bert.vocab_size - spec.vocab_size} embeddings that no token has are left out")
+        notes.append(f"{described.vocab_size - spec.vocab_size} embeddings that no token has are left out")
     weights = _with_new_head(loaded, config, spec, given.seed, source.where(name))
     longest = (sentence.max_tokens if sentence else None) or found.max_tokens or config.max_positions
     return ForeignModel(
@@ -251,7 +250,7 @@ def store_import(
     parts = {  # what decides the checkpoint, by name
         "origin": fingerprint(model.origin.fingerprint),
         "tokenizer": fingerprint(model.tokenizer.fingerprint),
-        "model": fingerprint(model.config.model_dump(mode="json")),
+        "model": fingerprint(model.config.used_fields()),
         "inputs": fingerprint(model.spec.model_dump(mode="json")),
         "max_tokens": fingerprint(model.max_tokens),
         "new_head": fingerprint(model.new_head),

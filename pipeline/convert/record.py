@@ -14,7 +14,7 @@ from pipeline.registry.records import one_line
 KIND = "export"
 FILE, CARD = "trnpipe.json", "README.md"
 SCHEMA_VERSION = 1
-Family = Literal["bert", "roberta", "xlm-roberta", "camembert"]
+Family = Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"]
 Format = Literal["sentence-transformers", "transformers", "safetensors", "torch", "torchscript"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,6 +25,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import check_record, read_manifest, record_of
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, os_errors, place_of
+from pipeline.model.hf_config import parse_json
 
 JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20
@@ -71,17 +72,7 @@ class Source:
 
     def json(self, name: str, model: type[Json]) -> Json:
         """A small JSON file. Raises ConfigError naming the field that does not fit."""
-        data = self.read(name, JSON_BYTES)
-        try:
-            return model.model_validate_json(data)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"{self.where(name)}: {place + ': ' if place else ''}{first['msg']}",
-                expected=(model.__doc__ or "").splitlines()[0],
-                next_command="correct that file, or import another model",
-            ) from error
+        return parse_json(self.read(name, JSON_BYTES), model, self.where(name))
 
     def local(self, name: str, scratch: Path, limit_bytes: int = WEIGHT_BYTES) -> Path:
         """A large file as a local one. Raises as `read` does."""

@@ -26,7 +26,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.embed.windows import HostBatch, distinct_texts, flat_batches, row_batches, row_shapes
-from pipeline.model.encoder import TextEncoder
+from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
@@ -128,7 +128,7 @@ class CpuEngine:
     As many as PyTorch would use (OMP_NUM_THREADS); vectors do not depend on it.
     """
 
-    def __init__(self, encoder: TextEncoder, backend: Backend, config: EmbedConfig) -> None:
+    def __init__(self, encoder: BertEncoder, backend: Backend, config: EmbedConfig) -> None:
         self._tokens = config.batch_tokens(backend.default_tokens)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=packs_weights(dtype))
@@ -160,7 +160,7 @@ class CpuEngine:
 
 def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> Engine:
     """The engine of a device. Takes the encoder over. Raises ConfigError when what compiles for it is not there."""
-    if backend.shares_host_memory and not backend.is_lazy:
+    if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
     if backend.can_compile and config.compiled and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The encoder on a CPU, without padding: the tokens of many texts back to back, attention among texts of one length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.encoder import EncoderLayer, TextEncoder
+from pipeline.model.config import Pooling
+from pipeline.model.encoder import BertEncoder, EncoderLayer
 from pipeline.model.ops import LayerNorm
 
 # Matrix products on a CPU with weights laid out for oneDNN, and what follows them in the same kernel.
@@ -77,19 +78,26 @@ def runs_of(lengths: Sequence[int]) -> list[Run]:
     return runs
 
 
+_POOLS: Mapping[Pooling, Callable[[Tensor], Tensor]] = {  # [texts, tokens, D] to [texts, D]
+    "mean": lambda states: states.mean(1),
+    "cls": lambda states: states[:, 0],
+    "last": lambda states: states[:, -1],
+}
+
+
 class FlatEncoder:
-    """Vectors of texts, the same as those of a TextEncoder.
+    """Vectors of texts, the same as those of a BertEncoder.
 
     Args:
         dtype: of matrix products and attention; everything between them is fp32.
         tokens: about so many will come at a time.
     """
 
-    def __init__(self, encoder: TextEncoder, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
+    def __init__(self, encoder: BertEncoder, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
         self._words = encoder.word_embeddings.weight.detach()
         self._places = (encoder.position_embeddings.weight + encoder.type_embeddings.weight[0]).detach()
         self._norm = encoder.embedding_norm
-        self._first_state = encoder.pooling == "cls"
+        self._pool = _POOLS[encoder.pooling]
         layers = cast(Sequence[EncoderLayer], encoder.layers)
         self._layers = [_FlatLayer(layer, dtype, tokens, packed=packed) for layer in layers]
         self.dim = self._words.shape[1]
@@ -104,8 +112,7 @@ class FlatEncoder:
         hidden = _normed(self._norm, hidden)
         for layer in self._layers:
             hidden = layer(hidden, runs)
-        pooled = [part[:, 0] if self._first_state else part.mean(1) for part, _ in _parts(hidden, runs)]
-        return torch.cat(pooled)
+        return torch.cat([self._pool(part) for part, _ in _parts(hidden, runs)])
 
 
 class _FlatLayer:

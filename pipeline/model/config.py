@@ -8,6 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.core.errors import ConfigError
 
+Architecture = Literal["bert", "mpnet", "modernbert"]
+Pooling = Literal["mean", "cls", "last"]
+_OF_MODERNBERT = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
+ENCODER_FIELDS = frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _OF_MODERNBERT
+"""What decides the encoder, beside its sizes."""
 LOWEST_TEMPERATURE = 0.01
 """Of a temperature that is learnt."""
 
@@ -33,12 +38,15 @@ PRESETS: dict[str, EncoderSize] = {
 
 
 class ModelConfig(BaseModel):
-    """A text encoder shared by query and product, interactions over both embeddings, and two heads."""
+    """A text encoder shared by query and product, interactions over both embeddings, and a relevance head."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["tiny", "small", "base", "large"] = Field(
         "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
+    )
+    architecture: Architecture = Field(
+        "bert", description="Encoder: bert (also RoBERTa, XLM-R, CamemBERT), mpnet or modernbert; docs/encoders.md"
     )
     hidden_size: int | None = Field(None, ge=8, description="Encoder width D (default: preset)")
     num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
@@ -47,7 +55,17 @@ class ModelConfig(BaseModel):
     max_positions: int = Field(512, ge=8, le=8192, description="Position embeddings; the longest bucket must fit")
     layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
-    pooling: Literal["mean", "cls"] = Field("mean", description="Text embedding from token states")
+    pooling: Pooling = Field("mean", description="Text embedding from token states: their mean, the first or the last")
+    global_attention_every: int = Field(
+        3,
+        ge=1,
+        description="Of modernbert: layers of which the first sees the whole text, the others their surroundings",
+    )
+    local_attention: int = Field(
+        128, ge=2, description="Of modernbert: tokens that the other layers see, half of them to either side"
+    )
+    global_rope_theta: float = Field(160_000.0, gt=1, description="Of modernbert: base of rotary angles, whole text")
+    local_rope_theta: float = Field(10_000.0, gt=1, description="Of modernbert: base of rotary angles, surroundings")
     interactions: Literal["explicit", "implicit", "both"] = Field(
         "both", description="explicit: product, difference, DCN-v2 cross; implicit: deep MLP"
     )
@@ -61,8 +79,19 @@ class ModelConfig(BaseModel):
     )
     categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
     init_from: str | None = Field(
-        None, description="URI of a Hugging Face BERT/MiniLM folder to start the encoder from"
+        None, description="URI of a Hugging Face folder to start the encoder from, of the architecture above"
     )
+
+    def used_fields(self) -> dict[str, Any]:
+        """Fields that say something about this architecture, for JSON.
+
+        BERT has none of those that came with others, so that identities of runs and names of graphs stay what they were
+        before there were others.
+        """
+        unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
+        if self.architecture == "bert":
+            unused.add("architecture")
+        return self.model_dump(mode="json", exclude=unused)
 
     @property
     def encoder(self) -> EncoderSize:
@@ -202,6 +231,8 @@ class InputSpec(BaseModel):
 def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
     """Raises ConfigError naming the first field in which two models differ in shape."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
+    if found.architecture != "modernbert":
+        ignored |= _OF_MODERNBERT
     theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump()}
     wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump()}
     for name, value in wanted.items():

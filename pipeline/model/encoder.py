@@ -1,10 +1,11 @@
-"""A BERT encoder for static shapes: no data-dependent branch, no host sync.
+"""Text encoders for static shapes: no data-dependent branch, no host sync.
 
-The arithmetic is Hugging Face BERT's (post layer norm, erf GELU, learned positions); query, key and value are one
-matrix.
+Here are BERT (post layer norm, erf GELU, learned positions) and MPNet, which adds a bias by the distance of two tokens;
+ModernBERT is in model/modernbert.py. Query, key and value are one matrix. The arithmetic is that of transformers.
 Weights go from and to Hugging Face names in model/hf.py.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -52,21 +53,18 @@ class EncoderLayer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Token ids to one embedding a text."""
+    """Token ids to one embedding a text. The architectures say what happens between (`states`)."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
+    layers: nn.ModuleList
+    word_embeddings: nn.Embedding
+
+    def __init__(self, config: ModelConfig, pad_id: int) -> None:
         super().__init__()
-        width = config.encoder.hidden_size
         self.pad_id = pad_id
         self.pooling = config.pooling
         self.dropout = config.dropout
-        self.word_embeddings = nn.Embedding(vocab_size, width)
-        self.position_embeddings = nn.Embedding(config.max_positions, width)
-        self.type_embeddings = nn.Embedding(2, width)
-        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_eps)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
         self.run_layer: Callable[..., Tensor] | None = None
-        """(layer, hidden, score_bias) -> hidden, in place of a call of the layer."""
+        """(layer, hidden, score_bias, ...) -> hidden, in place of a call of the layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int [B, T], padded with `pad_id` -> embeddings [B, D], not normalised."""
@@ -74,9 +72,7 @@ class TextEncoder(nn.Module):
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """tokens int [B, T] -> states of the last layer [B, T, D]."""
-        return self._states(
-            tokens, self.position_embeddings.weight[: tokens.shape[1]], (tokens == self.pad_id)[:, None]
-        )
+        return self.states(tokens, None, (tokens == self.pad_id)[:, None])
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
         """Rows of up to `texts` texts -> embeddings fp32 [R, texts, D], zeros where there is no text.
@@ -85,41 +81,136 @@ class TextEncoder(nn.Module):
         not see each other: attention is masked between them, positions start anew, pooling is per text.
         """
         apart = segments[:, :, None] != segments[:, None, :]
-        hidden = self._states(tokens, self.position_embeddings(positions), apart)
+        hidden = self.states(tokens, positions, apart)
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
         members = segments[:, None, :] == numbers[:, None]  # [R, texts, T]
         if self.pooling == "cls":
             members = members & (positions == 0)[:, None, :]
+        elif self.pooling == "last":
+            members = members & _is_last(segments)[:, None, :]
         weights = members.float()
         with torch.autocast(hidden.device.type, enabled=False):
             sums = torch.matmul(weights, hidden.float())
         return sums / weights.sum(-1, keepdim=True).clamp(min=1.0)
 
-    def _states(self, tokens: Tensor, positions: Tensor, masked: Tensor) -> Tensor:
-        """tokens int [B, T], positions' embeddings [T, D] or [B, T, D], masked bool [B, 1 or T, T] -> [B, T, D]."""
-        fixed = positions + self.type_embeddings.weight[0]
-        hidden: Tensor = self.embedding_norm(self.word_embeddings(tokens) + fixed)
-        if self.dropout:
-            hidden = F.dropout(hidden, self.dropout, self.training)
-        score_bias = (masked.to(hidden.dtype) * _MASKED)[:, None]
-        run = self.run_layer
-        for layer in self.layers:
-            hidden = layer(hidden, score_bias) if run is None else run(layer, hidden, score_bias)
-        return hidden
+    def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
+        """Tokens int [B, T] to states of the last layer [B, T, D].
+
+        `positions` in the text, int [B, T] (None: from 0 on in every row); `masked` bool [B, 1 or T, T]: is not seen.
+        """
+        raise NotImplementedError
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States [B, T, D] to [B, D]: the mean over real tokens, or the first state."""
+        """States [B, T, D] to [B, D]: the mean over real tokens, the first or the last of their states."""
         if self.pooling == "cls":
             return hidden[:, 0]
-        real = (tokens != self.pad_id).to(hidden.dtype).unsqueeze(-1)
-        return (hidden * real).sum(1) / real.sum(1).clamp(min=1.0)
+        is_real = tokens != self.pad_id
+        chosen = _is_last(is_real) if self.pooling == "last" else is_real
+        weights = chosen.to(hidden.dtype).unsqueeze(-1)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
+
+    def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
+        """One layer, or what stands in for it."""
+        found: Tensor = layer(*inputs) if self.run_layer is None else self.run_layer(layer, *inputs)
+        return found
+
+    def drop(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+
+
+class BertEncoder(TextEncoder):
+    """BERT (Devlin et al. 2019), with one token type in use."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
+        super().__init__(config, pad_id)
+        width = config.encoder.hidden_size
+        self.word_embeddings = nn.Embedding(vocab_size, width)
+        self.position_embeddings = nn.Embedding(config.max_positions, width)
+        self.type_embeddings = nn.Embedding(2, width)
+        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
+
+    def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
+        """As TextEncoder.states."""
+        fixed = _looked_up(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
+        hidden = self.drop(self.embedding_norm(self.word_embeddings(tokens) + fixed))
+        score_bias = hidden_scores(masked, hidden)
+        for layer in self.layers:
+            hidden = self.run(layer, hidden, score_bias)
+        return hidden
+
+
+_BUCKETS, _FARTHEST = 32, 128  # of relative positions, as in every MPNet: the numbers are in its code, not its settings
+
+
+class MPNetEncoder(TextEncoder):
+    """MPNet (Song et al. 2020): BERT without token types, with a bias by distance that all layers share."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
+        super().__init__(config, pad_id)
+        width = config.encoder.hidden_size
+        self.word_embeddings = nn.Embedding(vocab_size, width)
+        self.position_embeddings = nn.Embedding(config.max_positions, width)
+        self.relative_bias = nn.Embedding(_BUCKETS, config.encoder.num_heads)
+        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
+
+    def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
+        """As TextEncoder.states. Texts of a row lie in one piece, so distances in the row are those in the text."""
+        places = _looked_up(self.position_embeddings, positions, tokens.shape[1])
+        hidden = self.drop(self.embedding_norm(self.word_embeddings(tokens) + places))
+        # A product with rows of one 1 each, not a look-up: its gradient is a product too, and no scatter.
+        buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
+        chosen = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
+        weight = self.relative_bias.weight
+        by_distance = torch.matmul(chosen.to(weight.dtype), weight).permute(2, 0, 1)  # [H, T, T]
+        score_bias = hidden_scores(masked, hidden) + by_distance.to(hidden.dtype)
+        for layer in self.layers:
+            hidden = self.run(layer, hidden, score_bias)
+        return hidden
+
+
+def _distance_buckets(tokens: int, device: torch.device) -> Tensor:
+    """int32 [T, T], of T5's form in both directions: distances to 7 one by one, then by their logarithm to 128.
+
+    Source: modeling_mpnet.py of transformers (relative_position_bucket). The borders are found here in the same
+    arithmetic, so that a graph has comparisons of whole numbers alone.
+    """
+    half, exact = _BUCKETS // 2, _BUCKETS // 4
+    far = torch.arange(exact, _FARTHEST, dtype=torch.float32)
+    steps = (torch.log(far / exact) / math.log(_FARTHEST / exact) * (half - exact)).long().tolist()
+    borders = [*range(1, exact + 1), *(exact + steps.index(step) for step in range(1, half - exact))]
+    numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+    ahead = numbers[None, :] - numbers[:, None]  # of the key, from the query
+    distance = ahead.abs()
+    found = (ahead > 0).to(torch.int32) * half
+    for border in borders:
+        found = found + (distance >= border).to(torch.int32)
+    return found
+
+
+def _looked_up(table: nn.Embedding, positions: Tensor | None, tokens: int) -> Tensor:
+    """[T, D], or [B, T, D] of positions that are given."""
+    found: Tensor = table.weight[:tokens] if positions is None else table(positions)
+    return found
+
+
+def _is_last(segments: Tensor) -> Tensor:
+    """bool [B, T]: a token (not 0) of another segment than the one behind it, or of the row's end."""
+    following = torch.cat([segments[:, 1:], torch.zeros_like(segments[:, :1])], dim=1)
+    return (segments != following) & (segments != 0)
+
+
+def hidden_scores(masked: Tensor, hidden: Tensor) -> Tensor:
+    """bool [B, 1 or T, T] -> what is added to attention scores, [B, 1, 1 or T, T] in the type of `hidden`."""
+    return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
 def initialise(encoder: TextEncoder, generator: torch.Generator) -> None:
-    """BERT's initial weights: normal with std 0.02, zero biases, drawn on CPU."""
+    """Normal with std 0.02 and zero biases, as BERT begins; drawn on CPU."""
     with torch.no_grad():
         for child in encoder.modules():
             if isinstance(child, nn.Linear | nn.Embedding):
                 child.weight.normal_(0.0, 0.02, generator=generator)
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child.bias is not None:
                 child.bias.zero_()

@@ -1,21 +1,21 @@
-"""Encoders that compute what BERT computes, under other names: RoBERTa, XLM-R, CamemBERT.
+"""Families of encoders, by the model_type of their config.json, and those that compute what BERT computes.
 
-They differ from BERT in three tables. Positions begin at `pad_token_id + 1` (rows before that belong to padding), there
-is one token type, and tensors may begin with another word. So such a model is BERT with its first rows of positions cut
-off, to the last bit, and everything here knows one encoder. Checkpoints have the names of BERT; an export may have
-those of the family again.
+RoBERTa, XLM-R and CamemBERT differ from BERT in three tables. Positions begin at `pad_token_id + 1` (rows before that
+belong to padding), there is one token type, and tensors may begin with another word. So such a model is BERT with its
+first rows of positions cut off, to the last bit, and everything here knows one encoder. Checkpoints have the names of
+BERT; an export may have those of the family again. MPNet and ModernBERT are encoders of their own.
 
 Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError
+from pipeline.model.config import Architecture
 
 POSITIONS = "embeddings.position_embeddings.weight"
 TYPES = "embeddings.token_type_embeddings.weight"
@@ -30,9 +30,17 @@ class Family:
     """In config.json."""
     prefix: str
     """What names of the encoder may begin with."""
-    architecture: str
+    class_name: str
+    """In transformers."""
+    architecture: Architecture
+    """Which encoder here computes it."""
     has_offset: bool
     """Positions begin behind the number of the padding token."""
+
+    @property
+    def is_bert_with_offset(self) -> bool:
+        """Its tables are cut or filled up on the way to the names of BERT."""
+        return self.has_offset and self.architecture == "bert"
 
     def offset(self, pad_id: int) -> int:
         """Rows of positions before that of a text's first token."""
@@ -42,21 +50,25 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        Family("bert", "bert.", "BertModel", has_offset=False),
-        Family("roberta", "roberta.", "RobertaModel", has_offset=True),
-        Family("xlm-roberta", "roberta.", "XLMRobertaModel", has_offset=True),
-        Family("camembert", "roberta.", "CamembertModel", has_offset=True),
+        Family("bert", "bert.", "BertModel", "bert", has_offset=False),
+        Family("roberta", "roberta.", "RobertaModel", "bert", has_offset=True),
+        Family("xlm-roberta", "roberta.", "XLMRobertaModel", "bert", has_offset=True),
+        Family("camembert", "roberta.", "CamembertModel", "bert", has_offset=True),
+        Family("mpnet", "mpnet.", "MPNetModel", "mpnet", has_offset=True),
+        Family("modernbert", "model.", "ModernBertModel", "modernbert", has_offset=False),
     )
 }
 
 
 def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
-    """Weights of a family as those of the BERT that computes the same, without prefix; task heads are left out.
+    """Weights of a family of BERT as those of the BERT that computes the same, without prefix or heads of tasks.
+
+    Those of another architecture as they are.
 
     Raises CheckpointError for tables that are none of it.
     """
     family = FAMILIES[model_type]
-    if not family.has_offset:
+    if not family.is_bert_with_offset:
         return dict(weights)
     found = {
         name.removeprefix(family.prefix): tensor
@@ -82,18 +94,8 @@ def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, sour
 def from_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int) -> dict[str, Tensor]:
     """The other way: weights of a BERT, without prefix, as those of a family."""
     family, result = FAMILIES[model_type], dict(weights)
-    if family.has_offset:
+    if family.is_bert_with_offset:
         table = result[POSITIONS]
         result[POSITIONS] = torch.cat([table.new_zeros(family.offset(pad_id), table.shape[1]), table])
         result[TYPES] = result[TYPES][:1].contiguous()
     return result
-
-
-def family_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """config.json of a BERT as that of a family."""
-    family, found = FAMILIES[model_type], dict(config)
-    found |= {"model_type": model_type, "architectures": [family.architecture]}
-    if family.has_offset:
-        found["max_position_embeddings"] += family.offset(found["pad_token_id"])
-        found["type_vocab_size"] = 1
-    return found

@@ -1,10 +1,10 @@
-"""Weights under Hugging Face BERT names, so that `transformers` and every backend read the same file.
+"""Weights under the Hugging Face names of their architecture, so that `transformers` and every backend read one file.
 
-Encoder tensors carry the prefix `bert.`; interactions and head keep their own names.
+Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,57 +12,126 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.families import FAMILIES, as_bert
+from pipeline.model.families import as_bert
+from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
 
-PREFIX = "bert."
-ENCODER_PARTS = ("embeddings.", "encoder.")
-"""How names of the encoder begin where they have no prefix, as `transformers.BertModel` has them."""
+_POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
 """How the names of everything else begin."""
 _OF_TRAINING = ("temperature.",)
 """How names begin that only a training run has a use for."""
-_OPTIONAL = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids", *_OF_TRAINING)
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 _EMBEDDINGS = {
     "word_embeddings.weight": "embeddings.word_embeddings.weight",
     "position_embeddings.weight": "embeddings.position_embeddings.weight",
-    "type_embeddings.weight": "embeddings.token_type_embeddings.weight",
     "embedding_norm.weight": "embeddings.LayerNorm.weight",
     "embedding_norm.bias": "embeddings.LayerNorm.bias",
 }
-_LAYER = {
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
+_FEED_FORWARD = {
     "intermediate": "intermediate.dense",
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
 
 
+@dataclass(frozen=True)
+class _Names:
+    """Hugging Face names of an architecture."""
+
+    prefix: str
+    layers: str
+    """What stands before the number of a layer."""
+    single: Mapping[str, str]
+    """Tensors that are in no layer."""
+    parts: Mapping[str, str]
+    """Modules of a layer."""
+    qkv: tuple[str, ...]
+    """Of query, key and value; one where they are one matrix there too."""
+    ignored: tuple[str, ...]
+    """How names begin of what is no part of the encoder: pooler, heads of tasks."""
+    offset: int = 0
+    """Rows of the table of positions before that of the first token."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """How names of the encoder begin where they have no prefix."""
+        return (*sorted({name.partition(".")[0] + "." for name in self.single.values()}), self.layers)
+
+
+_NAMES: Mapping[str, _Names] = {
+    "bert": _Names(
+        "bert.",
+        "encoder.layer.",
+        _EMBEDDINGS | {"type_embeddings.weight": "embeddings.token_type_embeddings.weight"},
+        _FEED_FORWARD | {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"},
+        ("attention.self.query", "attention.self.key", "attention.self.value"),
+        ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+    ),
+    "mpnet": _Names(
+        "mpnet.",
+        "encoder.layer.",
+        _EMBEDDINGS | {"relative_bias.weight": "encoder.relative_attention_bias.weight"},
+        _FEED_FORWARD | {"attention_output": "attention.attn.o", "attention_norm": "attention.LayerNorm"},
+        ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        ("pooler.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+        offset=MPNET_PAD + 1,
+    ),
+    "modernbert": _Names(
+        "model.",
+        "layers.",
+        {
+            "word_embeddings.weight": "embeddings.tok_embeddings.weight",
+            "embedding_norm.weight": "embeddings.norm.weight",
+            "final_norm.weight": "final_norm.weight",
+        },
+        {
+            "attention_norm": "attn_norm",
+            "attention_output": "attn.Wo",
+            "feed_forward_norm": "mlp_norm",
+            "gated": "mlp.Wi",
+            "output": "mlp.Wo",
+        },
+        ("attn.Wqkv",),
+        ("head.", "decoder.", "classifier."),
+    ),
+}
+PREFIXES = tuple(names.prefix for names in _NAMES.values())
+
+
+def _names_of(state: Iterable[str]) -> _Names:
+    """Of the architecture whose encoder has tensors of these names of ours."""
+    found = set(state)
+    if "encoder.final_norm.weight" in found:
+        return _NAMES["modernbert"]
+    return _NAMES["mpnet" if "encoder.relative_bias.weight" in found else "bert"]
+
+
 def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict to Hugging Face names; the joint query-key-value matrix is cut in three."""
+    """Our state dict to Hugging Face names; the joint query-key-value matrix is cut where they are three."""
+    names = _names_of(state)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if not name.startswith("encoder."):
-            result[name] = tensor
-        elif ".qkv." in name:
-            layer, kind = name.removeprefix("encoder.layers.").split(".qkv.")
-            for part, piece in zip(("query", "key", "value"), tensor.chunk(3, dim=0), strict=True):
-                result[f"{PREFIX}encoder.layer.{layer}.attention.self.{part}.{kind}"] = piece
-        else:
-            result[_hf_name(name.removeprefix("encoder."))] = tensor
+        if name == _POSITIONS and names.offset:
+            tensor = torch.cat([tensor.new_zeros(names.offset, tensor.shape[1]), tensor])
+        theirs = _hf_names(name, names)
+        result |= zip(theirs, tensor.chunk(len(theirs), dim=0), strict=True)
     return result
 
 
-def _hf_name(name: str) -> str:
-    if name in _EMBEDDINGS:
-        return PREFIX + _EMBEDDINGS[name]
-    _, layer, part, kind = name.split(".")
-    return f"{PREFIX}encoder.layer.{layer}.{_LAYER[part]}.{kind}"
+def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
+    """Those that hold a tensor of ours, one after the other."""
+    if not name.startswith("encoder."):
+        return (name,)
+    own = name.removeprefix("encoder.")
+    if own in names.single:
+        return (names.prefix + names.single[own],)
+    _, layer, part, kind = own.split(".")
+    modules = names.qkv if part == "qkv" else (names.parts[part],)
+    return tuple(f"{names.prefix}{names.layers}{layer}.{module}.{kind}" for module in modules)
 
 
 def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
@@ -83,56 +152,52 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
                 expected=f"shape {list(tensor.shape)}, from the model settings",
                 next_command="use the model settings of the checkpoint (its state.json), or --train.start scratch",
             )
+    names = _names_of(template)
     for name in template:
-        if ".qkv." in name:
-            layer, kind = name.removeprefix("encoder.layers.").split(".qkv.")
-            parts = [
-                weights[f"{PREFIX}encoder.layer.{layer}.attention.self.{part}.{kind}"]
-                for part in ("query", "key", "value")
-            ]
-            result[name] = torch.cat(parts, dim=0)
-        else:
-            hf_name = _hf_name(name.removeprefix("encoder.")) if name.startswith("encoder.") else name
-            result[name] = weights[hf_name]
+        parts = [weights[theirs] for theirs in _hf_names(name, names)]
+        found = torch.cat(parts, dim=0) if len(parts) > 1 else parts[0]
+        result[name] = found[names.offset :] if name == _POSITIONS else found
     return result
 
 
 def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """The encoder's part of a foreign BERT/MiniLM checkpoint (with or without the `bert.` prefix), in our names.
+    """The encoder's part of a foreign checkpoint (with or without a prefix), in our names.
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
     """
+    names = _names_of(template)
 
     def modern(name: str) -> str:
         for old, new in _OLD_NORM.items():  # layer norms of checkpoints converted from TensorFlow
             name = name.replace(old, new)
-        return PREFIX + name.removeprefix(PREFIX)
+        return names.prefix + name.removeprefix(names.prefix)
 
     prefixed = _renamed(weights, modern, source)
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
-    known = _expected(encoder).keys()
-    unknown = sorted(n for n in prefixed.keys() - known if not n.removeprefix(PREFIX).startswith(_OPTIONAL))
+    known = _expected(encoder)
+    ignored = (*names.ignored, *_OF_TRAINING)
+    unknown = sorted(n for n in prefixed.keys() - known.keys() if not n.removeprefix(names.prefix).startswith(ignored))
     if unknown:
         raise CheckpointError(
             f"{source}: {unknown[0]} has no place in this model",
-            expected="a BERT encoder of as many layers as the model settings",
-            next_command="--model.preset or --model.num-layers as in its config.json",
+            expected="an encoder of the architecture and of as many layers as the model settings",
+            next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json",
         )
-    positions = PREFIX + "embeddings.position_embeddings.weight"
-    rows = encoder["encoder.position_embeddings.weight"].shape[0]
+    positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
     if positions in prefixed:
-        prefixed[positions] = prefixed[positions][:rows]
+        prefixed[positions] = prefixed[positions][: known[positions].shape[0]]
     return from_hf(prefixed, encoder, source=source)
 
 
 def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """A whole model in our names: every tensor of `template` and no other. The encoder may lack the `bert.` prefix.
+    """A whole model in our names: every tensor of `template` and no other. The encoder may lack its prefix.
 
     A temperature that was learnt is left out.
 
     Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
     """
-    named = _renamed(weights, lambda name: PREFIX + name if name.startswith(ENCODER_PARTS) else name, source)
+    names = _names_of(template)
+    named = _renamed(weights, lambda name: names.prefix + name if name.startswith(names.begins) else name, source)
     unknown = sorted(n for n in named.keys() - _expected(template).keys() if not n.startswith(_OF_TRAINING))
     if unknown:
         raise CheckpointError(
@@ -162,37 +227,14 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
     return result
 
 
-def hf_config(config: ModelConfig, spec: InputSpec) -> str:
-    """config.json that lets `transformers.BertModel.from_pretrained` open a checkpoint folder."""
-    size = config.encoder
-    return json.dumps(
-        {
-            "architectures": ["BertModel"],
-            "model_type": "bert",
-            "hidden_size": size.hidden_size,
-            "num_hidden_layers": size.num_layers,
-            "num_attention_heads": size.num_heads,
-            "intermediate_size": size.intermediate_size,
-            "hidden_act": "gelu",
-            "layer_norm_eps": config.layer_norm_eps,
-            "max_position_embeddings": config.max_positions,
-            "type_vocab_size": 2,
-            "vocab_size": spec.vocab_size,
-            "pad_token_id": spec.pad_id,
-            "hidden_dropout_prob": config.dropout,
-            "attention_probs_dropout_prob": 0.0,
-        },
-        indent=1,
-    )
-
-
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
 
 def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path) -> RelevanceModel:
     """A model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors.
 
-    Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here.
+    Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here, or is
+    not that of the settings.
     """
     model = build_model(config, spec, seed)
     if config.init_from is None:
@@ -208,27 +250,20 @@ def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{source}: {error}",
-            expected="the safetensors weights of a BERT encoder",
+            expected="the safetensors weights of an encoder",
             next_command="--model.init-from FOLDER",
         ) from error
-    weights = as_bert(weights, _model_type(storage), spec.pad_id, source=source)
+    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
     state = model.state_dict()
     model.load_state_dict(state | encoder_from_hf(weights, state, source=source))
     return model
 
 
-def _model_type(storage: Storage) -> str:
-    """Of the folder's config.json; bert where there is none."""
+def _checked_type(storage: Storage, config: ModelConfig) -> str:
+    """model_type of the folder's config.json, which must be of this model; of the settings where there is none."""
     try:
-        found = json.loads(storage.read_bytes("config.json")).get("model_type", "bert")
+        found = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
     except KeyNotFound:
-        return "bert"
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{storage.uri('config.json')}: {error}", expected="a Hugging Face config.json") from error
-    if found not in FAMILIES:
-        raise ConfigError(
-            f"{storage.uri('config.json')}: architecture {found}",
-            expected=f"model_type {', '.join(FAMILIES)}",
-            next_command="--model.init-from FOLDER of a model of those families",
-        )
-    return str(found)
+        return config.architecture
+    found.check(config, source=storage.uri(CONFIG))
+    return found.model_type

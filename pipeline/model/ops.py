@@ -24,7 +24,7 @@ class Linear(nn.Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         """[..., K] -> [..., M]."""
-        if not self.sums_by_matmul:
+        if not self.sums_by_matmul or self.bias is None:  # then there is no sum
             return F.linear(values, self.weight, self.bias)
         flat: Tensor = _Linear.apply(values.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return flat.view(*values.shape[:-1], self.out_features)
@@ -116,22 +116,24 @@ class _LayerNorm(torch.autograd.Function):
     """Ba, Kiros and Hinton 2016; the gradient is (g w - mean(g w) - x^ mean(g w x^)) / std over each row."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         width = values.shape[1]
         mean_of = torch.full((width, 1), 1.0 / width, dtype=values.dtype, device=values.device)
         centred = values - values @ mean_of
         inverse = torch.rsqrt((centred * centred) @ mean_of + eps)
         normal = centred * inverse
         ctx.save_for_backward(normal, inverse, weight)
-        return normal * weight + bias
+        ctx.is_shifted = bias is not None
+        return normal * weight if bias is None else normal * weight + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         normal, inverse, weight = ctx.saved_tensors
         along = grad * normal
         weighted_mean = (weight / weight.shape[0]).reshape(-1, 1)
         shift, slope = grad @ weighted_mean, along @ weighted_mean
-        return (grad * weight - shift - normal * slope) * inverse, _column_sums(along), _column_sums(grad), None
+        shifts = _column_sums(grad) if ctx.is_shifted else None
+        return (grad * weight - shift - normal * slope) * inverse, _column_sums(along), shifts, None
 
 
 class _Gelu(torch.autograd.Function):

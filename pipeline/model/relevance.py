@@ -1,15 +1,24 @@
 """The whole model: encoder, interactions, relevance head."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.core.errors import ConfigError
 from pipeline.model import encoder, interactions
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import TextEncoder
+from pipeline.model.encoder import BertEncoder, MPNetEncoder, TextEncoder
+from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.interactions import Interactions
+from pipeline.model.modernbert import ModernBertEncoder
+
+_ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
+    "bert": BertEncoder,
+    "mpnet": MPNetEncoder,
+    "modernbert": ModernBertEncoder,
+}
 
 
 class RelevanceInputs(NamedTuple):
@@ -57,7 +66,7 @@ class RelevanceModel(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
-        self.encoder = TextEncoder(config, spec.vocab_size, spec.pad_id)
+        self.encoder = _ENCODERS[config.architecture](config, spec.vocab_size, spec.pad_id)
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
@@ -98,7 +107,16 @@ def _scale_gradient(values: Tensor, scale: float) -> Tensor:
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:
-    """A freshly initialised model on CPU, the same for the same seed and so on every rank."""
+    """A freshly initialised model on CPU, the same for the same seed and so on every rank.
+
+    Raises ConfigError for an architecture that needs another tokenizer.
+    """
+    if config.architecture == "mpnet" and spec.pad_id != MPNET_PAD:
+        raise ConfigError(
+            f"model.architecture mpnet with the tokenizer's pad_id {spec.pad_id}",
+            expected=f"{MPNET_PAD}, from which an MPNet counts positions",
+            next_command="--data.tokenizer.path FILE, the tokenizer.json of an MPNet, or another --model.architecture",
+        )
     model = RelevanceModel(config, spec)
     generator = torch.Generator().manual_seed(seed)
     encoder.initialise(model.encoder, generator)

@@ -168,7 +168,7 @@ def identity_parts(
     `parent` and `negatives` are manifest digests, or empty.
     """
     parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=_NOT_IDENTITY).items()}
-    parts |= {f"model.{name}": value for name, value in model.model_dump(mode="json").items()}
+    parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
     parts |= {
         "inputs": inputs.model_dump(mode="json"),
         "data.new": [p.fingerprint for p in selection.new],

@@ -24,7 +24,7 @@ from pipeline.core.footprint import (
 )
 from pipeline.core.machines import GIB, MACHINES
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import TextEncoder
+from pipeline.model.encoder import BertEncoder
 from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.recompute import recompute_units
 
@@ -41,8 +41,8 @@ def written_out() -> AbstractContextManager[None]:
     return context
 
 
-def encoder() -> TextEncoder:
-    return TextEncoder(ModelConfig(preset="tiny", max_positions=64), vocab_size=40, pad_id=0)
+def encoder() -> BertEncoder:
+    return BertEncoder(ModelConfig(preset="tiny", max_positions=64), vocab_size=40, pad_id=0)
 
 
 def test_parameters_are_those_of_the_encoder() -> None:

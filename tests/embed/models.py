@@ -14,7 +14,7 @@ from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import CpuEngine, Embedder, Engine, RowEngine, open_engine
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import TextEncoder
+from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.relevance import build_model
 
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=80)
@@ -23,10 +23,11 @@ CLS, SEP = 1, 2
 CONFIG = EmbedConfig(buckets=(24, 80), tokens_per_batch=160)
 
 
-def encoder(pooling: str = "mean") -> TextEncoder:
+def encoder(pooling: str = "mean") -> BertEncoder:
     """The same weights every time. Larger than BERT's at the start: neighbours that leak would be seen."""
     model = MODEL.model_copy(update={"pooling": pooling})
     made = build_model(model, SPEC, 3).encoder.eval().requires_grad_(False)
+    assert isinstance(made, BertEncoder)
     for parameter in made.parameters():
         parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
     return made
@@ -41,7 +42,7 @@ def texts(lengths: Sequence[int], seed: int = 0) -> Tokens:
 
 
 def one_by_one(made: TextEncoder, tokens: Tokens) -> Tensor:
-    """What TextEncoder says of each text alone [N, D]."""
+    """What it says of each text alone [N, D]."""
     parts = np.split(tokens.ids, tokens.offsets[1:-1])
     return torch.cat([made(torch.from_numpy(part)[None]) for part in parts])
 

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import TextEncoder
+from pipeline.model.encoder import BertEncoder
 from pipeline.model.hf import from_hf, initial_model, to_hf
 from pipeline.model.relevance import build_model
 
@@ -34,14 +34,14 @@ def test_a_folder_without_weights_is_a_checkpoint_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_padding_changes_nothing(pooling: str) -> None:
-    encoder = TextEncoder(CONFIG.model_copy(update={"pooling": pooling}), 50, pad_id=0)
+    encoder = BertEncoder(CONFIG.model_copy(update={"pooling": pooling}), 50, pad_id=0)
     short = encoder(TOKENS)
     longer = encoder(torch.cat([TOKENS, torch.zeros(3, 9, dtype=TOKENS.dtype)], dim=1))
     torch.testing.assert_close(short, longer, rtol=1e-5, atol=1e-6)
 
 
 def test_mean_pooling_is_over_real_tokens() -> None:
-    encoder = TextEncoder(CONFIG, 50, pad_id=0)
+    encoder = BertEncoder(CONFIG, 50, pad_id=0)
     states = encoder.hidden_states(TOKENS)
     torch.testing.assert_close(encoder(TOKENS)[0], states[0, :4].mean(0))
     assert torch.isfinite(encoder(torch.zeros(1, 5, dtype=torch.int64))).all()  # a text of padding only

@@ -1,52 +1,57 @@
-"""RoBERTa, XLM-R and CamemBERT are the encoder we have: same numbers as transformers, forwards and in training."""
+"""Every family of encoders gives the numbers of transformers: forwards, in training, packed into rows."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.backends import open_backend
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
-from pipeline.model.families import FAMILIES, as_bert, family_config, from_bert
-from pipeline.model.hf import hf_config, initial_model
+from pipeline.model.families import FAMILIES, as_bert, from_bert
+from pipeline.model.hf import from_hf, initial_model, to_hf
+from pipeline.model.hf_config import hf_config, read_config
+from pipeline.model.ops import choose_forms
+from pipeline.parallel.recompute import recomputed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.stage  # importing the models takes seconds
 OTHERS = [name for name in FAMILIES if name != "bert"]
-CONFIG = ModelConfig(
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    intermediate_size=64,
-    max_positions=24,
-    layer_norm_eps=1e-5,
-    mlp_sizes=(8,),
-)
+WITH_OFFSET = [name for name in OTHERS if FAMILIES[name].is_bert_with_offset]
+LONGEST = 200  # beyond the farthest distance of MPNet
 PAD = 1
 SPEC = InputSpec(vocab_size=50, pad_id=PAD, labels=("a", "b"), label_gains=(0.0, 1.0), numeric=("n",))
-SHAPES = ((3, 6), (1, 24), (5, 9))
+SHAPES = ((3, 6), (1, LONGEST), (5, 9))
+
+
+def config_of(model_type: str, **changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = {
+        "architecture": FAMILIES[model_type].architecture,
+        "hidden_size": 32,
+        "num_layers": 4,  # of ModernBERT two see everything
+        "num_heads": 4,
+        "intermediate_size": 64,
+        "max_positions": LONGEST,
+        "layer_norm_eps": 1e-5,
+        "mlp_sizes": (8,),
+        "local_attention": 8,
+        "global_rope_theta": 1000.0,
+    }
+    return ModelConfig(**fields | changes)
 
 
 def foreign(model_type: str) -> torch.nn.Module:
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=24 + PAD + 1,
-        type_vocab_size=1,
-        pad_token_id=PAD,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = config_of(model_type)
+    described = json.loads(hf_config(config, SPEC, model_type)) | {"embedding_dropout": 0.0, "mlp_dropout": 0.0}
+    made = transformers.AutoConfig.for_model(**described, attn_implementation="eager")
     torch.manual_seed(11)
-    model: torch.nn.Module = transformers.AutoModel.from_config(config, add_pooling_layer=False)
+    pooler = {} if model_type == "modernbert" else {"add_pooling_layer": False}
+    model: torch.nn.Module = transformers.AutoModel.from_config(made, **pooler)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -74,11 +79,16 @@ def theirs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return states
 
 
+def ours_of(model_type: str, folder: Path, scratch: Path, **changes: Any) -> TextEncoder:
+    config = config_of(model_type, init_from=str(folder), **changes)
+    return initial_model(config, SPEC, 1, scratch).encoder
+
+
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_hidden_states_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = foreign(model_type).eval()
     folder = folder_of(model, tmp_path / "model")
-    ours = initial_model(CONFIG.model_copy(update={"init_from": str(folder)}), SPEC, 1, tmp_path).encoder.eval()
+    ours = ours_of(model_type, folder, tmp_path).eval()
     with torch.no_grad():
         for seed, shape in enumerate(SHAPES):
             ids = texts(*shape, seed)
@@ -90,7 +100,7 @@ def test_hidden_states_are_those_of_transformers(model_type: str, tmp_path: Path
 def test_twenty_steps_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = foreign(model_type)
     folder = folder_of(model, tmp_path / "model")
-    ours = initial_model(CONFIG.model_copy(update={"init_from": str(folder)}), SPEC, 1, tmp_path).encoder
+    ours = ours_of(model_type, folder, tmp_path)
     losses = []
     for side in (ours, model):
         optimizer = torch.optim.AdamW(side.parameters(), lr=1e-3)
@@ -109,7 +119,45 @@ def test_twenty_steps_are_those_of_transformers(model_type: str, tmp_path: Path)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("architecture", ["bert", "mpnet", "modernbert"])
+def test_texts_of_a_row_are_as_alone(architecture: str, pooling: str, tmp_path: Path) -> None:
+    folder = folder_of(foreign(architecture), tmp_path / "model")
+    ours = ours_of(architecture, folder, tmp_path, pooling=pooling).eval()
+    lengths, generator = [4, 11, 2, 7], torch.Generator().manual_seed(5)
+    alone = [torch.randint(2, 50, (1, length), generator=generator, dtype=torch.int32) for length in lengths]
+    padding = torch.full((1, 5), PAD, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in [*lengths, 5]])[None]
+    segments = torch.cat(
+        [torch.full((n,), number, dtype=torch.int32) for n, number in zip([*lengths, 5], [1, 2, 3, 4, 0], strict=True)]
+    )
+    with torch.no_grad():
+        together = ours.rows(torch.cat([*alone, padding], dim=1), positions, segments[None], 5)[0]
+        expected = torch.cat([ours(text) for text in alone])
+        padded = torch.cat([ours(torch.cat([text, padding], dim=1)) for text in alone])
+    torch.testing.assert_close(together[:4], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded, expected, rtol=1e-5, atol=1e-5)
+    assert not together[4].any()
+
+
+@pytest.mark.parametrize("architecture", ["mpnet", "modernbert"])
+def test_forms_for_xla_and_recomputation_change_no_gradient(architecture: str, tmp_path: Path) -> None:
+    folder = folder_of(foreign(architecture), tmp_path / "model")
+    ids, found = texts(6, 10, 1), []
+    for traced, again in ((False, False), (True, False), (False, True)):
+        ours = ours_of(architecture, folder, tmp_path)
+        choose_forms(ours, traced=traced, sums_by_matmul=traced)
+        if again:
+            ours.run_layer = partial(recomputed, open_backend("cpu"))
+        ours(ids).sin().sum().backward()
+        found.append({name: parameter.grad for name, parameter in ours.named_parameters()})
+    for name, expected in found[0].items():
+        assert expected is not None and expected.any(), name
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("model_type", WITH_OFFSET)
 def test_there_and_back(model_type: str) -> None:
     """Of the rows of padding nothing is kept: no token of a text reads them."""
     weights = {name: tensor for name, tensor in foreign(model_type).state_dict().items() if "position_ids" not in name}
@@ -118,12 +166,101 @@ def test_there_and_back(model_type: str) -> None:
     for name, tensor in back.items():
         rows = slice(PAD + 1, None) if "position" in name else slice(None)
         assert torch.equal(tensor[rows], weights[name][rows])
-    described = family_config(json.loads(hf_config(CONFIG, SPEC)), model_type)
-    assert (described["model_type"], described["max_position_embeddings"], described["type_vocab_size"]) == (
-        model_type,
-        24 + PAD + 1,
-        1,
+
+
+@pytest.mark.parametrize("architecture", ["mpnet", "modernbert"])
+def test_checkpoints_have_the_names_of_the_architecture(architecture: str, tmp_path: Path) -> None:
+    """And transformers opens what they say of themselves."""
+    model = initial_model(config_of(architecture), SPEC, 3, tmp_path)
+    state = model.state_dict()
+    named = to_hf(state)
+    back = from_hf(named, state, source="x")
+    assert all(torch.equal(tensor, back[name]) for name, tensor in state.items())
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in named.items()}, folder / "model.safetensors", {"format": "pt"}
     )
+    (folder / "config.json").write_text(hf_config(config_of(architecture), SPEC))
+    other = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = texts(4, 9, 3)
+    with torch.no_grad():
+        found = model.encoder.eval().hidden_states(ids)
+        torch.testing.assert_close(found[ids != PAD], theirs(other, ids)[ids != PAD], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_what_a_folder_says_of_itself_is_read_back(model_type: str) -> None:
+    config = config_of(model_type)
+    found = read_config(hf_config(config, SPEC, model_type).encode(), "x")
+    assert found.model_type == model_type
+    found.check(config, source="x")
+    assert found.fields().items() <= config.model_dump().items()
+
+
+MODERN = {"model_type": "modernbert", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 5} | {
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "every"),
+    [
+        ({}, 3),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}, 2),
+        ({"layer_types": ["full_attention"] * 5}, 1),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 4]}, 5),
+        ({"global_attn_every_n_layers": 4}, 4),
+    ],
+)
+def test_both_forms_of_a_modernbert(changes: dict[str, Any], every: int) -> None:
+    found = read_config(json.dumps(MODERN | changes).encode(), "x").fields()
+    assert (found["global_attention_every"], found["global_rope_theta"]) == (every, 160_000.0)
+
+
+def test_rotary_bases_in_the_form_of_transformers_5() -> None:
+    ropes = {"full_attention": {"rope_theta": 5e4, "rope_type": "default"}}
+    found = read_config(json.dumps(MODERN | {"rope_parameters": ropes}).encode(), "x").fields()
+    assert (found["global_rope_theta"], found["local_rope_theta"]) == (5e4, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"layer_types": ["sliding_attention"] * 5}, "layer_types that do not recur"),
+        ({"norm_bias": True}, "norm_bias"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
+        ({"local_rope_theta": None}, "local_rope_theta"),
+    ],
+)
+def test_a_modernbert_that_is_not_computed(changes: dict[str, Any], seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        read_config(json.dumps(MODERN | changes).encode(), "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"architecture": "mpnet"}, "--model.architecture modernbert"),
+        ({"num_heads": 8}, "--model.num-heads 4"),
+        ({"layer_norm_eps": 1e-12}, "--model.layer-norm-eps 1e-05"),
+        ({"local_rope_theta": 500.0}, "--model.local-rope-theta 10000.0"),
+        ({"max_positions": 300}, "--model.max-positions 200"),
+    ],
+)
+def test_settings_that_would_compute_something_else(tmp_path: Path, changes: dict[str, Any], flag: str) -> None:
+    folder = folder_of(foreign("modernbert"), tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        ours_of("modernbert", folder, tmp_path, **changes)
+    assert str(folder / "config.json") in str(caught.value) and caught.value.next_command == flag
+
+
+def test_an_mpnet_needs_the_padding_token_of_mpnet() -> None:
+    with pytest.raises(ConfigError, match="pad_id 0"):
+        initial_model(config_of("mpnet"), SPEC.model_copy(update={"pad_id": 0}), 1, Path())
 
 
 def test_task_heads_and_prefixes(tmp_path: Path) -> None:
@@ -151,4 +288,4 @@ def test_an_architecture_that_is_not_computed(tmp_path: Path, content: str, seen
     folder = folder_of(foreign("roberta"), tmp_path / "model")
     (folder / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=seen):
-        initial_model(CONFIG.model_copy(update={"init_from": str(folder)}), SPEC, 1, tmp_path)
+        ours_of("roberta", folder, tmp_path)
