@@ -14,12 +14,14 @@ import torch
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert.exporting import ExportPlan, write_export
+from pipeline.convert.hugging_face import POOLINGS
 from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.programs import Shapes
 from pipeline.convert.record import Family, Format
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
+from pipeline.model.families import FAMILIES
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import build_model
@@ -103,7 +105,13 @@ def check_both_ways(peers: Peers, path: Path, tmp_path: Path) -> Checkpoint:
 
 @pytest.mark.parametrize(
     ("pooling", "max_tokens", "lowercase", "stored_lowercase"),
-    [("mean", 20, True, True), ("cls", 33, False, False), ("mean", 12, False, True), ("mean", 40, True, False)],
+    [
+        ("mean", 20, True, True),
+        ("cls", 33, False, False),
+        ("lasttoken", 33, True, True),
+        ("mean", 12, False, True),
+        ("mean", 40, True, False),
+    ],
 )
 def test_a_small_bert_of_theirs(
     peers: Peers, tmp_path: Path, pooling: str, max_tokens: int, lowercase: bool, stored_lowercase: bool
@@ -116,7 +124,7 @@ def test_a_small_bert_of_theirs(
     peers.make(path, pooling=pooling, max_tokens=max_tokens, lowercase=lowercase)
     (path / "tokenizer.json").write_bytes(stored)  # sentence-transformers has put its own in its place
     checkpoint = check_both_ways(peers, path, tmp_path)
-    assert (checkpoint.state.max_tokens, checkpoint.state.model.pooling) == (max_tokens, pooling)
+    assert (checkpoint.state.max_tokens, checkpoint.state.model.pooling) == (max_tokens, POOLINGS[pooling])
     cased, lower = vectors_of(checkpoint, [TEXTS[2], TEXTS[0]])
     assert np.allclose(cased, lower, atol=TOLERANCE) == lowercase
 
@@ -158,9 +166,9 @@ def bpe_tokenizer() -> bytes:
     return made.to_str().encode()
 
 
-@pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
-def test_a_roberta_of_theirs_and_back(peers: Peers, tmp_path: Path, family: Family) -> None:
-    """Imported, its vectors are theirs; exported in the names of its family, or of BERT, they are the same."""
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "mpnet", "modernbert"])
+def test_another_family_of_theirs_and_back(peers: Peers, tmp_path: Path, family: Family) -> None:
+    """Imported, its vectors are theirs; exported in its names, or of its architecture, they are the same."""
     path, data = tmp_path / "theirs", bpe_tokenizer()
     size = TextTokenizer(data).vocab_size
     path.mkdir()
@@ -171,10 +179,11 @@ def test_a_roberta_of_theirs_and_back(peers: Peers, tmp_path: Path, family: Fami
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=64,
-        max_position_embeddings=42,
-        type_vocab_size=1,
+        max_position_embeddings=42 if FAMILIES[family].has_offset else 40,
         pad_token_id=1,
         layer_norm_eps=1e-5,
+        **({"type_vocab_size": 1} if FAMILIES[family].is_bert_with_offset else {}),
+        **({"local_attention": 8, "embedding_dropout": 0.0} if family == "modernbert" else {}),
     )
     torch.manual_seed(11)
     transformers.AutoModel.from_config(config).save_pretrained(path)
@@ -186,8 +195,7 @@ def test_a_roberta_of_theirs_and_back(peers: Peers, tmp_path: Path, family: Fami
     assert (checkpoint.state.max_tokens, checkpoint.state.inputs.pad_id) == (40, 1)
     ours = vectors_of(checkpoint, TEXTS)
     np.testing.assert_allclose(peers.mean_states(path, TEXTS), ours, rtol=0, atol=TOLERANCE)
-    names: tuple[Family, ...] = ("bert", family)
-    for named in names:
+    for named in {checkpoint.state.model.architecture, family}:
         plan = ExportPlan("sentence-transformers", 40, Shapes((), (), 1), "relevance", (), named)
         folder = tmp_path / f"exported-{named}"
         folder.mkdir()

@@ -99,7 +99,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "config.json: architecture deberta-v2 (Deb"),
+        (
+            {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
+            "config.json: architecture deberta-v2 (Deb",
+        ),
         ({"model_type": "distilbert", "architectures": None}, "config.json: architecture distilbert"),
         ({"model_type": 3}, "config.json: model_type"),
         ({"hidden_act": "gelu_new"}, "config.json: hidden_act"),
