@@ -20,6 +20,7 @@ from torch import Tensor
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.model.config import ModelConfig
+from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
@@ -64,7 +65,8 @@ def own_graph(
         precision=precision,  # type: ignore[arg-type]
         parallel=TrainPlan(recompute="units" if recompute else "none"),
     )
-    strategy = flat_strategy(build_model(ModelConfig(**model), SPEC, 1), backend, config)
+    spec = SPEC.model_copy(update={"pad_id": MPNET_PAD})  # which no other encoder minds
+    strategy = flat_strategy(build_model(ModelConfig(**model), spec, 1), backend, config)
     program = TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=[bucket])
     batch = _batch(16, bucket)
     if not first:
@@ -118,6 +120,11 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-recompute": {"recompute": True},
     "tiny-accumulation": {"accumulation": 2},
     "tiny-scores": {"kind": "scores"},
+    "mpnet": {"architecture": "mpnet"},
+    "mpnet-scores": {"architecture": "mpnet", "kind": "scores"},
+    "modernbert": {"architecture": "modernbert"},
+    "modernbert-bf16": {"architecture": "modernbert", "precision": "bf16"},
+    "modernbert-scores": {"architecture": "modernbert", "kind": "scores"},
     "small": {"preset": "small"},
     "small-bf16": {"preset": "small", "precision": "bf16"},
 }
