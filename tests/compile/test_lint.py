@@ -1,13 +1,19 @@
 """One test for every rule of the lint: on real traces where torch_xla makes them, on text written by hand otherwise."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from pipeline.compile.hlo import Module, parse
 from pipeline.compile.lint import RULES, Finding, lint, lint_counters
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import Architecture, ModelConfig
 from tests.compile import traces
 
 REDUCER = """
@@ -266,6 +272,15 @@ class TestRealTraces:
         seen = {(finding.code, finding.message) for findings in found.values() for finding in findings}
         # Dropout brings the operators of its random numbers.
         assert seen <= {("HLO001", f"operator {name}") for name in ("shift-left", "xor", "or")}
+
+    def test_every_encoder_needs_as_many_graphs_as_bert(self) -> None:
+        script = Path(__file__).with_name("trial_graphs.py")
+        env = os.environ | {"PYTHONPATH": str(traces.ROOT), "OMP_NUM_THREADS": "1"}
+        names = get_args(Architecture)
+        done = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        graphs = json.loads(done.stdout)
+        assert list(graphs) == list(names) and len(set(graphs.values())) == 1, graphs
 
     def test_recompute_adds_the_products_of_the_forward_pass_and_a_barrier_a_layer(self) -> None:
         kept, again = (
