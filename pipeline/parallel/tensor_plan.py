@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.core.errors import ConfigError
+from pipeline.model.encoder import BertEncoder
 from pipeline.model.relevance import RelevanceModel
 
 Style = str | ParallelStyle
@@ -119,6 +120,12 @@ def split(model: nn.Module, styles: list[tuple[str, ParallelStyle]], peers: Devi
 def _plan_of(model: nn.Module) -> TensorPlan:
     """Of our own model, or of a Hugging Face model's configuration."""
     if isinstance(model, RelevanceModel):
+        if not isinstance(model.encoder, BertEncoder):
+            raise ConfigError(
+                f"tensor_degree above 1 for a {type(model.encoder).__name__}",
+                expected="model.architecture bert, the one of ours whose layers are split over ranks",
+                next_command="--train.parallel.tensor-degree 1",
+            )
         return _OURS
     theirs: Mapping[str, str] | None = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if not theirs:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.core.errors import ConfigError
+from pipeline.model.config import ModelConfig
+from pipeline.model.relevance import build_model
 from pipeline.parallel.tensor_plan import FusedColwise, interleaved, tensor_styles
 from pipeline.parallel.units import check_units, find_units
+from tests.train.rows import SPEC
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -116,6 +119,10 @@ def test_the_plan_of_a_hugging_face_model() -> None:
     assert len(styles) == 14 and "model.layers.1.mlp.down_proj" in styles
 
 
+def modernbert() -> nn.Module:
+    return build_model(ModelConfig(preset="tiny", architecture="modernbert"), SPEC, 1)
+
+
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,6 +145,7 @@ class Fused(nn.Module):
         (Fused, {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
         (lambda: nn.Sequential(nn.ReLU()), {"0": "colwise"}, 2, "'0' is a ReLU"),
         (llama, None, 4, "tensor_degree 4 over 2 heads .num_attention_heads"),
+        (modernbert, None, 2, "a ModernBertEncoder.*\n.*\n.*--train.parallel.tensor-degree 1"),
         (partial(llama, tie_word_embeddings=True), {"lm_head": "colwise"}, 2, "'lm_head.weight' is the same parameter"),
     ],
 )
