@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,12 @@ class BucketCounts(Record):
     label_gain_sums: tuple[float, ...]
 
 
-Queries = tuple[Int64s, Bins, Bins]
-"""(ids, lowest, highest gain) of some queries, each once, ascending."""
+class Queries(NamedTuple):
+    """Some queries, each once, ascending, with the lowest and the highest gain of their rows."""
+
+    ids: Int64s
+    low: Bins
+    high: Bins
 
 
 def count_judgements(
@@ -92,12 +96,14 @@ def add_up(
     counts: Iterable[BucketCounts],
     queries: Callable[[int, int], Iterable[Queries]],
     *,
+    num_queries: int | None = None,
     num_buckets: int,
     num_labels: int,
 ) -> JudgedSplit:
     """The counts of a split of those of its shards, in their order.
 
     `queries`: those of each shard with ids from one number up to another, in pieces; a query may be in several.
+    `num_queries`: in all pieces together (None: at most one a row); it bounds memory, and changes nothing else.
     """
     gains = np.zeros((num_buckets, _STEPS + 1), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
@@ -106,7 +112,7 @@ def add_up(
         rows += np.array(one.labels, dtype=np.int64)
         sums += np.array(one.label_gain_sums, dtype=np.float64)
     best, worst = np.zeros((2, _STEPS + 1), dtype=np.int64)
-    passes = -(-int(gains.sum()) // _ROWS_AT_ONCE)
+    passes = -(-(int(gains.sum()) if num_queries is None else num_queries) // _ROWS_AT_ONCE)
     for number in range(passes):
         first, last = number * _IDS // passes, (number + 1) * _IDS // passes - 1
         _, low, high = _by_query(queries(first, last))
@@ -127,7 +133,7 @@ def _queries(folder: Path, shards: Sequence[ShardInfo], first: int, last: int, s
         ids = np.asarray(arrays["query_id"])
         chosen = (ids >= first) & (ids <= last)
         bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
-        yield _by_query([(ids[chosen], bins, bins)])
+        yield _by_query([Queries(ids[chosen], bins, bins)])
 
 
 def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -144,14 +150,14 @@ def _by_query(pieces: Iterable[Queries]) -> Queries:
     """(ids, lowest, highest) of each query once."""
     columns = list(zip(*pieces, strict=True))
     if not columns:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint8)
+        return Queries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint8))
     ids, low, high = (np.concatenate(column) for column in columns)
     if not len(ids):
-        return ids, low, high
+        return Queries(ids, low, high)
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
-    return ids[starts], np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts)
+    return Queries(ids[starts], np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts))
 
 
 def _filled(counts: Int64s) -> dict[int, int]:

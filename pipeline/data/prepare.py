@@ -185,6 +185,8 @@ def decide(
     want_labels = not config.labels and not source.fixed_labels
     seen = look(want_labels, found is None) if want_labels or found is None else None
     labels = decide_labels(config, source, seen)
+    if found is None:  # unless another worker has trained it meanwhile
+        found = find_tokenizer(config, source, workspace)
     if found is None:
         found = train_in_worker(config, list(seen.sample.texts() if seen else ()), stop)
         events(EventName.TOKENIZER_TRAINED, rows=len(seen.sample.held) if seen else 0, fingerprint=found.fingerprint)
