@@ -31,6 +31,9 @@ BENCHES: dict[str, Bench] = {
     "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
     "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
     "embed_flow": Bench("embed_flow", "memory of embedding stays flat from 1 to 10 million rows, time grows with them"),
+    "prepare_rows": Bench(
+        "prepare_rows", "memory of preparing stays flat from 1 to 50 million rows (an hour: --only)", by_default=False
+    ),
     "mining": Bench(
         "mining",
         "negatives of 100,000 queries from 1 million items in under 4 GiB (half an hour: --only)",

@@ -160,7 +160,7 @@ def embed(folder: Path, num_files: int, workspace: Storage, scratch: Path, worke
         TableEngine(tokenizer.pad_id), open_backend("cpu"), limit=MAX_TOKENS, sep_id=tokenizer.sep_id, stop=stop
     )
     with MemoryPeak() as memory:
-        start_bytes, before, started = memory.anonymous_bytes, _cpu_seconds(), time.monotonic()
+        start_bytes, before, started = memory.anonymous_bytes, cpu_seconds(), time.monotonic()
         plan = make_plan(catalogue, num_files, workspace)
         planned = time.monotonic()
         rules = TextRules(tokenizer.data, plan.max_tokens, plan.layout.id_type)
@@ -177,14 +177,14 @@ def embed(folder: Path, num_files: int, workspace: Storage, scratch: Path, worke
         plan_s=planned - started,
         embed_s=embedded - planned,
         finish_s=finished - embedded,
-        cpu_s=_cpu_seconds() - before,
+        cpu_s=cpu_seconds() - before,
         resident_bytes=memory.resident_bytes,
         anonymous_bytes=memory.anonymous_bytes,
         start_bytes=start_bytes,
     )
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)

@@ -19,7 +19,9 @@ class StageJob(_Config):
 
     nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
     processes: int = Field(1, ge=1, le=1024, description="Ranks on each machine, one a device")
-    workers: int = Field(1, ge=1, le=10_000, description="Children of an array that share the work (mine and embed)")
+    workers: int = Field(
+        1, ge=1, le=10_000, description="Children of an array that share the work (prepare, mine, embed)"
+    )
     instance: str = Field("", description="Machine it is meant for, such as trn1.32xlarge: devices, sizes and price")
     vcpus: int | None = Field(None, ge=1, description="vCPUs of a node; null: all of the instance, 1 without one")
     memory_mib: int | None = Field(

@@ -147,7 +147,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "storage": True,
     "log": True,
     "report": True,
-    "data": {"num_workers": True},
+    "data": {"num_workers": True, "worker": True, "workers": True},
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
     "mine": {"worker": True, "workers": True, "items_per_part": True, "queries_per_part": True},

@@ -33,7 +33,8 @@ MINE = "mine"
 _WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
 _RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # that start ranks of their own
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
-_ARRAYS = frozenset({"mine", "embed"})
+_ARRAYS = frozenset({"prepare", "mine", "embed"})
+_SECTION = {"prepare": "data"}  # of the settings of a stage, where it is not its name
 USUAL_TIMEOUT_S = {  # others: 3600
     "health": 5400,
     "compile": 12 * 3600,
@@ -100,7 +101,7 @@ def _command(name: str, wanted: StageJob) -> tuple[str, ...]:
     if name in _RANKS and wanted.processes > 1:
         words += ("--launch.processes", str(wanted.processes))
     if wanted.workers > 1:
-        words += (f"--{name}.workers", str(wanted.workers))
+        words += (f"--{_SECTION.get(name, name)}.workers", str(wanted.workers))
     return ENTRY + words
 
 

@@ -69,6 +69,11 @@ class Staging:
         return record if whole else None
 
 
+def chunk_name(file: int, chunk: int) -> str:
+    """By the place of the file in its partition and of the chunk in its file: whoever reads one file can name it."""
+    return f"{file:05d}-{chunk:05d}"
+
+
 @dataclass(frozen=True)
 class EncodeSettings:
     """How to encode, the same for all chunks of a partition."""
@@ -81,10 +86,11 @@ class EncodeSettings:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to encode; `index` numbers the chunks of a partition."""
+    """One chunk to encode; `index` numbers the chunks of a partition, `name` the files that hold it."""
 
     partition: str
     index: int
+    name: str
     chunk: Chunk
     settings: EncodeSettings
     staging: Staging
@@ -119,7 +125,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             index = np.flatnonzero(rows.split == place)
             if not len(index):
                 continue
-            name = f"{split}-{task.index:05d}.safetensors"
+            name = f"{split}-{task.name}.safetensors"
             arrays, counts = _shard_arrays(rows, numeric, pairs, index, tokenizer, settings.buckets)
             data = save(arrays)
             write_bytes_atomic(task.staging.files / name, data)

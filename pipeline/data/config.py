@@ -85,6 +85,10 @@ class DataConfig(Record):
     buckets: tuple[str, ...] = Field(("16x16", "16x32", "64x64"), description="Static shapes, QUERYxPRODUCT tokens")
     rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one worker (bounds memory)")
     num_workers: int = Field(0, ge=0, description="Tokenising processes; 0: one per core")
+    workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the preparing, such as the size of an array")
+    worker: int | None = Field(
+        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
+    )
     tokenizer: TokenizerConfig = TokenizerConfig()
     synthetic: SyntheticConfig = SyntheticConfig()
 

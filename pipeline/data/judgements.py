@@ -8,17 +8,19 @@ which gain makes a positive. Memory does not grow with the rows: queries are cou
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import map_safetensors
 from pipeline.data.tokens import JudgedSplit, ShardInfo, Split, TokenSetInfo
@@ -38,43 +40,100 @@ def hundredths(gain: npt.ArrayLike) -> npt.NDArray[np.intp]:
     return np.searchsorted(_GRID, np.asarray(gain, dtype=np.float32), side="right") - 1
 
 
+class BucketCounts(Record):
+    """Counts of the rows of one bucket of one shard."""
+
+    bucket: int
+    gains: dict[int, int] = Field(description="Rows by gain in hundredths")
+    labels: tuple[int, ...]
+    label_gain_sums: tuple[float, ...]
+
+
+class Queries(NamedTuple):
+    """Some queries, each once, ascending, with the lowest and the highest gain of their rows."""
+
+    ids: Int64s
+    low: Bins
+    high: Bins
+
+
 def count_judgements(
     folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
 ) -> dict[Split, JudgedSplit]:
     """Of the shards in `folder`. The same shards give the same counts, to the bit."""
-    return {split: _count(folder, shards, num_labels, stop) for split, shards in splits.items()}
+    return {
+        split: add_up(
+            bucket_counts(folder, shards, num_labels, stop),
+            lambda first, last, shards=shards: _queries(folder, shards, first, last, stop),  # type: ignore[misc]
+            num_buckets=len(shards[0].rows),
+            num_labels=num_labels,
+        )
+        for split, shards in splits.items()
+    }
 
 
-def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal) -> JudgedSplit:
-    num_buckets = len(shards[0].rows)
-    gains = np.zeros((num_buckets, _STEPS + 1), dtype=np.int64)
-    rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
+def bucket_counts(
+    folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal
+) -> Iterator[BucketCounts]:
+    """Of each bucket of each shard in turn."""
     for bucket, arrays in _buckets(folder, shards, stop):
         gain, label = np.asarray(arrays["gain"]), np.asarray(arrays["label"])
-        gains[bucket] += np.bincount(hundredths(gain), minlength=_STEPS + 1)
         known = label >= 0
-        rows += np.bincount(label[known], minlength=num_labels)
-        sums += np.bincount(label[known], weights=gain[known], minlength=num_labels)
+        yield BucketCounts(
+            bucket=bucket,
+            gains=_filled(np.bincount(hundredths(gain), minlength=_STEPS + 1)),
+            labels=tuple(np.bincount(label[known], minlength=num_labels).tolist()),
+            label_gain_sums=tuple(np.bincount(label[known], weights=gain[known], minlength=num_labels).tolist()),
+        )
+
+
+def queries_of(folder: Path, shard: ShardInfo, stop: StopSignal) -> Queries:
+    """Those of one shard."""
+    return _by_query(_queries(folder, [shard], 0, _IDS - 1, stop))
+
+
+def add_up(
+    counts: Iterable[BucketCounts],
+    queries: Callable[[int, int], Iterable[Queries]],
+    *,
+    num_queries: int | None = None,
+    num_buckets: int,
+    num_labels: int,
+) -> JudgedSplit:
+    """The counts of a split of those of its shards, in their order.
+
+    `queries`: those of each shard with ids from one number up to another, in pieces; a query may be in several.
+    `num_queries`: in all pieces together (None: at most one a row); it bounds memory, and changes nothing else.
+    """
+    gains = np.zeros((num_buckets, _STEPS + 1), dtype=np.int64)
+    rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
+    for one in counts:
+        gains[one.bucket, list(one.gains)] += list(one.gains.values())
+        rows += np.array(one.labels, dtype=np.int64)
+        sums += np.array(one.label_gain_sums, dtype=np.float64)
     best, worst = np.zeros((2, _STEPS + 1), dtype=np.int64)
-    passes = -(-int(gains.sum()) // _ROWS_AT_ONCE)
+    passes = -(-(int(gains.sum()) if num_queries is None else num_queries) // _ROWS_AT_ONCE)
     for number in range(passes):
         first, last = number * _IDS // passes, (number + 1) * _IDS // passes - 1
-        queries = []  # of one bucket of one shard after the other
-        for _, arrays in _buckets(folder, shards, stop):
-            ids = np.asarray(arrays["query_id"])
-            chosen = (ids >= first) & (ids <= last)
-            bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
-            queries.append(_by_query([(ids[chosen], bins, bins)]))
-        _, low, high = _by_query(queries)
+        _, low, high = _by_query(queries(first, last))
         best += np.bincount(high, minlength=_STEPS + 1)
         worst += np.bincount(low, minlength=_STEPS + 1)
     return JudgedSplit(
-        gains=tuple(_filled(counts) for counts in gains),
+        gains=tuple(_filled(one) for one in gains),
         labels=tuple(rows.tolist()),
         label_gain_sums=tuple(sums.tolist()),
         query_best=_filled(best),
         query_worst=_filled(worst),
     )
+
+
+def _queries(folder: Path, shards: Sequence[ShardInfo], first: int, last: int, stop: StopSignal) -> Iterator[Queries]:
+    """Of one bucket of one shard after the other."""
+    for _, arrays in _buckets(folder, shards, stop):
+        ids = np.asarray(arrays["query_id"])
+        chosen = (ids >= first) & (ids <= last)
+        bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
+        yield _by_query([Queries(ids[chosen], bins, bins)])
 
 
 def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -87,16 +146,18 @@ def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Ite
                 yield bucket, {name: arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain")}
 
 
-def _by_query(pieces: Iterable[tuple[Int64s, Bins, Bins]]) -> tuple[Int64s, Bins, Bins]:
+def _by_query(pieces: Iterable[Queries]) -> Queries:
     """(ids, lowest, highest) of each query once."""
     columns = list(zip(*pieces, strict=True))
+    if not columns:
+        return Queries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint8))
     ids, low, high = (np.concatenate(column) for column in columns)
     if not len(ids):
-        return ids, low, high
+        return Queries(ids, low, high)
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
-    return ids[starts], np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts)
+    return Queries(ids[starts], np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts))
 
 
 def _filled(counts: Int64s) -> dict[int, int]:

@@ -15,7 +15,7 @@ from pipeline.core.batching import Bucket
 from pipeline.core.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
-_DTYPES = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+_DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
 EXTRA = ("slice", "partition")
 """Arrays that evaluation asks for beside: int64 [N, S] of data/validate.py, and int64 [N], the shard's partition."""

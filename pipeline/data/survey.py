@@ -6,7 +6,7 @@ Classes are configured, defined by the layout, or found in the data.
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import FILTER, text_characters
-from pipeline.data.sources import Source, reading
+from pipeline.data.rows import FILTER, RawBatch, text_characters
+from pipeline.data.sources import InputFile, Source, reading
 from pipeline.data.validate import filter_mask, numbers
 
 MAX_LABELS = 1000
@@ -35,14 +35,21 @@ class LabelCount:
     gain_sum: float = 0.0
 
 
+def fits(rows: int, size_bytes: int, limit: int, share: float = 1.0) -> bool:
+    """Whether a sample of so many rows may be held."""
+    return rows <= max(1, limit) and (size_bytes <= share * SAMPLE_BYTES or rows <= 1)
+
+
 @dataclass
 class TextSample:
     """Every `stride`-th row; the stride doubles whenever the sample outgrows its limits: an even spread in one pass.
 
-    At most `limit` rows and SAMPLE_BYTES are held.
+    At most `limit` rows and this `share` of SAMPLE_BYTES are held. Where several files are sampled, the n-th begins at
+    row n: which rows are taken of a file does not depend on those before it, and of small files not all are.
     """
 
     limit: int
+    share: float = 1.0
     stride: int = 1
     seen: int = 0
     held_bytes: int = 0
@@ -51,18 +58,21 @@ class TextSample:
     def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
         chosen = np.flatnonzero((self.seen + np.arange(batch.num_rows)) % self.stride == 0)
         part = batch.take(pa.array(chosen))
-        columns = [
-            pc.binary_slice(part[name], 0, max_bytes).to_pylist() for name in _TEXT_FIELDS if name in part.schema.names
-        ]
+        columns = [pc.binary_slice(part[name], 0, max_bytes).to_pylist() for name in self.columns(part)]
         rows = ((value or b"" for value in row) for row in zip(*columns, strict=True))
         self.held += [(self.seen + int(place), tuple(row)) for place, row in zip(chosen, rows, strict=True)]
         self.seen += batch.num_rows
         fresh = self.held[len(self.held) - len(chosen) :]
         self.held_bytes += sum(len(value) for _, row in fresh for value in row)
-        while len(self.held) > max(1, self.limit) or (self.held_bytes > SAMPLE_BYTES and len(self.held) > 1):
+        while not fits(len(self.held), self.held_bytes, self.limit, self.share):
             self.stride *= 2
             self.held = [item for item in self.held if item[0] % self.stride == 0]
             self.held_bytes = sum(len(value) for _, row in self.held for value in row)
+
+    @staticmethod
+    def columns(batch: pa.RecordBatch) -> list[str]:
+        """Those of texts, in their order."""
+        return [name for name in _TEXT_FIELDS if name in batch.schema.names]
 
     def texts(self) -> Iterator[str]:
         """All texts of the sampled rows; bytes that are not UTF-8 are left out."""
@@ -81,26 +91,60 @@ class Survey:
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
     """Read what is wanted and nothing else. Raises DataError (missing columns, far too many labels)."""
-    fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
-    labels: dict[str, LabelCount] = {}
+    labels = FileLabels()
     sample = TextSample(config.tokenizer.train_rows)
-    max_bytes = 4 * text_characters(config.bucket_shapes)
-    has_labels = False
     files = [file for partition in source.partitions for file in partition.files]
     with reading("looking at labels and texts", source, files) as tell:
-        for file in files:
-            for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
-                stop.raise_if_set(f"reading {file.key}")
-                tell(raw)
-                batch = raw.columns
-                if config.filter:
-                    batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
-                if want_labels and "label" in batch.schema.names:
-                    has_labels = True
-                    _count_labels(labels, batch, config.columns.label)
-                if want_sample:
-                    sample.add(batch, max_bytes)
-    return Survey(labels, sample, has_labels)
+        for number, file in enumerate(files):
+            sample.seen = number
+            found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
+            labels.add(found, config.columns.label)
+    return Survey(labels.counts, sample, labels.there)
+
+
+@dataclass
+class FileLabels:
+    """The labels of a file, or of several; `there`: whether one has a column of them."""
+
+    counts: dict[str, LabelCount] = field(default_factory=dict)
+    there: bool = False
+
+    def add(self, other: "FileLabels", column: str) -> None:
+        """Raises DataError for far too many labels."""
+        self.there = self.there or other.there
+        for name, count in other.counts.items():
+            mine = self.counts.setdefault(name, LabelCount())
+            mine.rows += count.rows
+            mine.gains += count.gains
+            mine.gain_sum += count.gain_sum
+        _check_number(self.counts, column)
+
+
+def survey_file(
+    source: Source,
+    config: DataConfig,
+    file: InputFile,
+    sample: TextSample | None,
+    want_labels: bool,
+    tell: Callable[[RawBatch], None],
+    stop: StopSignal,
+) -> FileLabels:
+    """Read what is wanted of one file; texts go into `sample`. Raises DataError."""
+    fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if sample is not None else [])
+    max_bytes = 4 * text_characters(config.bucket_shapes)
+    found = FileLabels()
+    for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
+        stop.raise_if_set(f"reading {file.key}")
+        tell(raw)
+        batch = raw.columns
+        if config.filter:
+            batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
+        if want_labels and "label" in batch.schema.names:
+            found.there = True
+            _count_labels(found.counts, batch, config.columns.label)
+        if sample is not None:
+            sample.add(batch, max_bytes)
+    return found
 
 
 def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: str) -> None:
@@ -122,6 +166,10 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
             count.rows += int(rows[number])
             count.gains += int(gains[number])
             count.gain_sum += float(sums[number])
+    _check_number(labels, column)
+
+
+def _check_number(labels: Mapping[str, LabelCount], column: str) -> None:
     if len(labels) > MAX_LABELS:
         raise DataError(
             f"column {column!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",

@@ -18,6 +18,7 @@ from pipeline.model.config import InputSpec
 # What a folder of token shards says about itself: the `fields` of its MANIFEST.json.
 
 FORMAT_VERSION = 1
+KIND = "tokens"
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
@@ -187,7 +188,7 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)
-        if manifest is None or manifest.kind != "tokens":
+        if manifest is None or manifest.kind != KIND:
             raise DataError(
                 f"{workspace.uri(prefix)} holds no prepared data",
                 expected="the token shards of the prepare stage",

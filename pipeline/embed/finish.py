@@ -21,7 +21,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.rows import quarantine_lines, shorten
 from pipeline.data.tokens import QuarantinedRow
 from pipeline.embed.carry_over import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
-from pipeline.embed.parts import PartRecord, id_range, load_records, names_in, stem_of
+from pipeline.embed.parts import PartRecord, id_range, load_records, stem_of
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID
 from pipeline.embed.vectors import (
@@ -36,7 +36,7 @@ from pipeline.embed.vectors import (
     vectors_prefix,
 )
 from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import Storage, join_key, names_in
 
 # Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all.
 

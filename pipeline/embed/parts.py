@@ -42,7 +42,7 @@ from pipeline.embed.vectors import (
 )
 from pipeline.io.commit import hash_bytes
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, join_key, read_record
+from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
 
 NUM_READ_THREADS = 16
 _RECORDS_AT_A_TIME = 64
@@ -268,12 +268,3 @@ def _load(storage: Storage, key: str) -> PartRecord:
     if record is None:
         raise KeyNotFound(storage.uri(key))
     return record
-
-
-def names_in(storage: Storage, prefix: str) -> set[str]:
-    """Names of the files directly in a folder. On disk without the listing's etags, for which it would read them."""
-    folder = storage.local_path(prefix)
-    if folder is not None:
-        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    cut = len(join_key(prefix, ""))
-    return {stat.key[cut:] for stat in storage.list(prefix)}

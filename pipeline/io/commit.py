@@ -226,12 +226,7 @@ def commit_dir(
             doing=f"hashing {local_dir}",
             size_bytes=lambda name: (local_dir / name).stat().st_size,
         )
-    manifest = Manifest(
-        kind=kind,
-        created_by=f"trnpipe {__version__}",
-        fields=dict(fields),
-        files=dict(zip(names, records, strict=True)),
-    )
+    manifest = _manifest(kind, fields, dict(zip(names, records, strict=True)))
     marker = manifest.to_json()
     storage.delete([join_key(prefix, MANIFEST_NAME)])
     target = storage.local_path(prefix)
@@ -246,6 +241,24 @@ def commit_dir(
         with os_errors("emptying", f"file://{local_dir}"):
             _remove(local_dir, names)
     return manifest
+
+
+def commit_files(
+    storage: Storage, prefix: str, *, kind: str, fields: Mapping[str, JsonValue], files: Mapping[str, FileRecord]
+) -> Manifest:
+    """Write the marker of files that lie under `prefix` already, each made durable by whoever wrote it.
+
+    Several may do so at once, of the same files: they write the same marker. Raises DataError naming a file that is
+    missing or has another size.
+    """
+    manifest = _manifest(kind, fields, {name: files[name] for name in sorted(files)})
+    check_sizes(storage, prefix, manifest)
+    storage.write_bytes(join_key(prefix, MANIFEST_NAME), manifest.to_json())
+    return manifest
+
+
+def _manifest(kind: str, fields: Mapping[str, JsonValue], files: dict[str, FileRecord]) -> Manifest:
+    return Manifest(kind=kind, created_by=f"trnpipe {__version__}", fields=dict(fields), files=files)
 
 
 def _names(local_dir: Path) -> list[str]:

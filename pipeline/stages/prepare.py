@@ -1,12 +1,18 @@
-"""The prepare stage: new input partitions become committed token shards; what is there already is reused."""
+"""The prepare stage: new input partitions become committed token shards; what is there already is reused.
+
+An array of workers shares the chunks of all partitions; the last one stores the result.
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypedDict
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
-from pipeline.data.prepare import PreparedData, prepare
+from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 
@@ -51,6 +57,15 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)
+
+
+class _Place(TypedDict):
+    """What both ways to prepare are given alike."""
+
+    scratch: Path
+    tokenizer: bytes | None
+    events: Emit
+    stop: StopSignal
 
 
 def summary(data: PreparedData) -> str:

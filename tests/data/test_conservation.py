@@ -12,8 +12,9 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
+from pipeline.data.accounts import FileCount
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.prepare import FileCount
+from pipeline.data.prepare import count_rows
 from pipeline.data.readers import MALFORMED, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
@@ -43,15 +44,11 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     file = InputFile(made.name, str(suffix_format(made.name)), "content")
     rows_per_chunk = chooser.choice(ROWS_PER_CHUNK)
     config = DataConfig(columns={"query_id": "product_id"}, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]
-    source, count = FileSource(config, storage, (Partition(FLAT, (file,)),)), FileCount()
+    source, counts = FileSource(config, storage, (Partition(FLAT, (file,)),)), list[FileCount]()
     ids, numbers, bad = list[str](), list[int](), 0
 
-    def counted() -> Iterator[RawBatch]:
-        for batch in source.read(file):
-            count.add(batch)
-            yield batch
-
-    for chunk in cut_chunks(file.key, counted(), rows_per_chunk):
+    batches = count_rows(source.read(file), counts.append, lambda batch: None)
+    for chunk in cut_chunks(file.key, batches, rows_per_chunk):
         good, bad_rows, judged = clean(chunk, RULES)
         assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
         assert {row.reason for row in bad_rows} <= {MALFORMED}
@@ -59,7 +56,7 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
         numbers += chunk.rows.tolist()
         bad += sum(row.count for row in bad_rows)
     assert (ids, bad) == (made.ids, made.malformed)
-    assert (count.rows, count.blank) == (made.rows, made.blank)
+    assert [(count.rows, count.blank) for count in counts] == [(made.rows, made.blank)]
     assert numbers == sorted(set(numbers))
 
 
