@@ -136,7 +136,7 @@ class _Plan:
     @property
     def _key(self) -> str:
         name = fingerprint([one.prefix for one in self.named])
-        return f"tokens/{self.config.name}/parts/{name}.json"
+        return f"tokens/{self.config.name}/share/{name}.json"
 
     def agree(self, missing: Sequence[str]) -> frozenset[str]:
         """`missing`: prefixes that are not committed. One that a plan of earlier workers lacks is added to it."""
@@ -201,7 +201,7 @@ class _Parts:
     @cached_property
     def prefix(self) -> str:
         root, _, name = self.named.prefix.rpartition("/")
-        return f"{root}/parts/{name}"
+        return f"{root}/share/{name}"
 
     def there(self) -> set[str]:
         return names_in(self.workspace, self.prefix)

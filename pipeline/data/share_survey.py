@@ -171,7 +171,7 @@ class SharedSurvey:
                 "train_rows": config.tokenizer.train_rows,
             }
         )
-        return f"tokens/{config.name}/surveys/{name}"
+        return f"tokens/{config.name}/share/survey-{name}"
 
     @property
     def _labels_key(self) -> str:

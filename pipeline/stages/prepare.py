@@ -3,6 +3,7 @@
 An array of workers shares the chunks of all partitions; the last one stores the result.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
+from pipeline.data.share import prepare_share
+from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 
@@ -25,15 +28,19 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     The input is looked at each time, as new partitions may have come. When all of them were there and the stored result
     says the same, that result is returned as already done. Raises DataError for input that cannot be used.
     """
-    started = datetime.now(UTC)
-    data = prepare(
-        settings.data,
-        ctx.workspace,
-        scratch=ctx.scratch,
-        tokenizer=None if settings.data.tokenizer.path else parent_tokenizer(settings, ctx.workspace),
-        events=ctx.events.emit,
-        stop=ctx.stop,
-    )
+    started, config = datetime.now(UTC), settings.data
+    worker = job_index(config, os.environ, "data")
+    tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
+    place: _Place = {"scratch": ctx.scratch, "tokenizer": tokenizer, "events": ctx.events.emit, "stop": ctx.stop}
+    if config.workers == 1:
+        data = prepare(config, ctx.workspace, **place)
+    else:
+        share = prepare_share(config, ctx.workspace, worker=worker, workers=config.workers, **place)
+        if isinstance(share, int):
+            who = f"worker {worker} of {config.workers}"
+            ctx.console.info(f"prepare: {who} is done, the others have {share} partition(s) to finish")
+            return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": share})
+        data = share
     ctx.console.info(summary(data))
     loss = settings.train.loss
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)

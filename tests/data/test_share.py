@@ -112,7 +112,7 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
         published.append(f"{parts.named.partition.name}/{name}")
         publish(parts, staging, name, files)
 
-    there = {path.stem for path in (shared.folder / "workspace/tokens/catalogue/parts").rglob("*.safetensors")}
+    there = {path.stem for path in (shared.folder / "workspace/tokens/catalogue/share").rglob("*.safetensors")}
     assert there
     monkeypatch.setattr(share._Parts, "publish", noted)
     assert isinstance(work(shared, config, 1, 2), int)
@@ -212,7 +212,7 @@ def test_too_many_bad_rows_end_whoever_would_commit(workplace: Make, tmp_path: P
 def test_a_damaged_part_is_named(workplace: Make, data: Path) -> None:
     config, place = CONFIG.model_copy(update={"path": str(data)}), workplace("shared")
     work(place, config, 0, 2)
-    part = next((place.folder / "workspace/tokens/catalogue/parts").rglob("*.safetensors"))
+    part = next((place.folder / "workspace/tokens/catalogue/share").rglob("*.safetensors"))
     part.write_bytes(b"torn")
     with pytest.raises(DataError, match=f"{part.name} is no part of a partition"):
         work(place, config, 1, 2)
