@@ -133,6 +133,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             picked,
             TextTokenizer(checkpoint.tokenizer()),
             open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
+            prefix=checkpoint.state.inputs.product_prefix,
             max_tokens=int(str(vectors.info.made_by["max_tokens"])),
             min_cosine=config.min_cosine,
         )

@@ -1,5 +1,6 @@
 """`trnpipe import PATH`: a model of other tools becomes a checkpoint of the workspace, to train on or to embed with."""
 
+import shlex
 from collections.abc import Iterator
 
 from pipeline.checkpoint.store import Checkpoint
@@ -73,8 +74,14 @@ def _lines(
     if assumed:
         yield f"  note: {assumed}embedding needs none; to train on, give --data.labels or prepare the cycle first"
     yield f"{'imported already' if already else 'committed'}: {checkpoint.uri}"
-    flags = " ".join(_model_flags(settings.model, state.model))
-    yield f"next: trnpipe prepare, then trnpipe train, with --train.start {checkpoint.uri}{' ' if flags else ''}{flags}"
+    prefixes = {name: getattr(spec, name) for name in ("query_prefix", "product_prefix")}
+    prepare = "".join(
+        f" --data.{name.replace('_', '-')} {shlex.quote(text)}"
+        for name, text in prefixes.items()
+        if text != getattr(settings.data, name)
+    )
+    flags = "".join(f" {flag}" for flag in _model_flags(settings.model, state.model))
+    yield f"next: trnpipe prepare{prepare}, then trnpipe train, with --train.start {checkpoint.uri}{flags}"
 
 
 def _model_flags(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:

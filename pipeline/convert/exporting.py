@@ -18,7 +18,17 @@ from torch import Tensor
 
 from pipeline.checkpoint.state import Parent, TrainState
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.hugging_face import LEGACY, MODEL, MODULES, POOLINGS, SENTENCE, TOKENIZER, TOKENIZER_CONFIG
+from pipeline.convert.hugging_face import (
+    LEGACY,
+    MODEL,
+    MODULES,
+    POOLINGS,
+    PRODUCT,
+    QUERY,
+    SENTENCE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from pipeline.convert.programs import Shapes, check_shapes, write_programs
 from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Family, Format, card
 from pipeline.core.errors import ConfigError, DataError
@@ -264,5 +274,7 @@ def _write_weights_as(
         (folder / _POOLING).mkdir()
         modes = {key: POOLINGS.get(mode) == state.model.pooling for key, mode in LEGACY.items()}
         _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **modes})
-        _write_json(folder / MODEL, {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"})
+        prefixes = ((QUERY[0], state.inputs.query_prefix), (PRODUCT[0], state.inputs.product_prefix))
+        prompts = {name: prefix for name, prefix in prefixes if prefix}
+        _write_json(folder / MODEL, {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
     return WEIGHTS, HEAD

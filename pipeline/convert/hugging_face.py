@@ -65,6 +65,8 @@ class SentenceSettings:
     max_tokens: int | None
     lowercase: bool
     notes: tuple[str, ...]
+    query_prefix: str = ""
+    product_prefix: str = ""
 
 
 class _Module(Foreign):
@@ -96,6 +98,10 @@ class _Sentence(Foreign):
     processor_kwargs: _Processor = Field(default_factory=_Processor)
 
 
+# The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
+QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
+
+
 class _Model(Foreign):
     """config_sentence_transformers.json as sentence-transformers writes it"""
 
@@ -118,9 +124,12 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
     prompts = source.json(MODEL, _Model).prompts if source.has(MODEL) else {}
-    used = ", ".join(f"{name} {text!r}" for name, text in sorted(prompts.items()) if text)
-    # No part of the encoder: whoever prepares the data must put it there.
-    notes = [f"sentence-transformers puts a prompt before texts ({used}); trnpipe does not"] if used else []
+    query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
+    others = {name: text for name, text in prompts.items() if text and text not in (query, product)}
+    used = ", ".join(f"{name} {text!r}" for name, text in sorted(others.items()))
+    notes = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
+    if query or product:
+        notes.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
     if "Normalize" not in kinds:
         notes.append("sentence-transformers leaves these vectors at their length; here they have length one")
     found = source.json(f"{pooling}config.json", _Pooling)
@@ -139,6 +148,8 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
         sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
         sentence.do_lower_case,
         tuple(notes),
+        query,
+        product,
     )
 
 

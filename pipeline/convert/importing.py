@@ -93,6 +93,9 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
     found = read_tokenizer(source, folder, lowercase=bool(sentence and sentence.lowercase))
     notes = [*found.notes, *(sentence.notes if sentence else (f"pooling {pooling}, from model.pooling",))]
     spec = _spec(given.spec, found.tokenizer)
+    if sentence and (sentence.query_prefix or sentence.product_prefix):
+        prefixes = {"query_prefix": sentence.query_prefix, "product_prefix": sentence.product_prefix}
+        spec = spec.model_copy(update=prefixes)
     if spec.vocab_size > described.vocab_size:
         raise ConfigError(
             f"{source.where(folder + TOKENIZER)} has {spec.vocab_size} tokens",
@@ -251,7 +254,7 @@ def store_import(
         "origin": fingerprint(model.origin.fingerprint),
         "tokenizer": fingerprint(model.tokenizer.fingerprint),
         "model": fingerprint(model.config.used_fields()),
-        "inputs": fingerprint(model.spec.model_dump(mode="json")),
+        "inputs": fingerprint(model.spec.used_fields()),
         "max_tokens": fingerprint(model.max_tokens),
         "new_head": fingerprint(model.new_head),
     }

@@ -92,6 +92,8 @@ def describe(
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         pad_id=tokenizer.pad_id,
+        query_prefix=config.query_prefix,
+        product_prefix=config.product_prefix,
         buckets=config.buckets,
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),

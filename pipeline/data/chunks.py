@@ -81,6 +81,8 @@ class EncodeSettings:
     rules: RowRules
     buckets: tuple[Bucket, ...]
     lexical: bool
+    query_prefix: str
+    product_prefix: str
     quarantine_rows: int
 
 
@@ -109,8 +111,11 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, settings.rules)
     limit = text_characters(settings.buckets)
-    products = [product_text(title, text, limit) for title, text in zip(rows.title, rows.text, strict=True)]
-    queries = tokenizer.encode([query[:limit] for query in rows.query])
+    products = [
+        settings.product_prefix + product_text(title, text, limit)
+        for title, text in zip(rows.title, rows.text, strict=True)
+    ]
+    queries = tokenizer.encode([settings.query_prefix + query[:limit] for query in rows.query])
     pairs = pair_tokens(queries, tokenizer.encode(products), settings.buckets)
     numeric = rows.numeric
     if settings.lexical:

@@ -90,6 +90,12 @@ class DataConfig(Record):
         None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
+    query_prefix: str = Field(
+        "", max_length=200, description="Put before every query, as its encoder was trained: 'query: ' for e5"
+    )
+    product_prefix: str = Field(
+        "", max_length=200, description="Put before every product text, also in embed: 'passage: ' for e5"
+    )
     synthetic: SyntheticConfig = SyntheticConfig()
 
     @field_validator("buckets")

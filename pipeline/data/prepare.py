@@ -210,18 +210,26 @@ def name_partitions(encoding: Encoding, source: Source) -> list[NamedPartition]:
             slices=config.slices,
         )
         name = _token_set_fingerprint(config, partition, rules, encoding.tokenizer)
-        settings = EncodeSettings(rules, config.bucket_shapes, config.lexical, config.quarantine_rows)
+        settings = EncodeSettings(
+            rules=rules,
+            buckets=config.bucket_shapes,
+            lexical=config.lexical,
+            query_prefix=config.query_prefix,
+            product_prefix=config.product_prefix,
+            quarantine_rows=config.quarantine_rows,
+        )
         named.append(NamedPartition(partition, f"tokens/{config.name}/{name}", settings))
     return named
 
 
 def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowRules, tokenizer: TextTokenizer) -> str:
     """Everything the bytes of the shards depend on."""
-    # Only when set: data prepared before there were slices keeps its name.
-    slices = {"slices": list(config.slices)} if config.slices else {}
+    # Only when set: data prepared before there were such settings keeps its name.
+    prefixes = {"query_prefix": config.query_prefix, "product_prefix": config.product_prefix}
+    later = {"slices": list(config.slices), **prefixes}
     return fingerprint(
         {
-            **slices,
+            **{name: value for name, value in later.items() if value},
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": tokenizer.fingerprint,

@@ -93,6 +93,8 @@ class TokenSetInfo(Record):
     tokenizer_fingerprint: str
     vocab_size: int
     pad_id: int
+    query_prefix: str = Field("", description="Stands before every query")
+    product_prefix: str = Field("", description="Stands before every product text")
     buckets: tuple[str, ...]
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
@@ -183,6 +185,20 @@ class TokenSet:
         return Partition(self.info.partition, self.info.watermark, self.info.fingerprint)
 
 
+_COMMON = (
+    "tokenizer_fingerprint",
+    "query_prefix",
+    "product_prefix",
+    "buckets",
+    "labels",
+    "numeric",
+    "categorical",
+    "pad_id",
+    "slice_columns",
+)
+"""What all partitions of a run must have in common."""
+
+
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
     """What partitions say of themselves. Raises DataError for one not committed, ConfigError when they do not fit."""
     sets: list[TokenSet] = []
@@ -205,7 +221,7 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
     if not sets:
         raise DataError("no prepared partition", expected="at least one", next_command="trnpipe prepare")
     for other in sets[1:]:
-        for name in ("tokenizer_fingerprint", "buckets", "labels", "numeric", "categorical", "pad_id", "slice_columns"):
+        for name in _COMMON:
             seen, expected = getattr(other.info, name), getattr(sets[0].info, name)
             if seen != expected:
                 raise ConfigError(
@@ -241,4 +257,6 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
         label_gains=info.label_gains,
         numeric=info.numeric,
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
+        query_prefix=info.query_prefix,
+        product_prefix=info.product_prefix,
     )

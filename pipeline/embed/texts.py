@@ -98,6 +98,8 @@ class TextRules:
     id_type: IdType
     filter: tuple[tuple[str, str], ...] = ()
     index: str = ""
+    prefix: str = ""
+    """Stands before every text, for the tokenizer alone."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def make_window(rules: TextRules, raw: RawWindow) -> Window:
     if rules.index:
         place, known = _row_index(Path(rules.index)).look_up(rows.id_hash, rows.text_hash)
     tokenizer = _tokenizer(rules.tokenizer)
-    tokens = tokenizer.encode([rows.texts[row] for row in np.flatnonzero(place < 0).tolist()])
+    tokens = tokenizer.encode([rules.prefix + rows.texts[row] for row in np.flatnonzero(place < 0).tolist()])
     truncated = tokens.lengths > rules.max_tokens
     if truncated.any():
         tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)

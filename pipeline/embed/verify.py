@@ -357,6 +357,7 @@ def check_sample(
     tokenizer: TextTokenizer,
     embed: Embed,
     *,
+    prefix: str,
     max_tokens: int,
     min_cosine: float,
 ) -> Check:
@@ -374,7 +375,7 @@ def check_sample(
         stored.append(from_stored(*vectors.stored(part, order[at[found]])))
     if not there:
         return skipped("sample", "no text was picked")
-    tokens = cut_tokens(tokenizer.encode([one.text for one in there]), max_tokens, tokenizer.sep_id)
+    tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
     fresh = np.concatenate(list(counted(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
     cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
     least = int(cosines.argmin())

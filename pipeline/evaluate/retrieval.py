@@ -17,7 +17,7 @@ from pipeline.core.errors import NumericError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
-from pipeline.data.tokens import SPLITS, TokenSet, open_rows
+from pipeline.data.tokens import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, counted, open_embedder
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
@@ -225,7 +225,8 @@ class ModelSearch:
         config, ctx = self.settings.evaluate, self.ctx
         max_valid = config.baselines.valid_queries
         if self._catalogue is not None:
-            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), max_valid)
+            spec = spec_of(self.sets[0].info)
+            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), spec, max_valid)
         sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
         return from_products(
             self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, ctx.stop, self.warn

@@ -24,6 +24,7 @@ from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored import PerQuery
 from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
+from pipeline.model.config import InputSpec
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,9 @@ def from_products(
     return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts)
 
 
-def from_catalogue(file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, max_valid: int) -> RetrievalTask:
+def from_catalogue(
+    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, max_valid: int
+) -> RetrievalTask:
     """The queries of a catalogue file against all its items. Texts are cut as those of the prepared data."""
     config, largest = file.config, holdout.rows.buckets[-1]
     found = file.queries()
@@ -258,7 +261,8 @@ def from_catalogue(file: CatalogueFile, holdout: Holdout, tokenizer: TextTokeniz
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
         for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
-            yield first, cut_tokens(tokenizer.encode(titles), largest.product_tokens, tokenizer.sep_id)
+            tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
+            yield first, cut_tokens(tokens, largest.product_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
         return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
@@ -266,7 +270,8 @@ def from_catalogue(file: CatalogueFile, holdout: Holdout, tokenizer: TextTokeniz
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
-        tokens = cut_tokens(tokenizer.encode(texts), largest.query_tokens, tokenizer.sep_id)
+        asked = tokenizer.encode([spec.query_prefix + text for text in texts])
+        tokens = cut_tokens(asked, largest.query_tokens, tokenizer.sep_id)
         relevant = np.flatnonzero((found.query_of != NO_QUERY) & np.isin(found.query_of, ids)).astype(np.int64)
         return Queries(ids, tokens, texts, Judgements(found.query_of[relevant], relevant, np.ones(len(relevant))))
 

@@ -222,6 +222,14 @@ class InputSpec(BaseModel):
     label_gains: tuple[float, ...]
     numeric: tuple[str, ...] = ()
     categorical_ids: tuple[int, ...] = ()
+    query_prefix: str = ""
+    """Stands before every query."""
+    product_prefix: str = ""
+
+    def used_fields(self) -> dict[str, Any]:
+        """Without prefixes where there are none, so that identities stay what they were before there could be any."""
+        found = self.model_dump(mode="json")
+        return {name: value for name, value in found.items() if value or not name.endswith("_prefix")}
 
     @property
     def num_classes(self) -> int:

@@ -116,6 +116,7 @@ def _embed(
             id_type=plan.layout.id_type,
             filter=tuple(plan.catalogue.columns.filter.items()),
             index=index,
+            prefix=checkpoint.state.inputs.product_prefix,
         ),
         windows=worker_processes(settings.embed.tokenise_processes, ctx.stop),
         earlier=earlier,

@@ -83,6 +83,8 @@ def expected_shapes(settings: Settings) -> Shapes:
         label_gains=tuple(i / (len(labels) - 1) for i in range(len(labels))),
         numeric=numeric_names(data),
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
+        query_prefix=data.query_prefix,
+        product_prefix=data.product_prefix,
     )
     return Shapes(spec, tuple(Bucket.parse(text) for text in data.buckets))
 

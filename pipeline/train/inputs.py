@@ -170,7 +170,7 @@ def identity_parts(
     parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=_NOT_IDENTITY).items()}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
     parts |= {
-        "inputs": inputs.model_dump(mode="json"),
+        "inputs": inputs.used_fields(),
         "data.new": [p.fingerprint for p in selection.new],
         "data.old": [p.fingerprint for p in selection.old],
         "data.buckets": list(buckets),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,15 @@ def test_a_tokenizer_without_a_frame_gets_one(folder: Folder, tmp_path: Path) ->
     assert (tmp_path / "tokenizer.json").read_bytes() == folder.tokenizer
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["model_max_length"], config["pad_token"], config["cls_token"]) == (20, "[PAD]", "[CLS]")
+
+
+def test_prefixes_are_prompts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    inputs = checkpoint.state.inputs.model_copy(update={"query_prefix": "query: ", "product_prefix": "passage: "})
+    prefixed = replace(checkpoint, state=checkpoint.state.model_copy(update={"inputs": inputs}))
+    write_export(prefixed, plan("sentence-transformers"), tmp_path, StopSignal())
+    content = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
+    assert content["prompts"] == {"query": "query: ", "document": "passage: "}
+    assert read_model(source_of(tmp_path), given(), tmp_path / "scratch").spec == inputs
 
 
 def test_plans_that_cannot_be_carried_out(checkpoint: Checkpoint) -> None:

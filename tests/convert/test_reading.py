@@ -154,10 +154,19 @@ def test_what_sentence_transformers_does_and_we_do_not_is_refused_by_name(folder
 
 def test_notes_tell_what_is_different_here(folder: Folder) -> None:
     folder.sentence()
-    folder.json("config_sentence_transformers.json", {"prompts": {"query": "query: ", "document": ""}})
+    folder.json("config_sentence_transformers.json", {"prompts": {"STS": "compare: ", "document": ""}})
     folder.json("modules.json", json.loads((folder.path / "modules.json").read_text())[:2])
     notes = " | ".join(folder.read().notes)
-    assert "puts a prompt before texts (query 'query: ')" in notes and "at their length" in notes
+    assert "further prompts before texts (STS 'compare: ')" in notes and "at their length" in notes
+
+
+@pytest.mark.parametrize("name", ["document", "passage", "corpus"])
+def test_prompts_are_prefixes(folder: Folder, name: str) -> None:
+    folder.sentence()
+    folder.json("config_sentence_transformers.json", {"prompts": {"query": "query: ", name: "passage: "}})
+    model = folder.read()
+    assert (model.spec.query_prefix, model.spec.product_prefix) == ("query: ", "passage: ")
+    assert "queries begin with 'query: ', products with 'passage: '" in " | ".join(model.notes)
 
 
 def test_embeddings_without_a_token_are_left_out(folder: Folder) -> None:

@@ -18,7 +18,7 @@ from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets
+from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.telemetry.events import EventName
@@ -145,6 +145,28 @@ def test_slices_go_with_the_rows_and_leave_other_names_alone(workplace: Make, tm
     assert info.slices == ()
     with pytest.raises(DataError, match=r"no column 'none' \(for slice\.none\)[\s\S]*--data\.slices"):
         place.prepare(plain.model_copy(update={"slices": ("none",)}))
+
+
+@pytest.mark.stage
+def test_prefixes_stand_before_the_texts(workplace: Make, tmp_path: Path) -> None:
+    place, path = workplace("one"), tmp_path / "rows.jsonl"
+    rows = [{"query": f"shoe {i}", "title": f"red {i}", "label": "ab"[i % 2]} for i in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"path": str(path), "numeric": (), "categorical": (), "num_workers": 1, "labels": ("a", "b")}
+    plain = CONFIG.model_copy(update=changes)
+    prefixed = plain.model_copy(update={"query_prefix": "red ", "product_prefix": "shoe "})
+    without, done = place.prepare(plain), place.prepare(prefixed)
+    assert place.prepare(plain).token_set_prefixes == without.token_set_prefixes != done.token_set_prefixes
+    (one,) = read_token_sets(place.storage, done.token_set_prefixes)
+    assert (spec_of(one.info).query_prefix, spec_of(one.info).product_prefix) == ("red ", "shoe ")
+    tokenizer = TextTokenizer(place.storage.read_bytes(f"{done.tokenizer_prefix}/tokenizer.json"))
+    red, shoe = (tokenizer.encode([word]).ids[1] for word in ("red", "shoe"))
+    found = open_rows(place.storage, [one], "train", tmp_path / "cache")
+    for bucket, ids in found.blocks():
+        batch = found.read(np.full(len(ids), bucket), ids, bucket)
+        assert (batch["query"][:, 1] == red).all() and (batch["product"][:, 1] == shoe).all()
+    with pytest.raises(ConfigError, match="query_prefix"):
+        read_token_sets(place.storage, [*without.token_set_prefixes, *done.token_set_prefixes])
 
 
 @pytest.mark.stage

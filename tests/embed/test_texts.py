@@ -57,6 +57,16 @@ def test_a_row_is_usable_or_has_one_reason(
         assert rows.texts[1] == " ".join((b" ".join(part for part in (title, text) if part)).decode().split())
 
 
+def test_a_prefix_is_for_the_tokenizer_alone() -> None:
+    rows = raw(id=[b"a", b"b"], title=[b"phone", b"laptop"])
+    plain, prefixed = (
+        make_window(TextRules(tokenizer_json(), 16, "string", prefix=text), rows) for text in ("", "red ")
+    )
+    expected = TextTokenizer(tokenizer_json()).encode(["red phone", "red laptop"])
+    assert prefixed.tokens.ids.tolist() == expected.ids.tolist() != plain.tokens.ids.tolist()
+    assert np.array_equal(prefixed.rows.text_hash, plain.rows.text_hash)
+
+
 def test_bad_bytes_far_behind_what_is_read_count_too() -> None:
     long = b"x" * 100_000 + b"\xff"
     assert [row.reason for row in judge_rows(RULES, raw(id=[b"a"], title=[long])).bad] == ["title is not UTF-8"]

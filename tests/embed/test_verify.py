@@ -79,7 +79,7 @@ def sample_check(case: Case, **options: Any) -> Check:
         tokenizer,
         HashEmbedder().stream,
         max_tokens=MAX_TOKENS,
-        **{"min_cosine": 0.999, **options},
+        **{"prefix": "", "min_cosine": 0.999, **options},
     )
 
 

@@ -16,6 +16,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.data.tokens import TokenSet
+from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RetrievalConfig
@@ -23,6 +24,7 @@ from pipeline.evaluate.holdout import Holdout, HoldoutOrder
 from pipeline.evaluate.products import distinct_products, join_tokens
 from pipeline.evaluate.retrieval import search
 from pipeline.evaluate.retrieval_sources import RetrievalTask, from_catalogue, from_products, open_catalogue
+from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from tests.evaluate.gangs import on_ranks
@@ -226,8 +228,11 @@ def tokenizer() -> TextTokenizer:
 OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "test"}, window_rows=2)
 
 
+SPEC = InputSpec(vocab_size=256, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0))
+
+
 def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9)
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert task.num_items == 5, "an id counts once"
     assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
     asked = {hash63("c1"): "shoe red", hash63("c4"): "hat green"}
@@ -239,8 +244,19 @@ def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextToke
     assert [(first, len(part.lengths)) for first, part in odd] == [(2, 2)]
 
 
+def test_prefixes_are_for_the_encoder_alone(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    spec = SPEC.model_copy(update={"query_prefix": "blue ", "product_prefix": "a "})
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, spec, 9)
+    titles = ["red shoe", "shoe, red new", "blue hat", "", "green hat"]
+    largest = holdout.rows.buckets[-1].product_tokens
+    expected = cut_tokens(tokenizer.encode([f"a {title}" for title in titles]), largest, tokenizer.sep_id)
+    assert everything(task) == texts_of(expected)
+    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([f"blue {text}" for text in task.query_texts]))
+    assert [title for window in task.texts() for title in window] == titles
+
+
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, 9)
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
     assert sorted(task.query_texts) == ["hat green", "shoe red"]
     assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
@@ -248,18 +264,18 @@ def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout,
 
 def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"valid_queries": {"split": "train|test"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert not isinstance(task.tuning, str)
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
     config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert task.tuning == "the valid split has no query with a relevant item"
 
 
 def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"query_id": ""})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, 9)
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     shoes = task.queries.judged.item_id[task.queries.judged.query_id == hash63("shoe red")]
     assert shoes.tolist() == [0, 1, 2]
 
@@ -279,7 +295,7 @@ def test_a_catalogue_that_does_not_fit_is_named(
 ) -> None:
     file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
     with pytest.raises(DataError, match=message):
-        from_catalogue(file, holdout, tokenizer, 9)
+        from_catalogue(file, holdout, tokenizer, SPEC, 9)
 
 
 def test_no_catalogue(tmp_path: Path) -> None:
