@@ -19,6 +19,7 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.sagemaker.requests import sagemaker_requests
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
@@ -29,13 +30,19 @@ HISTORY = 10  # cycles that the expected durations are the median of
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch would refuse."""
+    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch or SageMaker would refuse."""
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
-    if arguments.json or arguments.diff or target == "batch":
+    if target == "sagemaker":
+        from jobs.targets.sagemaker import limits  # botocore takes a while to import
+
+        limits.check_plan(plan)
+    elif arguments.json or arguments.diff or target == "batch":
         check_plan(plan)
-    if arguments.json:
+    if arguments.json and target == "sagemaker":
+        say(json.dumps(sagemaker_requests(plan), indent=1))
+    elif arguments.json:
         # Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
         shown = []

@@ -78,6 +78,10 @@ def submit_plan(settings: CycleSettings, plan: Plan, target_name: str, say: Say,
         return finish(settings, store, plan, store.records(), say)
     if target_name == "batch":
         check_plan(plan)
+    elif target_name == "sagemaker":
+        from jobs.targets.sagemaker import limits  # botocore takes a while to import
+
+        limits.check_plan(plan)
     open_target(settings, store, target_name, say, stop).check(plan)
     return _hand_over(settings, store, target_name, plan, 1, [job.name for job in plan.jobs], say, stop)
 

@@ -57,12 +57,12 @@ def advance(
     `streams`: how the logs of a try are found. Ask again with more `seen` until nothing is left to look at.
     """
     now = dict(records)
-    while True:
+    before: dict[str, JobRecord] = {}
+    while now != before:
+        before = dict(now)
         for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
             now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), streams, at)
-        if not (changed := states.settle(leaves, now, at)):
-            break
-        now |= changed
+        now |= states.settle(leaves, now, at)
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.states import Leaf, leaves_of
 from jobs.plan.dag import Plan
 from jobs.plan.ml_machines import ml_machine
 from jobs.plan.script import ENTRY
@@ -116,6 +116,18 @@ def environment(plan: Plan, leaf: Leaf, attempt: int | None) -> dict[str, str]:
 
 def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
     return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
+
+
+def sagemaker_requests(plan: Plan) -> list[Request]:
+    """The first request of every job of a cycle, of an array that of each child, as if it were claimed at 1970."""
+    cycle, shown = Cycle(plan, 0.0), list[Request]()
+    for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
+        if sagemaker_placement_of(plan, leaf.spec).via == "queue":
+            shown.append({"SubmitServiceJob": service_job_request(cycle, leaf, 1)})
+        else:
+            name = cycle.training_job(leaf, 1, 1)
+            shown.append({"CreateTrainingJob": training_job_request(cycle, leaf, name=name, attempt=1)})
+    return shown
 
 
 # Service jobs of AWS Batch: the same request as text, and when AWS Batch is to repeat it.

@@ -73,11 +73,7 @@ class SageMakerTarget:
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
-        done, cycle = self.store.submitted(round_), self._cycle(plan)
-        for job in plan.jobs:
-            if job.name in jobs and job.name not in done:
-                one = Submission(job=job.name, id=cycle.job_id(job.name, round_), submitted_at=self.store.clock())
-                self.store.save_submission(round_, one)
+        self.record_submissions(plan, round_, jobs)
         trouble_since: float | None = None
         while True:
             try:
@@ -93,6 +89,14 @@ class SageMakerTarget:
                     raise
             self.stop.wait(self.poll_s)
             self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")
+
+    def record_submissions(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
+        """From then on anybody may see these jobs through."""
+        done, cycle = self.store.submitted(round_), self._cycle(plan)
+        for job in plan.jobs:
+            if job.name in jobs and job.name not in done:
+                one = Submission(job=job.name, id=cycle.job_id(job.name, round_), submitted_at=self.store.clock())
+                self.store.save_submission(round_, one)
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
         """Make what may start now and end what is to end; the records after it, which are saved."""
