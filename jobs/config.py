@@ -93,10 +93,6 @@ class NotifyConfig(_Config):
 class SageMakerConfig(_Config):
     """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
 
-    via: Literal["direct", "queue"] = Field(
-        "direct", description="Training jobs made directly, or through a queue of AWS Batch for SageMaker"
-    )
-    queue: str = Field("", description="Queue of service jobs, by name or ARN (via queue)")
     subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
-from jobs.cycle.show import plan_lines
+from jobs.cycle.show import plan_lines, target_cost_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cost import prices_of
 from jobs.schedule import cycle_name
@@ -68,9 +68,12 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             records, embeddings = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
-        prices, jobs = prices_of(settings.jobs), settings.jobs
+        prices, jobs = prices_of(settings.jobs, target), settings.jobs
         stated = jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
         for line in plan_lines(plan, expected_seconds(records), prices, jobs.sla_s):
+            say(line)
+        by_target = {name: prices_of(settings.jobs, name) for name in ("local", "batch", "sagemaker")}
+        for line in target_cost_lines(plan, expected_seconds(records), by_target):
             say(line)
         for line in embed_rate_lines(plan, embeddings, stated, prices):
             say(line)

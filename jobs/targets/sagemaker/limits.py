@@ -1,7 +1,7 @@
 """What SageMaker refuses, checked before anything is sent.
 
-Sources: the models of SageMaker and of AWS Batch in botocore, which validate every request here (bounds, required
-fields, patterns and enumerations); the documentation of both for what those models do not hold.
+Sources: the model of SageMaker in botocore, which validates every request here (bounds, required fields, patterns and
+enumerations); its documentation for what that model does not hold.
 """
 
 import re
@@ -16,13 +16,11 @@ from botocore.validate import ParamValidator
 from jobs.cycle.states import Leaf
 from jobs.plan.dag import Plan, dag_problems
 from jobs.plan.spec import JobSpec
-from jobs.targets.batch.placement import placement_of
 from jobs.targets.sagemaker.placement import role_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     Cycle,
     Request,
-    service_job_request,
     training_job_request,
 )
 from pipeline.core.errors import ConfigError
@@ -30,9 +28,7 @@ from pipeline.core.errors import ConfigError
 MAX_CHILDREN = 50
 """Of an array: each is a training job of its own."""
 MAX_RUNTIME_S = 28 * 86_400
-MAX_ENVIRONMENT, MAX_VALUE, MAX_WORDS, MAX_WORD = 100, 512, 100, 256
-MAX_ATTEMPTS, MAX_RULES, MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES = 10, 5, 10 * 1024, 30 * 1024
-MIN_SERVICE_TIMEOUT_S = 60
+MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
 
 def check_plan(plan: Plan) -> None:
@@ -55,7 +51,7 @@ def check_plan(plan: Plan) -> None:
 def plan_problems(plan: Plan) -> Iterator[str]:
     yield from dag_problems(plan.jobs)
     for job in plan.jobs:
-        problems = [*_shape(plan, job), *_words(job), *_queue(plan, job)]
+        problems = [*_shape(plan, job), *_words(job)]
         for problem in problems or _requests(plan, job):
             yield f"{job.name}: {problem}"
 
@@ -98,22 +94,6 @@ def _words(job: JobSpec) -> Iterator[str]:
             yield f"environment variable {name} of {len(value):,} characters; expected at most {MAX_VALUE}"
 
 
-def _queue(plan: Plan, job: JobSpec) -> Iterator[str]:
-    where = sagemaker_placement_of(plan, job)
-    if where.via != "queue":
-        return
-    if not where.queue:
-        yield "no queue of service jobs; expected its name or ARN (jobs.sagemaker.queue)"
-    if not placement_of(plan, job).share_identifier:
-        yield "no share of the queue; expected jobs.share_identifier: without it fair share cannot order the jobs"
-    if not 1 <= job.retry.attempts <= MAX_ATTEMPTS:
-        yield f"{job.retry.attempts} attempts; expected 1 to {MAX_ATTEMPTS}"
-    if job.timeout_s < MIN_SERVICE_TIMEOUT_S:
-        yield f"a timeout of {job.timeout_s} s; expected {MIN_SERVICE_TIMEOUT_S} or more"
-    if where.spot_wait_s:
-        yield "managed Spot through a queue, whose attempts would be counted twice; expected via direct"
-
-
 def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
     """The requests themselves, as botocore knows them."""
     cycle = Cycle(plan, 0.0)
@@ -123,17 +103,6 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
     yield from request_problems("sagemaker", "CreateTrainingJob", request)
     if len(name) > MAX_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_NAME}"
-    if sagemaker_placement_of(plan, job).via != "queue":
-        return
-    service = service_job_request(cycle, leaf, 1)
-    yield from request_problems("batch", "SubmitServiceJob", service)
-    if (number := len(service["retryStrategy"]["evaluateOnExit"])) > MAX_RULES:
-        yield f"{number} retry rules; expected at most {MAX_RULES}"
-    sizes = {"payload": (len(service["serviceRequestPayload"].encode()), MAX_PAYLOAD_BYTES)}
-    sizes["request"] = (sum(len(str(value).encode()) for value in service.values()), MAX_REQUEST_BYTES)
-    for what, (size, most) in sizes.items():
-        if size > most:
-            yield f"a service job whose {what} has {size:,} bytes; expected at most {most:,}"
 
 
 @cache

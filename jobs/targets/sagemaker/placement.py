@@ -1,9 +1,7 @@
-"""How SageMaker runs the jobs of a plan: by which road, in which network, on machines of which kind. Pure.
+"""How SageMaker runs the jobs of a plan: in which network, on machines of which kind. Pure.
 
-Role, share and priority of a job are those of its placement in AWS Batch: the same rights and the same team.
+The role of a job is that of its placement in AWS Batch: the same rights.
 """
-
-from typing import Literal
 
 from jobs.config import JobsConfig, SageMakerConfig
 from jobs.plan.dag import Plan
@@ -15,10 +13,8 @@ KEY = "sagemaker"
 
 
 class SageMakerPlacement(Record):
-    """As CreateTrainingJob and SubmitServiceJob need it."""
+    """As CreateTrainingJob needs it."""
 
-    via: Literal["direct", "queue"] = "direct"
-    queue: str = ""
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
     volume_gib: int = 100
