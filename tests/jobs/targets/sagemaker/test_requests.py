@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from jobs import cli
+from jobs.config import JobsConfig, Step
 from jobs.cycle.show import target_cost_lines
 from jobs.cycle.states import Leaf
 from jobs.plan.cost import Prices
+from jobs.plan.script import plan_script
+from jobs.targets.batch.placement import placed
+from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.limits import request_problems
 from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, sagemaker_requests, training_job_request
 from tests.jobs.cycle.cases import TRN1, job, plan
@@ -148,3 +152,29 @@ def test_one_cycle_costs_on_three_targets() -> None:
         ["sagemaker", "$23.00", "$0.1000", "$23.10"],
     ]
     assert target_cost_lines(of, {"train": 1.0}, {"local": on}) == []
+
+
+def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
+    """The argv of examples/ddp_script.py, as `trnjobs run --nodes 2 --processes 2` plans it."""
+    words = ("python", "examples/ddp_script.py", "--steps", "40")
+    step = Step(name="ddp", command=words, nodes=2, processes=2, instance="trn1.32xlarge", attempts=2)
+    jobs = JobsConfig(image=IMAGE, role=ROLE, queue="relevance", share_identifier="production", steps=(step,))
+    of = placed(plan_script(jobs, step, cycle="run-ddp", workspace="s3://bucket/relevance"), jobs)
+    argv = ["trnpipe", "launch", "--launch.processes", "2", "--", *words]
+    uri = "s3://bucket/relevance/checkpoints/run-ddp/ddp"
+    batch = submit_request(of, of.jobs[0], definition="trnpipe-run:1", ids={})
+    assert batch["nodeOverrides"]["numNodes"] == 2
+    (nodes,) = batch["nodeOverrides"]["nodePropertyOverrides"]
+    assert nodes["containerOverrides"]["command"] == ["trnjobs-entry", "--", *argv]
+    definition = definition_request(of, of.jobs[0])["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    assert {"name": "TRNJOBS_CHECKPOINT_URI", "value": uri} in definition["environment"]
+    (ml,) = [one["CreateTrainingJob"] for one in sagemaker_requests(of)]
+    assert [*request_problems("sagemaker", "CreateTrainingJob", ml)] == []
+    assert ml["AlgorithmSpecification"] == {
+        "TrainingImage": IMAGE,
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": ["trnjobs-entry", "--"],
+        "ContainerArguments": argv,
+    }
+    assert ml["ResourceConfig"]["InstanceCount"] == 2
+    assert ml["Environment"]["TRNJOBS_CHECKPOINT_URI"] == uri
