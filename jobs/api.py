@@ -169,7 +169,7 @@ class Cycle:
         """
         target = target or self.settings.jobs.target
         plan = make_plan(self.settings)
-        if target != "local":
+        if target == "batch":
             submit_plan(self.settings, plan, target, self._say, self._stop)
         elif self._running is None or self._running.has_ended:
             self._running = _Running(lambda: submit_plan(self.settings, plan, target, self._say, self._stop))

@@ -13,7 +13,7 @@ from pipeline.core.errors import EXIT_OK
 COMMANDS: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
     "fit": "would a cycle run on what Terraform is about to make: schedule, limits, room for every job",
-    "submit": "hand the jobs over, here or to AWS Batch; run again after any stop, none is started twice",
+    "submit": "hand the jobs over, here, to AWS Batch or SageMaker; run again after any stop, none is started twice",
     "run": "one script of your own as a job: ranks, retries, records and cost of a stage; -- python train.py",
     "status": "the jobs of a cycle now",
     "logs": "what a try of a job said, on any of its nodes",
@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
     "config": "every setting with its value and source, those under [jobs] included",
 }
+TARGETS = ["local", "batch", "sagemaker"]
 MODULES = {
     **dict.fromkeys(("plan", "fit"), "plan"),
     **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile"), "submit"),
@@ -64,13 +65,13 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "plan":
             add("--json", action="store_true", help="the requests as AWS Batch would get them")
             add("--diff", action="store_true", help="against the job definitions that are registered")
-            add("--target", choices=["local", "batch"], help="over jobs.target; batch: hold against its limits")
+            add("--target", choices=TARGETS, help="over jobs.target; others than local: hold against its limits")
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":
-            add("--target", choices=["local", "batch"], help="over jobs.target")
+            add("--target", choices=TARGETS, help="over jobs.target")
         case "run":
-            add("--target", choices=["local", "batch"], help="over jobs.target")
+            add("--target", choices=TARGETS, help="over jobs.target")
             add("--name", default="", help="what it is on record as, the cycle run-NAME (default: the script's)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
@@ -110,7 +111,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "driver":
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
-            add("--target", choices=["local", "batch"], help="over jobs.target")
+            add("--target", choices=TARGETS, help="over jobs.target")
 
 
 def _variable(text: str) -> tuple[str, str]:

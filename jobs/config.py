@@ -55,6 +55,8 @@ class Step(StageJob):
         return self
 
 
+TargetName = Literal["local", "batch", "sagemaker"]
+
 NotifyEvent = Literal["promoted", "refused", "failed", "late", "recovered", "retried"]
 
 
@@ -90,16 +92,38 @@ class NotifyConfig(_Config):
     budget_s: float = Field(10.0, gt=0, le=60, description="Seconds for all messages at one end of a cycle")
 
 
+class SageMakerConfig(_Config):
+    """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
+
+    subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
+    security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
+    volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")
+    output: str = Field("", description="S3 prefix for what SageMaker itself keeps; empty: sagemaker/ in the workspace")
+    keep_alive_s: int = Field(
+        0, ge=0, le=3600, description="Seconds that machines wait for a next job of the same shape; needs a quota"
+    )
+    spot: bool = Field(False, description="Managed Spot for jobs of one node")
+    spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
+    infra_check: bool = Field(True, description="Machines of a gang are checked by SageMaker before it starts")
+    poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")
+    price_factor: float = Field(
+        1.15,
+        gt=0,
+        description="Price of a machine over that of EC2, where jobs.prices has no ml.* of it (read for ml.p5.48xlarge"
+        " and ml.p4d.24xlarge; others unread)",
+    )
+
+
 class JobsConfig(_Config):
     """The jobs of a cycle, where they run, and what they may cost."""
 
     name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
-    target: Literal["local", "batch"] = Field("local", description="This machine, or AWS Batch")
-    image: str = Field("", description="Container image, pinned by digest (batch)")
+    target: TargetName = Field("local", description="This machine, AWS Batch, or Amazon SageMaker")
+    image: str = Field("", description="Container image, pinned by digest (batch, sagemaker)")
     queue: str = Field("", description="Queue of jobs (batch)")
     share_identifier: str = Field("", description="Whose share of a fair-share queue this is; letters and digits")
     priority: int = Field(100, ge=0, le=9999, description="Order among the jobs of the same share; higher goes first")
-    role: str = Field("", description="ARN of the role whose rights the code has (batch)")
+    role: str = Field("", description="ARN of the role whose rights the code has (batch, sagemaker)")
     log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
     environment: Annotated[
         dict[str, str], Field(description="Variables of every job, as NAME=value; shown in plans, so no secrets")
@@ -126,6 +150,7 @@ class JobsConfig(_Config):
     )
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
+    sagemaker: SageMakerConfig = SageMakerConfig()
     steps: tuple[Step, ...] = Field(
         (),
         description="Scripts beside the stages, as tables [[jobs.steps]]: name, command, after and before (names of"

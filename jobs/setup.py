@@ -17,6 +17,7 @@ from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.batch.placement import placed
 from jobs.targets.local.engine import Slots
+from jobs.targets.sagemaker.placement import placed_on_sagemaker
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
@@ -66,14 +67,14 @@ def make_plan(settings: CycleSettings) -> Plan:
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
-    return placed(plan, settings.jobs)
+    return placed_on_sagemaker(placed(plan, settings.jobs), settings.jobs)
 
 
 def make_run(settings: CycleSettings) -> Plan:
     """The plan of the one script in the settings. Raises ConfigError."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
-    return placed(plan, settings.jobs)
+    return placed_on_sagemaker(placed(plan, settings.jobs), settings.jobs)
 
 
 def _workspace_uri(settings: CycleSettings) -> str:
@@ -177,10 +178,18 @@ def open_target(
         LogsClient,
         connect,
     )
+
+    logs = LogsClient(connect("logs"), stop=stop)
+    if name == "sagemaker":
+        from jobs.targets.sagemaker.client import SageMakerClient
+        from jobs.targets.sagemaker.direct import DirectRoad
+        from jobs.targets.sagemaker.target import SageMakerTarget
+
+        road = DirectRoad(SageMakerClient(connect("sagemaker"), stop=stop))
+        return SageMakerTarget(road, logs, store, say, stop, settings.jobs.sagemaker.poll_s)
     from jobs.targets.batch.target import BatchTarget
 
-    client, logs = BatchClient(connect("batch"), stop=stop), LogsClient(connect("logs"), stop=stop)
-    return BatchTarget(client, logs, store, renew, say)
+    return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)
 
 
 def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: StopSignal) -> Target:

@@ -57,7 +57,7 @@ ONLY_IN = {
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
-    "botocore": ("pipeline/io/", "jobs/targets/batch/"),
+    "botocore": ("pipeline/io/", "jobs/targets/batch/", "jobs/targets/sagemaker/"),
     "s3transfer": ("pipeline/io/",),
     "torch": (
         "pipeline/backends/",

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
-from jobs.cycle.show import plan_lines
+from jobs.cycle.show import plan_lines, target_cost_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cost import prices_of
 from jobs.schedule import cycle_name
@@ -19,6 +19,7 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.sagemaker.requests import sagemaker_requests
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
@@ -29,13 +30,19 @@ HISTORY = 10  # cycles that the expected durations are the median of
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch would refuse."""
+    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch or SageMaker would refuse."""
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
-    if arguments.json or arguments.diff or target == "batch":
+    if target == "sagemaker":
+        from jobs.targets.sagemaker import limits  # botocore takes a while to import
+
+        limits.check_plan(plan)
+    elif arguments.json or arguments.diff or target == "batch":
         check_plan(plan)
-    if arguments.json:
+    if arguments.json and target == "sagemaker":
+        say(json.dumps(sagemaker_requests(plan), indent=1))
+    elif arguments.json:
         # Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
         shown = []
@@ -61,9 +68,12 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             records, embeddings = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
-        prices, jobs = prices_of(settings.jobs), settings.jobs
+        prices, jobs = prices_of(settings.jobs, target), settings.jobs
         stated = jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
         for line in plan_lines(plan, expected_seconds(records), prices, jobs.sla_s):
+            say(line)
+        by_target = {name: prices_of(settings.jobs, name) for name in ("local", "batch", "sagemaker")}
+        for line in target_cost_lines(plan, expected_seconds(records), by_target):
             say(line)
         for line in embed_rate_lines(plan, embeddings, stated, prices):
             say(line)

@@ -28,7 +28,7 @@ from pipeline.proc.signals import stop_on_signals
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
-    """Hand the jobs of a cycle over; run again, it goes on where it stopped. `local` also runs it to its end."""
+    """Hand the jobs of a cycle over; run again, it goes on where it stopped. `batch` alone returns before its end."""
     settings: CycleSettings = arguments.settings
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
@@ -78,6 +78,10 @@ def submit_plan(settings: CycleSettings, plan: Plan, target_name: str, say: Say,
         return finish(settings, store, plan, store.records(), say)
     if target_name == "batch":
         check_plan(plan)
+    elif target_name == "sagemaker":
+        from jobs.targets.sagemaker import limits  # botocore takes a while to import
+
+        limits.check_plan(plan)
     open_target(settings, store, target_name, say, stop).check(plan)
     return _hand_over(settings, store, target_name, plan, 1, [job.name for job in plan.jobs], say, stop)
 
@@ -125,7 +129,7 @@ def _hand_over(
         target = open_target(settings, store, target_name, say, stop, renew)
         if target_name == "batch":
             target.submit(plan, round_, jobs)
-    if target_name == "local":  # runs them too; a lock on this machine keeps a second engine away
+    if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         target.submit(plan, round_, jobs)
     records = target.records(plan)
     store.save_records(records)
@@ -189,7 +193,7 @@ def close_cycle(settings: CycleSettings, store: CycleStore, say: Say) -> None:
     """Put on record what became of the jobs of a cycle, and close it if it has ended."""
     plan = submitted_plan(store)
     target = open_target_of(settings, store, say, StopSignal())
-    records = target.records(plan)
+    records = target.advance(plan)
     store.save_records(records)
     for line in target.check_blocked(records, dwell_s=settings.jobs.blocked_dwell_s):
         say(line)

@@ -186,7 +186,8 @@ def _entries(
     tries = with_kept_until(_tries(job.stage, [attempt for _, attempt in ran], moments if logs else (), now))
     ready_ms, made = round(1000 * max(runnable_at, leaf.created_at)), []
     for (number, attempt), one in zip(ran, tries, strict=True):
-        hours = nodes * (one.stop_ms - one.start_ms) / MS_PER_HOUR
+        paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
+        hours = nodes * paid_ms / MS_PER_HOUR
         if attempt.stopped_at is None:
             ending = "running"
         elif attempt.exit_code is None:
@@ -266,7 +267,7 @@ def read_ledger(
         plan,
         records,
         read_moments(store.storage, store.cycle) if moments is None else moments,
-        prices_of(config),
+        prices_of(config, claim.target if claim else ""),
         now=now,
         outcome=closed.outcome if closed else None,
         deadline_at=deadline_at,

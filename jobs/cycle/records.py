@@ -33,6 +33,9 @@ class AttemptRecord(Record):
     status_reason: str = ""
     reason: str = Field("", description="Of the container, such as OutOfMemoryError")
     log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
+    billable_s: float | None = Field(
+        None, description="Of each machine, where the platform tells; none: from its times"
+    )
 
     @property
     def seconds(self) -> float | None:

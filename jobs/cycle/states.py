@@ -19,6 +19,8 @@ TIMED_OUT = "Job attempt duration exceeded timeout"
 DEPENDENCY_FAILED = "Dependent Job failed"
 TASK_NOT_STARTED = "Task failed to start"
 HOST_TERMINATED = "Host EC2 (local) terminated."
+SERVICE_FAULT = "Internal error of the service that runs the job"
+"""SageMaker's, which tells no lost machine from a fault of its own."""
 INTERRUPTED = "Interrupted with the command that ran the jobs"
 """Ours: such an attempt does not count, and the job goes on with the next submission."""
 
@@ -127,7 +129,7 @@ def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
     """After attempt number `attempt` (from 1) failed. Those that were timed out or cancelled never are."""
     if attempt >= retry.attempts:
         return False
-    if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED):
+    if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED, SERVICE_FAULT):
         return True
     return end.status_reason == EXITED and end.exit_code in retry.exit_codes
 
@@ -193,6 +195,31 @@ def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: objec
     if to not in MOVES[record.state]:
         raise ValueError(f"{record.name}: {record.state} cannot become {to}")
     return record.model_copy(update={"state": to, "status_reason": reason, **changes})
+
+
+# What is said of a job whose state has changed, for people. Pure.
+
+
+def change_line(record: JobRecord) -> str:
+    """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`."""
+    words = [f"{record.name:<12} {record.state.value:<9}"]
+    if not record.attempts:
+        return "  ".join([*words, record.status_reason]).rstrip()
+    last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
+    code = "" if last.exit_code is None else f" with exit code {last.exit_code}"
+    why = last.status_reason if last.status_reason != EXITED or not code else ""
+    said = ", ".join(word for word in (why, last.reason) if word)
+    end = f"{attempt} ended{code}{': ' if said else ''}{said}"
+    match record.state:
+        case JobState.STARTING:
+            words.append(attempt)
+        case JobState.RUNNING:
+            words += [attempt, *last.log_streams[:1]]
+        case JobState.RUNNABLE:
+            words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
+        case JobState.FAILED:
+            words.append(end if record.status_reason == last.status_reason else record.status_reason)
+    return "  ".join(words).rstrip()
 
 
 # How a cycle ended, from how its jobs did. Pure.

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 
 from jobs.node.run import run
+from jobs.node.sagemaker import write_failure
 from pipeline.core.errors import ConfigError, TrnpipeError, exit_code_of
 
 USAGE = "trnjobs-entry -- COMMAND [ARGUMENT ...]"
@@ -20,10 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(words[1:], os.environ, say)
     except (TrnpipeError, KeyboardInterrupt) as error:
         say(f"{type(error).__name__}: {error}")
-        return exit_code_of(error)
+        failed: BaseException = error
     except Exception as error:  # a bug: traceback and exit code 1, from one place
         traceback.print_exc()
-        return exit_code_of(error)
+        failed = error
+    write_failure(os.environ, exit_code_of(failed), str(failed) if isinstance(failed, TrnpipeError) else repr(failed))
+    return exit_code_of(failed)
 
 
 def say(text: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.core.record import Record
 from pipeline.parallel.launch import gang_exit_code
 
 MAX_LINE_BYTES, MAX_UNSENT_BYTES = 4096, 64 * 1024
+MAX_REASON_CHARACTERS = 500  # a line has room for it, however it is written in JSON
 MAX_STRANGERS, HELLO_S = 64, 10.0
 SETTLE_S = 2.0  # beyond the grace: for the words of nodes that were just killed to arrive
 CONNECT_S, PAUSE_S = 1.0, 0.25
@@ -45,6 +46,8 @@ class Peers:
     """All nodes are there: the command may start."""
     trouble: str = ""
     """Why the command must be stopped; empty while all is well."""
+    agreed: tuple[int, str] | None = None
+    """The exit code of the whole job and why, as the main node has told; None on it, and where it could not tell."""
 
     @property
     def settled(self) -> bool:
@@ -71,8 +74,8 @@ class Peers:
     def seen(self) -> list[NodeSeen]:
         return []
 
-    def acknowledge(self) -> None:
-        """Release the nodes, which wait for this before they exit."""
+    def acknowledge(self, code: int, reason: str) -> None:
+        """Release the nodes, which wait for this before they exit, with the exit code of the job and why."""
 
     def close(self, limit_s: float) -> None:
         """Wait until the nodes have left, for `limit_s`: the end of the main node ends them, post-mortem or not."""
@@ -159,8 +162,8 @@ class Hub(Peers):
     def seen(self) -> list[NodeSeen]:
         return self._roll.seen(self._clock())
 
-    def acknowledge(self) -> None:
-        self._tell(Message(kind="bye"))
+    def acknowledge(self, code: int, reason: str) -> None:
+        self._tell(Message(kind="bye", code=code, text=reason[:MAX_REASON_CHARACTERS]))
         for channel in self._callers:
             with contextlib.suppress(OSError):  # it has gone first
                 channel.socket.shutdown(socket.SHUT_WR)  # what was sent still arrives
@@ -300,7 +303,7 @@ class Link(Peers):
             elif word.kind == "stop":
                 self.trouble = self.trouble or f"the main node says: {word.text}"
             elif word.kind == "bye":
-                self._released = True
+                self._released, self.agreed = True, (word.code, word.text)
                 return
         if self._code is not None and not self._reported:
             self._reported = True

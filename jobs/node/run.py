@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from jobs.node.command import Command, LogTail, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, Place, Timing
 from jobs.node.gang import Hub, Link, Peers, listen
-from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment
+from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
+from jobs.node.sagemaker import words_of_sagemaker, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from jobs.node.words import words_of_batch
 from pipeline.core.errors import TrnpipeError
@@ -41,8 +42,9 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
     Whatever it has started is gone when this returns, or when this process is killed.
     """
-    ours = words_of_batch(env)
-    place, timing = Place.from_env({**env, **ours}), Timing.from_env(env)
+    timing = Timing.from_env(env)
+    ours = words_of_batch(env) | words_of_sagemaker(env, gather_s=timing.gather_s)
+    place = Place.from_env({**env, **ours})
     with watched_signals() as signals, guarded() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         peers, linger_s = Peers(), 0.0
@@ -56,8 +58,10 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             outcome = supervisor.run()
             if outcome.reason:
                 say(f"exit {outcome.code}: {outcome.reason}")
-            peers.acknowledge()
+            why = attempt.last_words(outcome)
+            peers.acknowledge(outcome.code, why)
             attempt.explain(outcome, peers, supervisor.command)
+            write_failure(env, *(peers.agreed or (outcome.code, why)))
             # The other nodes explain themselves too.
             linger_s = timing.bundle_s if outcome.code and not outcome.stopped else LINGER_S
             return outcome.code
@@ -114,6 +118,11 @@ class _Attempt:
         stacks = self.folder / "stacks"
         stacks.mkdir()
         return Command(words, self.env, stacks, self.tail)
+
+    def last_words(self, outcome: Outcome) -> str:
+        """Why it ended so, in one line without secrets: the reason, else the last line of the log."""
+        said = [line for line in self.tail.lines() if line.strip()]
+        return str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(self.env)))
 
     def explain(self, outcome: Outcome, peers: Peers, command: Command | None) -> None:
         """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""

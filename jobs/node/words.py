@@ -1,7 +1,7 @@
 """The words of a place: which job this is and which node of it, in the same variables on every platform.
 
 What runs below `trnjobs-entry` reads these and no others. The local engine sets them itself; here the variables of AWS
-Batch become them, and the resourceconfig.json of SageMaker. Pure.
+Batch become them, in jobs/node/sagemaker.py the files of SageMaker. Pure.
 
     TRNJOBS_JOB_ID   the same on all nodes of a job, another one for each child of an array
     TRNJOBS_ATTEMPT  which try, from 1

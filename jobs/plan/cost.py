@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.config import JobsConfig
+from jobs.plan.ml_machines import ml_machine, ml_vcpus
 from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 
@@ -18,10 +19,14 @@ class Prices:
 
     by_instance: Mapping[str, float]
     vcpu: float | None = None
+    ml_factor: float | None = None
+    """On SageMaker: what a machine costs over EC2, where it has no price of its own. None: not on SageMaker."""
 
 
-def prices_of(jobs: JobsConfig) -> Prices:
-    return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour)
+def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
+    """Where machines run on that target."""
+    factor = jobs.sagemaker.price_factor if target == "sagemaker" else None
+    return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
 
 
 def machine_share(needs: Resources) -> float:
@@ -33,10 +38,22 @@ def machine_share(needs: Resources) -> float:
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Of one node, or one child of an array; None where nobody knows."""
     needs = job.resources
+    if prices.ml_factor is not None:
+        return _ml_usd_per_hour(needs, prices, prices.ml_factor)
     price = prices.by_instance.get(needs.instance_type)
     if price is None:
         return None if prices.vcpu is None else prices.vcpu * needs.vcpus
     return price * machine_share(needs)
+
+
+def _ml_usd_per_hour(needs: Resources, prices: Prices, factor: float) -> float | None:
+    """SageMaker lends whole machines."""
+    if (own := prices.by_instance.get(ml_machine(needs))) is not None:
+        return own
+    price = prices.by_instance.get(needs.instance_type)
+    if price is None and prices.vcpu is not None:
+        price = prices.vcpu * (needs.vcpus if needs.instance_type else ml_vcpus(needs))
+    return None if price is None else price * factor
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:

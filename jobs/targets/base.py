@@ -1,4 +1,4 @@
-"""Where jobs run: this machine, or AWS Batch. Both keep the same words, states and records."""
+"""Where jobs run: this machine, AWS Batch, or SageMaker. All keep the same words, states and records."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,17 +12,20 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """`local` or `batch`."""
+        """`local`, `batch` or `sagemaker`."""
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over these jobs of a claimed plan in its order; those handed over in this round before stay as they are.
 
-        `local` also runs them, and returns when the last has ended. Dependencies on jobs that are not among `jobs` are
-        those of earlier rounds, which have succeeded.
+        `local` and `sagemaker` also see them through, and return when the last has ended. Dependencies on jobs that are
+        not among `jobs` are those of earlier rounds, which have succeeded.
         """
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         """What is known of every submitted job now, in the order of the plan."""
+
+    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+        """The records, after whatever is due now was done; `local` and `batch` need nobody for that."""
 
     def check(self, plan: Plan) -> None:
         """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""

@@ -96,7 +96,10 @@ def was_not_done(error: BaseException) -> bool:
     return name_of(error) in _THROTTLED or status_of(error) == 429
 
 
-def translate(error: Exception, doing: str) -> TrnpipeError:
+RIGHTS = "batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob, Describe*, ListJobs and logs:GetLogEvents"
+
+
+def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeError:
     """The family member for an error that was not, or no longer, retried. `doing`: as in `submitting a job`."""
     status = status_of(error)
     name = f"{code_of(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
@@ -115,8 +118,7 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
     if status == 403 or name_of(error) == "AccessDenied":
         return ConfigError(
             f"AWS: {name} while {doing}",
-            expected="batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob, Describe*, ListJobs and "
-            "logs:GetLogEvents",
+            expected=rights,
             next_command="aws sts get-caller-identity; correct the policy of that role",
         )
     # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
@@ -137,7 +139,7 @@ Detail = Mapping[str, Any]
 T = TypeVar("T")
 
 
-class _Client:
+class AwsClient:
     """`raw` is boto3's client, or what answers like it."""
 
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
@@ -150,7 +152,7 @@ class _Client:
         )
 
 
-class BatchClient(_Client):
+class BatchClient(AwsClient):
     def register(self, request: Request) -> str:
         """A new revision of a job definition, as `name:revision`."""
         answer = self._call("registering a job definition", "register_job_definition", **request)
@@ -233,8 +235,21 @@ def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
         yield list(names[first : first + MAX_DESCRIBED])
 
 
-class LogsClient(_Client):
-    """CloudWatch Logs. Rights: logs:GetLogEvents on the group."""
+class LogsClient(AwsClient):
+    """CloudWatch Logs. Rights: logs:GetLogEvents, and DescribeLogStreams for `streams`, on the group."""
+
+    def streams(self, group: str, prefix: str) -> list[str]:
+        """Names that begin so, sorted; none where there is no such group."""
+        request: Request = {"logGroupName": group, "logStreamNamePrefix": prefix}
+        try:
+            answer = self.repeat(
+                lambda: self._raw.describe_log_streams(**request), doing="listing logs", retryable=is_retryable
+            )
+        except AWS_ERRORS as error:
+            if name_of(error) == "ResourceNotFound":
+                return []
+            raise translate(error, f"listing logs {group} {prefix}", rights="logs:DescribeLogStreams") from error
+        return sorted(str(one["logStreamName"]) for one in answer["logStreams"])
 
     def lines(self, group: str, stream: str) -> Iterator[str]:
         """All lines of a stream, oldest first. Raises ConfigError when there is none."""

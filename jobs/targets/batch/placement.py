@@ -37,4 +37,5 @@ def placed(plan: Plan, jobs: JobsConfig) -> Plan:
 
 
 def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:
-    return BatchPlacement.model_validate(plan.placements.get(job.name, {}))
+    where = plan.placements.get(job.name, {})  # another target may have its words beside ours
+    return BatchPlacement.model_validate({name: where[name] for name in BatchPlacement.model_fields if name in where})

@@ -129,6 +129,9 @@ class BatchTarget:
         described |= self.client.describe_jobs([one for job in described.values() for one in _parts(job)])
         return tuple(self._record(current[job.name], described, known) for job in plan.jobs if job.name in current)
 
+    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+        return self.records(plan)
+
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""
         streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jobs.cycle import states
 from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.states import EXITED, INTERRUPTED, AttemptEnd, Leaf
+from jobs.cycle.states import AttemptEnd, Leaf
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import (
@@ -155,31 +155,6 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
     return AttemptEnd(code, states.EXITED)
 
 
-# What the engine says of a job whose state has changed, for people. Pure.
-
-
-def change_line(record: JobRecord) -> str:
-    """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`."""
-    words = [f"{record.name:<12} {record.state.value:<9}"]
-    if not record.attempts:
-        return "  ".join([*words, record.status_reason]).rstrip()
-    last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
-    code = "" if last.exit_code is None else f" with exit code {last.exit_code}"
-    why = last.status_reason if last.status_reason != EXITED or not code else ""
-    said = ", ".join(word for word in (why, last.reason) if word)
-    end = f"{attempt} ended{code}{': ' if said else ''}{said}"
-    match record.state:
-        case JobState.STARTING:
-            words.append(attempt)
-        case JobState.RUNNING:
-            words += [attempt, *last.log_streams[:1]]
-        case JobState.RUNNABLE:
-            words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
-        case JobState.FAILED:
-            words.append(end if record.status_reason == last.status_reason else record.status_reason)
-    return "  ".join(words).rstrip()
-
-
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
@@ -309,7 +284,7 @@ class Engine:
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
             if record.state is not self.records[name].state:
-                self.say(change_line(record))
+                self.say(states.change_line(record))
             self.records[name] = record
             self._unsaved.add(self.rounds[name])
 

@@ -86,6 +86,9 @@ class LocalTarget:
                 shown.append(parent_record(job, newest[job.name].id, mine) if job.array_size else mine[0])
         return tuple(shown)
 
+    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+        return self.records(plan)
+
     def check(self, plan: Plan) -> None:
         check_fits(plan.check().jobs, self.machine)
         for job in plan.jobs:

@@ -1,0 +1,104 @@
+"""The calls to SageMaker that we use. CreateTrainingJob refuses a name that exists: every call may be repeated.
+
+Rights: sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags on the cycle's training jobs, and
+iam:PassRole on their execution roles.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from botocore import exceptions as boto
+
+from jobs.targets.batch.client import AWS_ERRORS, AwsClient, Detail, is_retryable, name_of, translate
+from jobs.targets.sagemaker.requests import PLAN, Request
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
+from pipeline.io.requests import RetryPolicy
+
+RIGHTS = "sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags and iam:PassRole on the roles"
+QUOTA = "ResourceLimitExceeded"
+"""Begins the reason of a job that may start and for which the account has no machine left."""
+CALLS_PER_S = 2.0  # what AWS allows is not published; a cycle needs no more
+
+
+class SageMakerClient(AwsClient):
+    """`raw` is boto3's client, or what answers like it."""
+
+    def __init__(
+        self,
+        raw: Any,
+        *,
+        policy: RetryPolicy | None = None,
+        stop: StopSignal | None = None,
+        calls_per_s: float = CALLS_PER_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(raw, policy=policy, stop=stop)
+        self._pause_s, self._monotonic, self._next_at = 1 / calls_per_s, monotonic, 0.0
+
+    def create(self, request: Request) -> str:
+        """Make a training job, unless it is there already; empty, or why the account has no machine for it now.
+
+        Raises ConfigError for a request that SageMaker refuses, and for a name that somebody else has taken.
+        """
+        name = request["TrainingJobName"]
+        try:
+            self._call("create_training_job", **request)
+        except AWS_ERRORS as error:
+            if name_of(error) == QUOTA:
+                return f"{QUOTA}: {_message(error)}"
+            if name_of(error) != "ResourceInUse":
+                raise translate(error, f"creating training job {name}", rights=RIGHTS) from error
+            if detail := self.describe(name):  # None: not described yet
+                _check_ours(name, detail, request)
+        return ""
+
+    def describe(self, name: str) -> Detail | None:
+        """None for a training job that does not exist, or not yet."""
+        try:
+            return self._call("describe_training_job", TrainingJobName=name)
+        except AWS_ERRORS as error:
+            if _is_missing(error):
+                return None
+            raise translate(error, f"describing training job {name}", rights=RIGHTS) from error
+
+    def stop(self, name: str) -> None:
+        """Ask it to end: SIGTERM, and SIGKILL after 120 s. One that has ended, or does not exist, stays as it is."""
+        try:
+            self._call("stop_training_job", TrainingJobName=name)
+        except AWS_ERRORS as error:
+            if not (_is_missing(error) or "is in status" in _message(error)):
+                raise translate(error, f"stopping training job {name}", rights=RIGHTS) from error
+
+    def _call(self, operation: str, **request: Any) -> Detail:
+        call: Callable[..., Detail] = getattr(self._raw, operation)
+
+        def paced() -> Detail:
+            wait_s = self._next_at - self._monotonic()
+            if wait_s > 0:
+                self._stop.wait(wait_s)
+            self._next_at = self._monotonic() + self._pause_s
+            return call(**request)
+
+        return self.repeat(paced, doing=operation, retryable=is_retryable)
+
+
+def _check_ours(name: str, detail: Detail, request: Request) -> None:
+    theirs, ours = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs"), request["Environment"][PLAN]
+    if theirs != ours:
+        raise ConfigError(
+            f"training job {name} exists and belongs to {theirs}",
+            expected=f"that of plan {ours}",
+            next_command="another jobs.name or --cycle",
+        )
+
+
+def _is_missing(error: BaseException) -> bool:
+    """SageMaker has no code of its own for it everywhere. The text: reports of users; that of an emulator differs."""
+    text = _message(error).casefold()
+    return name_of(error) == "ResourceNotFound" or "not found" in text or "could not find" in text
+
+
+def _message(error: BaseException) -> str:
+    return str(error.response.get("Error", {}).get("Message", "")) if isinstance(error, boto.ClientError) else ""

@@ -1,0 +1,115 @@
+"""What is to be done for the jobs of a cycle, from what is known of their training jobs. Pure.
+
+SageMaker knows no dependencies and no second try: both are decided here, by the rules of jobs/cycle/states.py, which
+are those of the local engine. Whoever asks, and as often as they like, gets the same answer for the same knowledge.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.cycle import states
+from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.states import AttemptEnd, Leaf
+from jobs.targets.sagemaker.describe import Seen
+from pipeline.core.record import Record
+
+ACTIVE = (JobState.STARTING, JobState.RUNNING)
+Try = tuple[str, int]
+"""Name of a leaf, and which try of it, from 1."""
+
+
+class Cancel(Record):
+    """That somebody asked for the end of a job. `at`: seconds since 1970."""
+
+    reason: str
+    at: float
+
+
+LAG_S = 600.0
+"""A training job that was made and is not described for so long is there no more."""
+
+
+@dataclass(frozen=True)
+class Advance:
+    """`records`: of all leaves by name, as they are now. `looks`: tries of which nobody knows yet whether they exist.
+
+    `starts`: leaves whose next try may be made; of one that is active, its last, which has vanished.
+    `stops`: leaves that are to be ended.
+    """
+
+    records: Mapping[str, JobRecord]
+    looks: tuple[Try, ...]
+    starts: tuple[Leaf, ...]
+    stops: tuple[Leaf, ...]
+
+
+def advance(
+    leaves: Sequence[Leaf],
+    records: Mapping[str, JobRecord],
+    seen: Mapping[Try, Seen | None],
+    *,
+    cancelled: Mapping[str, Cancel],
+    streams: Callable[[Leaf, int], Sequence[str]],
+    at: float,
+) -> Advance:
+    """`seen`: what was found of tries; None for one that does not exist. `cancelled`: by name of leaf.
+
+    `streams`: how the logs of a try are found. Ask again with more `seen` until nothing is left to look at.
+    """
+    now = dict(records)
+    before: dict[str, JobRecord] = {}
+    while now != before:
+        before = dict(now)
+        for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
+            now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), streams, at)
+        now |= states.settle(leaves, now, at)
+    live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
+    tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
+    unknown = tuple(one for one in tries.values() if one not in seen)
+    order = [*states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state in ACTIVE)]
+    absent = [leaf for leaf in order if tries[leaf.name] in seen and seen[tries[leaf.name]] is None]
+    return Advance(
+        records=now,
+        looks=unknown,
+        starts=tuple(leaf for leaf in absent if leaf.name not in cancelled),
+        stops=tuple(leaf for leaf in reversed(live) if now[leaf.name].state in ACTIVE and leaf.name in cancelled),
+    )
+
+
+def try_of(record: JobRecord) -> int | None:
+    """The try that is under way, or may be made; None for a leaf that waits for others or has ended."""
+    if record.state in ACTIVE:
+        return len(record.attempts)
+    return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
+
+
+def _observed(
+    leaf: Leaf,
+    record: JobRecord,
+    seen: Mapping[Try, Seen | None],
+    cancelled: Cancel | None,
+    streams: Callable[[Leaf, int], Sequence[str]],
+    at: float,
+) -> JobRecord:
+    number = try_of(record)
+    if number is None:
+        is_waiting = record.state in (JobState.SUBMITTED, JobState.PENDING)
+        return states.failed(record, cancelled.reason, at) if cancelled and is_waiting else record
+    one = seen.get((leaf.name, number))
+    if one is None:
+        if cancelled is None or (leaf.name, number) not in seen:
+            return record
+        is_gone = record.state is JobState.RUNNABLE or at - cancelled.at > LAG_S  # never made; or made and deleted
+        return states.failed(record, cancelled.reason, at) if is_gone else record
+    if record.state is JobState.RUNNABLE:
+        record = states.starting(record, streams(leaf, number))
+    if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
+        record = states.running(record, one.started_at or one.ended_at or at)
+    if one.end is None:
+        return record.model_copy(update={"status_reason": one.note})
+    end = one.end
+    if cancelled and not states.succeeded(end):
+        end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
+    record = states.ended(record, leaf.spec.retry, end, one.ended_at or at)
+    last = record.attempts[-1].model_copy(update={"billable_s": one.billable_s})
+    return record.model_copy(update={"attempts": (*record.attempts[:-1], last)})

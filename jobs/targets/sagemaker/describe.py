@@ -1,0 +1,89 @@
+"""What SageMaker says of a training job, in the words of our records. Pure.
+
+Values that SageMaker may add later are allowed for: an unknown secondary status is one of a job that runs.
+
+Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason); the form of a
+failure reason as it is found in public reports (`AlgorithmError: <failure file>, exit code: 1`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jobs.cycle.states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
+from pipeline.core.errors import EXIT_BUG, Preempted
+
+Detail = Mapping[str, Any]
+"""One training job as SageMaker describes it."""
+
+_BEFORE_THE_CODE = frozenset(
+    {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading", "DownloadingTrainingImage"}
+)
+_WORTH_SAYING = frozenset({"Pending", "Interrupted", "Restarting"})
+_OUR_CODE = re.compile(r"AlgorithmError:\s*exit (\d{1,3})\b")
+_DOCKERS_CODE = re.compile(r"exit code:\s*(\d{1,3})\W*$")
+MAX_WORDS = 300
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One try. `end`: None while it is under way. `note`: what it waits for, if it does."""
+
+    started_at: float | None = None
+    ended_at: float | None = None
+    end: AttemptEnd | None = None
+    billable_s: float | None = None
+    note: str = ""
+
+
+def seen_of(detail: Detail) -> Seen:
+    """Times are seconds since 1970."""
+    status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
+    is_over = status in ("Completed", "Failed", "Stopped")
+    started = _seconds(detail.get("TrainingStartTime"))
+    if started is None and not is_over and secondary not in _BEFORE_THE_CODE:
+        started = _seconds(detail.get("LastModifiedTime")) or _seconds(detail.get("CreationTime"))
+    billable = detail.get("BillableTimeInSeconds")
+    return Seen(
+        started_at=started,
+        ended_at=_seconds(detail.get("TrainingEndTime")) or _seconds(detail.get("LastModifiedTime")),
+        end=end_of(status, secondary, str(detail.get("FailureReason", ""))) if is_over else None,
+        billable_s=None if billable is None else float(billable),
+        note=secondary if secondary in _WORTH_SAYING and not is_over else "",
+    )
+
+
+def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
+    """How a try ended that has."""
+    words = " ".join(failure.split())[:MAX_WORDS]
+    if status == "Completed":
+        return AttemptEnd(0, EXITED)
+    if status == "Stopped":
+        if secondary == "MaxRuntimeExceeded":
+            return AttemptEnd(Preempted.exit_code, TIMED_OUT)
+        if secondary == "MaxWaitTimeExceeded":
+            return AttemptEnd(
+                None, TASK_NOT_STARTED, "no capacity within the time to wait for it (MaxWaitTimeExceeded)"
+            )
+        return AttemptEnd(Preempted.exit_code, EXITED, "stopped from outside")
+    return failure_end(failure, words)
+
+
+def failure_end(failure: str, words: str) -> AttemptEnd:
+    """From the failure reason of SageMaker. The exit code of the entry begins its failure file; without the file there
+    is the one that docker saw, at the end."""
+    if found := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
+        return AttemptEnd(int(found[1]), EXITED, words)
+    if failure.startswith("InternalServerError"):
+        return AttemptEnd(None, SERVICE_FAULT, words)
+    if failure.startswith("CapacityError"):
+        return AttemptEnd(None, TASK_NOT_STARTED, words)
+    if failure.startswith("AlgorithmError"):
+        return AttemptEnd(EXIT_BUG, EXITED, words)
+    return AttemptEnd(None, failure.partition(":")[0][:MAX_WORDS] or "Failed without a reason", words)
+
+
+def _seconds(at: datetime | float | None) -> float | None:
+    return at.timestamp() if isinstance(at, datetime) else at

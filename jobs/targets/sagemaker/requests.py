@@ -1,0 +1,117 @@
+"""From a job to the requests of SageMaker, and the names that make them idempotent. Pure.
+
+CreateTrainingJob refuses a name that exists, so the name of a try is all that has to be the same whoever makes it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.cycle.states import Leaf, leaves_of
+from jobs.plan.dag import Plan
+from jobs.plan.ml_machines import ml_machine
+from jobs.plan.script import ENTRY
+from jobs.targets.sagemaker.placement import role_of, sagemaker_placement_of
+from pipeline.core.fingerprint import fingerprint
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
+
+Request = dict[str, Any]
+PLAN = "TRNJOBS_PLAN"
+"""In the environment of every job: whose it is."""
+MAX_NAME = 63
+HASH_CHARACTERS = 8
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A plan in one life of its cycle. `life`: when it was claimed; a workspace that was emptied begins another."""
+
+    plan: Plan
+    life: float
+
+    def job_id(self, job: str, round_: int) -> str:
+        """How records name a job of a round: as its training jobs begin."""
+        return _name([self.plan.pipeline, self.plan.cycle, job, f"r{round_}"], [self._key, job, round_], MAX_NAME)
+
+    def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
+        """The name of one try, the same on every machine and different for any other try of any cycle."""
+        index = [] if leaf.index is None else [str(leaf.index)]
+        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, f"r{round_}a{attempt}"]
+        return _name(words, [self._key, leaf.name, round_, attempt], MAX_NAME)
+
+    @property
+    def _key(self) -> str:
+        return f"{self.plan.plan_id} {self.life!r}"
+
+
+def _name(words: list[str], content: list[str | int], limit: int) -> str:
+    """Words and a hash of the content, in letters, digits and single hyphens; of the words the end stays: which try."""
+    text = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(words)).strip("-")
+    kept = text if len(text) <= limit - HASH_CHARACTERS - 1 else text[-(limit - HASH_CHARACTERS - 1) :].lstrip("-")
+    return f"{kept}-{fingerprint(content)[:HASH_CHARACTERS]}"
+
+
+def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int) -> Request:
+    """CreateTrainingJob. `attempt`: which try, from 1."""
+    plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
+    entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
+    nodes = max(1, job.num_nodes)
+    resources: Request = {
+        "InstanceType": ml_machine(job.resources),
+        "InstanceCount": nodes,
+        "VolumeSizeInGB": where.volume_gib,
+    }
+    if where.keep_alive_s:
+        resources["KeepAlivePeriodInSeconds"] = where.keep_alive_s
+    algorithm: Request = {
+        "TrainingImage": job.image,
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": [*job.command[:entry]],
+    }
+    if job.command[entry:]:
+        algorithm["ContainerArguments"] = [*job.command[entry:]]
+    request: Request = {
+        "TrainingJobName": name,
+        "RoleArn": role_of(plan, job),
+        "AlgorithmSpecification": algorithm,
+        "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
+        "ResourceConfig": resources,
+        "StoppingCondition": {"MaxRuntimeInSeconds": job.timeout_s},
+        "Environment": environment(plan, leaf, attempt),
+        "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, leaf).items()],
+    }
+    if where.subnets:
+        request["VpcConfig"] = {"Subnets": [*where.subnets], "SecurityGroupIds": [*where.security_groups]}
+    if where.spot_wait_s:
+        request["EnableManagedSpotTraining"] = True
+        request["StoppingCondition"]["MaxWaitTimeInSeconds"] = job.timeout_s + where.spot_wait_s
+    if nodes > 1 and where.infra_check:
+        request["InfraCheckConfig"] = {"EnableInfraCheck": True}
+    return request
+
+
+def environment(plan: Plan, leaf: Leaf, attempt: int) -> dict[str, str]:
+    variables = {
+        **leaf.spec.environment,
+        "TRNPIPE_CYCLE": plan.cycle,
+        "TRNPIPE_WORKSPACE": plan.workspace,
+        "TRNJOBS_JOB": leaf.spec.name,
+        PLAN: plan.plan_id,
+        ATTEMPT: str(attempt),
+    }
+    if leaf.index is not None:
+        variables[ARRAY_INDEX] = str(leaf.index)
+    return dict(sorted(variables.items()))
+
+
+def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
+    return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
+
+
+def sagemaker_requests(plan: Plan) -> list[Request]:
+    """The first request of every job of a cycle, of an array that of each child, as if it were claimed at 1970."""
+    cycle, shown = Cycle(plan, 0.0), list[Request]()
+    for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
+        name = cycle.training_job(leaf, 1, 1)
+        shown.append({"CreateTrainingJob": training_job_request(cycle, leaf, name=name, attempt=1)})
+    return shown

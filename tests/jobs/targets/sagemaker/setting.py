@@ -1,0 +1,119 @@
+"""A cycle on the fake of SageMaker, and drivers that see it through."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.store import CycleStore
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
+from jobs.targets.batch.client import LogsClient
+from jobs.targets.sagemaker.client import SageMakerClient
+from jobs.targets.sagemaker.direct import DirectRoad
+from jobs.targets.sagemaker.target import SageMakerTarget
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+from tests.jobs.cycle.cases import TRN1, job, plan
+from tests.jobs.targets.batch.faults import Faults, Killed, faulty
+from tests.jobs.targets.batch.setting import FAST, Clock
+from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker
+
+ROLE = "arn:aws:iam::123456789012:role/relevance-train"
+COMMAND = ("trnjobs-entry", "--", "trnpipe", "train")
+
+
+def ml_plan(*jobs: JobSpec, **placement: Any) -> Plan:
+    """Every job with a role, and a command as SageMaker takes it."""
+    made = [one.model_copy(update={"command": COMMAND}) if one.command[0] == "trnpipe" else one for one in jobs]
+    return plan(*made, job_role=ROLE, **placement)
+
+
+def small() -> Plan:
+    """A gang, and an array after it."""
+    train = job("train", num_nodes=2, resources=TRN1)
+    return ml_plan(train, job("embed", "train", array_size=2), job("verify", "embed"))
+
+
+class Following(StopSignal):
+    """The signal of a driver; while the driver waits, `meanwhile` happens."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def wait(self, timeout_s: float) -> bool:
+        self._meanwhile()
+        return self.is_set()
+
+
+@dataclass
+class Setting:
+    """A workspace and an account. `said`: lines of the targets."""
+
+    folder: Path
+    plan: Plan = field(default_factory=small)
+    lag: int = 0
+    clock: Clock = field(default_factory=Clock)
+    said: list[str] = field(default_factory=list)
+    logs: Any = None
+
+    def __post_init__(self) -> None:
+        self.ml = FakeSageMaker(self.clock, lag=self.lag)
+
+    def store(self, faults: Faults | None = None) -> CycleStore:
+        return CycleStore(faulty(open_storage(str(self.folder)), faults or Faults()), self.plan.cycle, self.clock)
+
+    def target(self, store: CycleStore | None = None, stop: StopSignal | None = None) -> SageMakerTarget:
+        client = SageMakerClient(self.ml, policy=FAST, calls_per_s=1e9)
+        logs = LogsClient(self.logs, policy=FAST)
+        return SageMakerTarget(
+            DirectRoad(client), logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6
+        )
+
+    def claim(self) -> None:
+        with self.store().submitting(self.plan, "sagemaker", "driver"):
+            pass
+
+    def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, round_: int = 1) -> None:
+        """One driver from its submission to the end of the cycle, in a process of its own."""
+        faults = faults or Faults()
+        self.ml.faults = faults
+        names = [one.name for one in self.plan.jobs]
+        try:
+            self.target(self.store(faults), Following(meanwhile)).submit(self.plan, round_, names)
+        finally:
+            self.ml.faults = Faults()
+
+    def drive_killed(self, meanwhile: Callable[[], object], faults: Faults) -> bool:
+        """Whether it died."""
+        try:
+            self.drive(meanwhile, faults)
+        except Killed:
+            return True
+        return False
+
+    def tick(self) -> dict[str, JobRecord]:
+        """One advance by a driver; records of leaves by name."""
+        if not self.store().rounds():
+            self.claim()
+            self.begin()
+        return {leaf.name: leaf for one in self.target().advance(self.plan) for leaf in one.leaves()}
+
+    def begin(self, round_: int = 1, jobs: tuple[str, ...] = ()) -> None:
+        """Submissions alone, as of a driver that died right after them."""
+        stop = StopSignal()
+        stop.set("SIGTERM")
+        target = self.target(stop=stop)
+        target.record_submissions(self.plan, round_, jobs or tuple(one.name for one in self.plan.jobs))
+
+    def name(self, leaf: str, attempt: int = 1, round_: int = 1) -> str:
+        """Of a training job."""
+        job_name, _, index = leaf.partition(":")
+        wanted = f"-{job_name}{'-' + index if index else ''}-r{round_}a{attempt}-"
+        (found,) = [name for name in self.ml.jobs if wanted in name]
+        return found
+
+    def states(self) -> dict[str, JobState]:
+        return {leaf.name: leaf.state for one in self.target().records(self.plan) for leaf in one.leaves()}

@@ -1,0 +1,165 @@
+"""Whole DAGs on the fake of SageMaker, with drivers that die after any call, held against the local engine."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from botocore.exceptions import ReadTimeoutError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.cycle.states import leaves_of
+from jobs.plan.spec import JobSpec
+from jobs.targets.local.nodes import NodeEnd
+from tests.jobs.targets.batch.faults import Faults
+from tests.jobs.targets.local.cases import Fate, world
+from tests.jobs.targets.local.test_engine import dags
+from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, refused
+from tests.jobs.targets.sagemaker.setting import Setting, ml_plan, small
+
+ENDS: Mapping[str, NodeEnd] = {  # as the local engine sees them
+    "good": NodeEnd(exit_code=0),
+    "good again": NodeEnd(exit_code=0),
+    "transient": NodeEnd(exit_code=75),
+    "bad data": NodeEnd(exit_code=65),
+    "host lost": NodeEnd(lost=True),
+    "no capacity": NodeEnd(error="x: gone"),
+    "timeout": NodeEnd(exit_code=143, stopped_by="timeout"),
+    "stopped from the console": NodeEnd(exit_code=143),
+}
+End = dict[tuple[str, int], str]
+THROTTLED = refused("ThrottlingException", "Rate exceeded", "")
+LOST = ReadTimeoutError(endpoint_url="https://api.sagemaker.us-east-1.amazonaws.com")
+
+
+def apply(ml: FakeSageMaker, name: str, end: str) -> None:
+    """As SageMaker ends it."""
+    match end:
+        case "host lost":
+            ml.start(name)
+            ml.fail(name, "InternalServerError: We encountered an internal error. Please try again.")
+        case "no capacity":
+            ml.fail(name, "CapacityError: Unable to provision requested ML compute capacity.")
+        case "timeout" | "stopped from the console":
+            ml.start(name)
+            ml.end(name, "Stopped", secondary="MaxRuntimeExceeded" if end == "timeout" else "Stopped")
+        case _:
+            ml.finish(name, ENDS[end].exit_code or 0)
+
+
+def key_of(request: Mapping[str, Any]) -> tuple[str, int]:
+    """Name of leaf and number of try of a training job."""
+    said = request["Environment"]
+    index = f":{said['TRNJOBS_INDEX']}" if "TRNJOBS_INDEX" in said else ""
+    return said["TRNJOBS_JOB"] + index, int(said["TRNJOBS_ATTEMPT"])
+
+
+class Unreliable(Faults):
+    """AWS throttles, or its answer is lost, now and then; the workspace is there."""
+
+    def __init__(self, rng: random.Random, kill_after: int) -> None:
+        super().__init__(kill_after=kill_after)
+        self._rng = rng
+
+    def run(self, name: str, work: Any) -> Any:
+        if name[:1].isupper() and (fault := self._rng.choice(["", "", "", "", "throttled", "lost"])):
+            self.errors = {len(self.calls) + 1: (THROTTLED, False) if fault == "throttled" else (LOST, True)}
+        return super().run(name, work)
+
+
+class Sky:
+    """What happens while a driver waits: jobs start, lose their Spot capacity, and end as `ends` says."""
+
+    def __init__(self, at: Setting, ends: End, rng: random.Random) -> None:
+        self.at, self.ends, self.rng, self.waits = at, ends, rng, 0
+        at.ml.on_create = self.check
+
+    def __call__(self) -> None:
+        self.waits += 1
+        assert self.waits < 2000, "the cycle hangs"
+        live = self.at.ml.live()
+        for number, name in enumerate(self.rng.sample(live, len(live))):
+            what = self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end"
+            if what == "end":
+                key = key_of(self.at.ml.jobs[name])
+                self.ends.setdefault(key, self.rng.choice(list(ENDS)))
+                apply(self.at.ml, name, self.ends[key])
+            elif what == "start":
+                self.at.ml.start(name)
+            elif what == "interrupt" and "TrainingStartTime" in self.at.ml.jobs[name]:
+                self.at.ml.interrupt(name)
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """At every creation: what it waits for has succeeded, and no other try of it lives or has."""
+        leaf_name, attempt = key_of(request)
+        done = {key_of(one): one["TrainingJobStatus"] for one in self.at.ml.jobs.values()}
+        leaves = {leaf.name: leaf for spec in self.at.plan.jobs for leaf in leaves_of(spec)}
+        good = {key[0] for key, status in done.items() if status == "Completed"}
+        for needed in leaves[leaf_name].waits_for():
+            assert {one.name for one in leaves.values() if needed in (one.name, one.spec.name)} <= good
+        tries = {key[1]: status for key, status in done.items() if key[0] == leaf_name}
+        assert set(tries) == set(range(1, attempt)), f"{leaf_name}: {tries}, then {attempt}"
+        assert set(tries.values()) <= {"Failed", "Stopped"}
+
+
+def of_the_local_engine(jobs: list[JobSpec], ends: End) -> dict[str, tuple[str, list[int | None]]]:
+    def fate(name: str, attempt: int, node: int) -> Fate:
+        return Fate(1.0, NodeEnd(exit_code=0) if node else ENDS[ends[name, attempt]])
+
+    made = world(jobs, fate, vcpus=64)
+    made.engine().run()
+    return {one.name: (one.state.value, [a.exit_code for a in one.attempts]) for one in made.files.state(1)}
+
+
+def of_sagemaker(at: Setting) -> dict[str, tuple[str, list[int | None]]]:
+    records = [leaf for one in at.target().records(at.plan) for leaf in one.leaves()]
+    return {one.name: (one.state.value, [a.exit_code for a in one.attempts]) for one in records}
+
+
+@given(
+    jobs=dags(),
+    seed=st.integers(0, 2**32),
+    lag=st.integers(0, 3),
+    lives=st.lists(st.integers(1, 40), max_size=8),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
+    jobs: list[JobSpec], seed: int, lag: int, lives: list[int]
+) -> None:
+    rng, ends = random.Random(seed), End()
+    with TemporaryDirectory() as folder:
+        at = Setting(Path(folder), plan=ml_plan(*jobs), lag=lag)
+        sky = Sky(at, ends, rng)
+        at.claim()
+        for calls in lives:
+            at.drive_killed(sky, Unreliable(rng, calls))
+        at.drive(sky, Unreliable(rng, 0))
+        assert at.ml.live() == []
+        assert len(at.ml.created) == len({one["TrainingJobName"] for one in at.ml.created})
+        found = of_sagemaker(at)
+        assert found == of_the_local_engine(jobs, ends)
+        at.store().save_records(())  # and a process that knows nothing finds the same
+        assert of_sagemaker(at) == found
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_killed_after_each_call_the_next_driver_makes_one_dag(tmp_path: Path, lag: int) -> None:
+    calls, kills = 0, 0
+    while True:
+        at = Setting(tmp_path / str(calls), plan=small(), lag=lag)
+        sky = Sky(at, {}, random.Random(0))
+        good = dict.fromkeys(((leaf.name, 1) for one in at.plan.jobs for leaf in leaves_of(one)), "good")
+        sky.ends = good
+        at.claim()
+        calls += 1
+        died = at.drive_killed(sky, Faults(kill_after=calls))
+        at.drive(sky)
+        assert sorted(map(key_of, at.ml.created)) == sorted(good)
+        assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
+        kills += died
+        if not died:
+            break
+    assert kills > 40

@@ -1,0 +1,180 @@
+"""Requests and names; what is refused before anything is sent; what it costs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import cli
+from jobs.config import JobsConfig, Step
+from jobs.cycle.show import target_cost_lines
+from jobs.cycle.states import Leaf
+from jobs.plan.cost import Prices
+from jobs.plan.script import plan_script
+from jobs.targets.batch.placement import placed
+from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.sagemaker.limits import request_problems
+from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, sagemaker_requests, training_job_request
+from tests.jobs.cycle.cases import TRN1, job, plan
+from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
+
+IMAGE = "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64
+RUN = ["run", "--target=sagemaker", "--workspace=s3://bucket/relevance", f"--jobs.image={IMAGE}", f"--jobs.role={ROLE}"]
+
+
+def test_the_request_of_a_gang() -> None:
+    train = job(
+        "train",
+        num_nodes=2,
+        resources=TRN1,
+        environment={"A": "b"},
+        command=("trnjobs-entry", "--", "trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40"),
+    )
+    of = ml_plan(train, sagemaker={"subnets": ["subnet-1"], "security_groups": ["sg-1"], "keep_alive_s": 600})
+    cycle = Cycle(of, 0.0)
+    name = cycle.training_job(Leaf(train), 1, 2)
+    request = training_job_request(cycle, Leaf(train), name=name, attempt=2)
+    assert [*request_problems("sagemaker", "CreateTrainingJob", request)] == []
+    assert name.startswith("relevance-2026-11-20-train-r1a2-")
+    assert request == {
+        "TrainingJobName": name,
+        "RoleArn": ROLE,
+        "AlgorithmSpecification": {
+            "TrainingImage": train.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["trnjobs-entry", "--"],
+            "ContainerArguments": ["trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40"],
+        },
+        "OutputDataConfig": {"S3OutputPath": "s3://bucket/relevance/sagemaker"},
+        "ResourceConfig": {
+            "InstanceType": "ml.trn1.32xlarge",
+            "InstanceCount": 2,
+            "VolumeSizeInGB": 100,
+            "KeepAlivePeriodInSeconds": 600,
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
+        "Environment": {
+            "A": "b",
+            "TRNJOBS_ATTEMPT": "2",
+            "TRNJOBS_JOB": "train",
+            "TRNJOBS_PLAN": of.plan_id,
+            "TRNPIPE_CYCLE": "2026-11-20",
+            "TRNPIPE_WORKSPACE": "s3://bucket/relevance",
+        },
+        "Tags": [
+            {"Key": "pipeline", "Value": "relevance"},
+            {"Key": "cycle", "Value": "2026-11-20"},
+            {"Key": "job", "Value": "train"},
+        ],
+        "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
+        "InfraCheckConfig": {"EnableInfraCheck": True},
+    }
+
+
+def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
+    long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": "p_" * 30})
+    leaves = [Leaf(long.jobs[0], index) for index in (0, 1)]
+    names = [
+        Cycle(long, life).training_job(leaf, round_, attempt)
+        for life in (1.0, 2.0)
+        for leaf in leaves
+        for round_ in (1, 2)
+        for attempt in (1, 2)
+    ]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) <= MAX_NAME
+
+
+def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
+    shown = sagemaker_requests(small())
+    assert len(shown) == 4
+    for one in shown:
+        assert [*request_problems("sagemaker", "CreateTrainingJob", one["CreateTrainingJob"])] == []
+    kinds = [one["CreateTrainingJob"]["ResourceConfig"]["InstanceType"] for one in shown]
+    assert kinds == ["ml.trn1.32xlarge", "ml.m7i.large", "ml.m7i.large", "ml.m7i.large"]
+
+
+@pytest.mark.parametrize(
+    ("more", "command", "seen"),
+    [
+        (["--jobs.role="], ["aws", "s3"], "no role"),
+        (["--workspace=/tmp/here"], ["aws", "s3"], "expected one on S3"),
+        ([], ["aws", "x" * 257], "a word of 257 characters"),
+        ([], ["aws", *["x"] * 100], "words; expected at most 100"),
+        ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
+        (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
+        (["--jobs.role=arn:aws:iam::1:user/x" + "x" * 20], ["aws"], "RoleArn is"),
+    ],
+)
+def test_what_is_refused_before_anything_is_sent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    command: list[str],
+    seen: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # whatever is sent would fail in another way
+    monkeypatch.setenv("TRNPIPE_STORAGE__TOTAL_DEADLINE_S", "0")
+    monkeypatch.setattr("jobs.commands.submit.open_cycle", lambda settings, stop: _Empty())
+    assert cli.main([*RUN, *more, "--name=mine", "--", *command]) == 78
+    said = capsys.readouterr()
+    assert seen in said.err and "Traceback" not in said.err
+
+
+class _Empty:
+    """A workspace in which nothing was submitted."""
+
+    def closed(self) -> None:
+        return None
+
+
+def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20"]
+    assert cli.main(words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {one["CreateTrainingJob"]["Environment"]["TRNJOBS_JOB"] for one in shown} >= {"train", "embed", "verify"}
+
+
+def test_one_cycle_costs_on_three_targets() -> None:
+    of = plan(job("train", resources=TRN1), job("verify", "train"))
+    shared = {"trn1.32xlarge": 20.0}
+    on = Prices(shared, 0.05)
+    ml = Prices(shared | {"ml.m7i.large": 0.2}, 0.05, 1.15)
+    lines = target_cost_lines(of, {"train": 3600.0, "verify": 1800.0}, {"local": on, "batch": on, "sagemaker": ml})
+    assert [line.split() for line in lines] == [
+        ["target", "train", "verify", "cycle"],
+        ["local", "$20.00", "$0.0500", "$20.05"],
+        ["batch", "$20.00", "$0.0500", "$20.05"],
+        ["sagemaker", "$23.00", "$0.1000", "$23.10"],
+    ]
+    assert target_cost_lines(of, {"train": 1.0}, {"local": on}) == []
+
+
+def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
+    """The argv of examples/ddp_script.py, as `trnjobs run --nodes 2 --processes 2` plans it."""
+    words = ("python", "examples/ddp_script.py", "--steps", "40")
+    step = Step(name="ddp", command=words, nodes=2, processes=2, instance="trn1.32xlarge", attempts=2)
+    jobs = JobsConfig(image=IMAGE, role=ROLE, queue="relevance", share_identifier="production", steps=(step,))
+    of = placed(plan_script(jobs, step, cycle="run-ddp", workspace="s3://bucket/relevance"), jobs)
+    argv = ["trnpipe", "launch", "--launch.processes", "2", "--", *words]
+    uri = "s3://bucket/relevance/checkpoints/run-ddp/ddp"
+    batch = submit_request(of, of.jobs[0], definition="trnpipe-run:1", ids={})
+    assert batch["nodeOverrides"]["numNodes"] == 2
+    (nodes,) = batch["nodeOverrides"]["nodePropertyOverrides"]
+    assert nodes["containerOverrides"]["command"] == ["trnjobs-entry", "--", *argv]
+    definition = definition_request(of, of.jobs[0])["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    assert {"name": "TRNJOBS_CHECKPOINT_URI", "value": uri} in definition["environment"]
+    (ml,) = [one["CreateTrainingJob"] for one in sagemaker_requests(of)]
+    assert [*request_problems("sagemaker", "CreateTrainingJob", ml)] == []
+    assert ml["AlgorithmSpecification"] == {
+        "TrainingImage": IMAGE,
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": ["trnjobs-entry", "--"],
+        "ContainerArguments": argv,
+    }
+    assert ml["ResourceConfig"]["InstanceCount"] == 2
+    assert ml["Environment"]["TRNJOBS_CHECKPOINT_URI"] == uri

@@ -1,0 +1,262 @@
+"""Ways in which SageMaker is not AWS Batch, one test each. The first three are of nodes: tests/jobs/node."""
+
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ReadTimeoutError
+
+from jobs.cycle.records import JobState
+from jobs.cycle.states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
+from jobs.targets.sagemaker.controller import LAG_S
+from jobs.targets.sagemaker.describe import end_of
+from pipeline.core.errors import ConfigError, Preempted, TransientError
+from pipeline.core.stop import StopSignal
+from tests.jobs.cycle.cases import job
+from tests.jobs.targets.batch.faults import Faults, Killed
+from tests.jobs.targets.sagemaker.fake_sagemaker import refused
+from tests.jobs.targets.sagemaker.setting import Setting, ml_plan
+
+STARTING, RUNNABLE, RUNNING = JobState.STARTING, JobState.RUNNABLE, JobState.RUNNING
+SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Setting:
+    """A cycle of a single job."""
+    return Setting(tmp_path, plan=ml_plan(job("train")))
+
+
+def test_trap_4_a_driver_killed_between_create_and_record_is_followed_by_one_that_adopts(one: Setting) -> None:
+    one.claim()
+    for number in range(1, 40):  # more than a driver makes before it waits
+        with pytest.raises((Killed, StopAfter)) as caught:
+            one.drive(stop_now, Faults(kill_after=number))
+        assert len(one.ml.created) <= 1
+    assert (len(one.ml.created), caught.type) == (1, StopAfter)
+    one.ml.finish(one.name("train"), 0)
+    assert one.tick()["train"].state is SUCCEEDED
+
+
+class StopAfter(Exception):
+    """Enough was seen."""
+
+
+def stop_now() -> None:
+    raise StopAfter
+
+
+def test_trap_5_of_two_drivers_at_once_one_makes_the_job(one: Setting) -> None:
+    one.claim()
+    one.begin()
+    other = one.target()
+    one.ml.faults = Faults(meanwhile={2: lambda: other.advance(one.plan)})  # between look and create of the first
+    assert one.target().advance(one.plan)[0].state is STARTING
+    assert one.ml.faults.calls.count("CreateTrainingJob") == 2
+    assert len(one.ml.created) == 1
+
+
+def test_a_name_that_belongs_to_somebody_else_is_not_adopted(one: Setting) -> None:
+    one.tick()
+    one.ml.jobs[one.name("train")]["Environment"] = {}
+    one.store().save_records(())
+    one.ml.jobs[one.name("train")]["_visible"] = 10**9
+    one.ml.faults = Faults(meanwhile={3: lambda: one.ml.jobs[one.name("train")].update(_visible=0)})
+    with pytest.raises(ConfigError, match="belongs to no plan of trnjobs"):
+        one.target().advance(one.plan)
+
+
+def test_trap_6_an_unknown_secondary_status_is_a_job_that_runs(one: Setting) -> None:
+    one.tick()
+    one.ml.jobs[one.name("train")]["SecondaryStatus"] = "Pondering"
+    assert one.tick()["train"].state is RUNNING
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_trap_7_a_failure_reason_that_is_cut_still_has_its_code(cut: int) -> None:
+    whole = "AlgorithmError: exit 75 TransientError: " + "é" * 1000 + ", exit code: 75"
+    end = end_of("Failed", "Failed", whole.encode()[: 1024 - cut].decode(errors="replace"))
+    assert end.exit_code == 75
+
+
+def test_trap_8_a_refusal_by_the_gate_is_failed_there_and_refused_here(one: Setting) -> None:
+    one.tick()
+    one.ml.finish(one.name("train"), 80, "GateRefused")
+    closed = outcome_of(one.plan, tuple(one.tick().values()))
+    assert closed is not None and closed.outcome == "refused"
+    assert len(one.ml.created) == 1
+
+
+def test_trap_9_a_job_beyond_its_time_is_never_tried_again(one: Setting) -> None:
+    one.tick()
+    one.ml.start(one.name("train"))
+    one.ml.end(one.name("train"), "Stopped", secondary="MaxRuntimeExceeded")
+    record = one.tick()["train"]
+    assert (record.state, record.status_reason, len(one.ml.created)) == (FAILED, TIMED_OUT, 1)
+
+
+def test_trap_10_stopped_from_the_console_is_preempted_and_tried_again(one: Setting) -> None:
+    one.tick()
+    one.ml.start(one.name("train"))
+    one.ml.end(one.name("train"), "Stopped")
+    record = one.tick()["train"]
+    assert (record.state, [a.exit_code for a in record.attempts]) == (STARTING, [143, None])
+    assert len(one.ml.created) == 2
+
+
+def test_cancelled_by_us_it_is_not(one: Setting) -> None:
+    one.tick()
+    one.ml.start(one.name("train"))
+    one.target().cancel(one.plan, CANCELLED + "why")
+    assert one.ml.stopped == [one.name("train")]
+    one.ml.end(one.name("train"), "Stopped")
+    record = one.tick()["train"]
+    assert (record.state, record.status_reason, len(one.ml.created)) == (FAILED, CANCELLED + "why", 1)
+
+
+def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
+    one.ml.quota = 0
+    record = one.tick()["train"]
+    assert (record.state, record.attempts) == (RUNNABLE, ())
+    (line,) = one.target().check_blocked([record], dwell_s=0.0)
+    assert line.startswith("train cannot start: ResourceLimitExceeded: The account-level service limit")
+    one.ml.quota = 1
+    assert one.tick()["train"].state is STARTING
+
+
+def test_trap_12_a_variable_of_513_characters_is_refused_by_name(tmp_path: Path) -> None:
+    at = Setting(tmp_path, plan=ml_plan(job("train", environment={"GOOD": "x" * 512, "LONG": "x" * 513})))
+    with pytest.raises(ConfigError, match="train: environment variable LONG of 513 characters; expected at most 512"):
+        at.target().check(at.plan)
+    assert at.ml.faults.calls == []
+
+
+def test_trap_13_a_retry_after_the_training_job_was_deleted(one: Setting) -> None:
+    one.tick()
+    one.ml.finish(one.name("train"), 65)
+    assert one.tick()["train"].state is FAILED
+    one.ml.delete(one.name("train"))
+    assert one.states() == {"train": FAILED}  # from the record
+    one.begin(2, ("train",))
+    one.tick()
+    one.ml.finish(one.name("train", round_=2), 0)
+    assert one.tick()["train"].state is SUCCEEDED
+
+
+def test_deleted_before_its_end_was_recorded_it_is_made_again(one: Setting) -> None:
+    """A stage that is run twice finds what it has committed."""
+    one.tick()
+    one.ml.finish(one.name("train"), 0)
+    one.ml.delete(one.name("train"))
+    assert one.tick()["train"].state is STARTING
+    assert len(one.ml.created) == 2
+
+
+def test_cancelled_after_it_was_deleted_it_ends_once_no_lag_can_be_the_reason(one: Setting) -> None:
+    one.tick()
+    one.ml.finish(one.name("train"), 0)
+    one.ml.delete(one.name("train"))
+    one.target().cancel(one.plan, "why")
+    assert one.states() == {"train": STARTING}
+    one.clock.now += LAG_S + 1
+    assert one.tick()["train"].state is FAILED
+    assert len(one.ml.created) == 1
+
+
+# What else comes from outside.
+
+
+def test_spot_capacity_that_is_taken_costs_no_try(one: Setting) -> None:
+    one.tick()
+    name = one.name("train")
+    one.ml.start(name)
+    one.tick()
+    one.ml.interrupt(name)
+    record = one.tick()["train"]
+    assert (record.state, record.status_reason, len(record.attempts)) == (RUNNING, "Interrupted", 1)
+    assert one.target().check_blocked([record], dwell_s=0.0) == ("train waits for machines of SageMaker: Interrupted",)
+    one.ml.finish(name, 0)
+    assert one.tick()["train"].state is SUCCEEDED
+    assert len(one.ml.created) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "again"),
+    [
+        ("InternalServerError: We encountered an internal error. Please try again.", None, True),
+        ("CapacityError: Unable to provision requested ML compute capacity.", None, True),
+        ("ClientError: Artifact upload failed: access denied", None, False),
+        ("AlgorithmError: , exit code: 1", 1, False),
+        ("AlgorithmError: exit 143 Preempted, exit code: 143", 143, True),
+        ("AlgorithmError: exit 1 error: no exit 75 here, exit code: 1", 1, False),
+        ("AlgorithmError: ", 1, False),
+        ("", None, False),
+    ],
+)
+def test_every_kind_of_failure(one: Setting, reason: str, code: int | None, again: bool) -> None:
+    one.tick()
+    one.ml.fail(one.name("train"), reason)
+    record = one.tick()["train"]
+    assert record.attempts[0].exit_code == code
+    assert record.attempts[0].status_reason != HOST_TERMINATED
+    assert (record.state is STARTING, len(one.ml.created)) == (again, 2 if again else 1)
+
+
+LOST = ReadTimeoutError(endpoint_url="https://api.sagemaker.us-east-1.amazonaws.com")
+THROTTLED = refused("ThrottlingException", "Rate exceeded", "CreateTrainingJob")
+
+
+@pytest.mark.parametrize(("error", "done"), [(THROTTLED, False), (LOST, True), (LOST, False)])
+def test_throttled_or_unanswered_a_job_is_made_once(one: Setting, error: Exception, done: bool) -> None:
+    one.claim()
+    one.begin()
+    one.ml.faults = Faults(errors={2: (error, done)})
+    assert one.target().advance(one.plan)[0].state is STARTING
+    assert len(one.ml.created) == 1
+
+
+def test_a_request_that_is_refused_is_an_error_of_the_settings(one: Setting) -> None:
+    one.claim()
+    one.begin()
+    one.ml.faults = Faults(errors={2: (refused("AccessDeniedException", "no", "CreateTrainingJob"), False)})
+    with pytest.raises(ConfigError, match="AccessDenied") as caught:
+        one.target().advance(one.plan)
+    assert "sagemaker:CreateTrainingJob" in str(caught.value)
+
+
+def test_a_driver_that_is_told_to_stop_leaves_the_jobs_alone(one: Setting) -> None:
+    one.claim()
+    stop = StopSignal()
+    target = one.target(stop=stop)
+    one.ml.on_create = lambda request: stop.set("SIGTERM")
+    with pytest.raises(Preempted, match="which run on"):
+        target.submit(one.plan, 1, ["train"])
+    assert (len(one.ml.live()), one.ml.stopped) == (1, [])
+
+
+def test_an_outage_is_waited_out_for_a_quarter_of_an_hour(one: Setting) -> None:
+    one.claim()
+    one.begin()
+    real, ended = one.ml.describe_training_job, False
+
+    def outage(**request: str) -> dict[str, object]:
+        raise TransientError("nobody answers")
+
+    def meanwhile() -> None:
+        nonlocal ended
+        one.clock.now += 600
+        if one.clock.now > begun + 700 and not ended:
+            one.ml.describe_training_job = real  # type: ignore[method-assign]
+            if one.ml.live():
+                one.ml.finish(one.name("train"), 0)
+                ended = True
+
+    begun = one.clock.now
+    one.ml.describe_training_job = outage  # type: ignore[method-assign]
+    one.drive(meanwhile)
+    assert one.states() == {"train": SUCCEEDED}
+    assert one.said.count("not reached: nobody answers") == 2
+    one.store().save_records(())
+    one.ml.describe_training_job = outage  # type: ignore[method-assign]
+    begun = 10**12
+    with pytest.raises(TransientError, match="nobody answers"):
+        one.drive(meanwhile)
