@@ -3,16 +3,19 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from jobs.cycle.arrays import Amount, array_lines
 from jobs.cycle.outlook import EMBED, VCPU, EmbedRun, embed_rate_lines, embed_run, expected_seconds
 from jobs.cycle.records import JobRecord
 from jobs.cycle.show import plan_lines, target_cost_lines
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cost import prices_of
+from jobs.plan.cycle import MINE
+from jobs.plan.dag import Plan
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
@@ -24,8 +27,12 @@ from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.data.sources import input_rows
 from pipeline.settings import resolve
 
+PREPARE = "prepare"
+_DONE = {PREPARE: "rows_prepared", MINE: "queries", EMBED: "rows_embedded"}
+"""The figure of a result that says how much a job did."""
 HISTORY = 10  # cycles that the expected durations are the median of
 
 
@@ -63,9 +70,9 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(line)
     else:
         records: Sequence[tuple[JobRecord, ...]] = ()
-        embeddings: Sequence[EmbedRun] = ()
+        runs: Mapping[str, Sequence[EmbedRun]] = {}
         try:
-            records, embeddings = _earlier(open_cycle(settings, StopSignal()), target)
+            records, runs = _earlier(open_cycle(settings, StopSignal()), target)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         prices, jobs = prices_of(settings.jobs, target), settings.jobs
@@ -75,30 +82,52 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
         by_target = {name: prices_of(settings.jobs, name) for name in ("local", "batch", "sagemaker")}
         for line in target_cost_lines(plan, expected_seconds(records), by_target):
             say(line)
-        for line in embed_rate_lines(plan, embeddings, stated, prices):
+        for line in embed_rate_lines(plan, runs.get(EMBED, ()), stated, prices):
+            say(line)
+        for line in array_lines(plan, _amounts(settings, plan, runs), runs, prices):
             say(line)
     return EXIT_OK
 
 
-def _earlier(store: CycleStore, target: str) -> tuple[list[tuple[JobRecord, ...]], list[EmbedRun]]:
-    """What the cycles before tell, oldest first: the records of all, and how fast embedding went.
+def _amounts(settings: CycleSettings, plan: Plan, runs: Mapping[str, Sequence[EmbedRun]]) -> dict[str, Amount]:
+    """The work of the arrays that prepare and mine: the rows of the input where they are cheap to count, else as many
+    as the cycle before had. Raises DataError for an input that is not there.
+    """
+    amounts: dict[str, Amount] = {}
+    per_part = {PREPARE: settings.data.rows_per_chunk, MINE: settings.mine.queries_per_part}
+    for job in plan.jobs:
+        if job.name not in per_part or not job.array_size:
+            continue
+        what = "rows" if job.name == PREPARE else "queries"
+        rows = input_rows(settings.data, StopSignal()) if job.name == PREPARE else None
+        if rows is not None:
+            amounts[job.name] = Amount(rows, per_part[job.name], "rows of the input")
+        elif job.name in runs and (last := list(runs[job.name])[-1:]):
+            amounts[job.name] = Amount(last[0].titles, per_part[job.name], f"{what}, as in cycle {last[0].cycle}")
+    return amounts
+
+
+def _earlier(store: CycleStore, target: str) -> tuple[list[tuple[JobRecord, ...]], dict[str, list[EmbedRun]]]:
+    """What the cycles before tell, oldest first: the records of all, and by job how fast its work went.
 
     `target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch.
     """
     names = [name for name in claimed_cycles(store.storage) if name != store.cycle][-HISTORY:]
     cycles = [CycleStore(store.storage, name, store.clock) for name in names]
-    records, embeddings = [one.records() for one in cycles], list[EmbedRun]()
+    records, runs = [one.records() for one in cycles], dict[str, list[EmbedRun]]()
     for one, its_records in zip(cycles, records, strict=True):
         claim = one.claim()
         if claim is None or claim.target != target:
             continue
-        plan, result = one.plan(), load_result(one.storage, one.cycle, EMBED)
-        record = next((record for record in its_records if record.name == EMBED), None)
-        titles = result.figures.get("rows_embedded") if result is not None else None
-        if plan is not None and record is not None and isinstance(titles, int):
-            run = embed_run(one.cycle, plan.job(EMBED), record, titles)
-            embeddings += [run] if run is not None else []
-    return records, embeddings
+        plan = one.plan()
+        for record in its_records:
+            if plan is None or record.name not in _DONE:
+                continue
+            result = load_result(one.storage, one.cycle, record.name)
+            units = result.figures.get(_DONE[record.name]) if result is not None else None
+            if isinstance(units, int) and (run := embed_run(one.cycle, plan.job(record.name), record, units)):
+                runs.setdefault(record.name, []).append(run)
+    return records, runs
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:

@@ -50,7 +50,10 @@ VCPU = "1 vCPU"
 
 @dataclass(frozen=True)
 class EmbedRun:
-    """The embedding of one cycle. `machine`: an instance type or VCPU."""
+    """The embedding of one cycle, or its preparing or mining: then `titles` are rows or queries.
+
+    `machine`: an instance type or VCPU.
+    """
 
     cycle: str
     machine: str

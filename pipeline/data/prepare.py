@@ -7,7 +7,7 @@ finished chunks and writes the same bytes.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,9 @@ Look = Callable[[bool, bool], Survey]
 class PreparedData:
     """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them.
 
-    `rows` are in shards; they, `rows_bad` and `rows_filtered` are all rows of the input. `vocabulary`: the known one
-    that ordered the labels, if it was one. `infos`: what each partition says of itself.
+    `prepared` and `rows_prepared` (good and bad ones) are those of this time. `rows` are in shards; they, `rows_bad`
+    and `rows_filtered` are all rows of the input. `vocabulary`: the known one that ordered the labels, if it was one.
+    `infos`: what each partition says of itself.
     """
 
     token_set_prefixes: list[str]
@@ -59,6 +60,7 @@ class PreparedData:
     tokenizer_fingerprint: str
     reused: int
     prepared: int
+    rows_prepared: int
     rows: int
     rows_bad: int
     rows_filtered: int
@@ -113,7 +115,7 @@ def prepare(
         shutil.rmtree(staging.folder, ignore_errors=True)
         infos[one.prefix] = info
     infos |= _encode_all(encoding, workspace, source, works, events, stop)
-    return gather(encoding, tokenizer_prefix, named, infos, prepared=len(works))
+    return gather(encoding, tokenizer_prefix, named, infos, prepared=[work.named.prefix for work in works])
 
 
 def committed(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
@@ -133,7 +135,7 @@ def gather(
     named: Sequence[NamedPartition],
     infos: Mapping[str, TokenSetInfo],
     *,
-    prepared: int,
+    prepared: Collection[str],
 ) -> PreparedData:
     """What all partitions are together, by what each says of itself. Raises DataError when none has a usable row."""
     config, result = encoding.config, [infos[one.prefix] for one in named]
@@ -148,8 +150,9 @@ def gather(
         token_set_prefixes=[one.prefix for one in named],
         tokenizer_prefix=tokenizer_prefix,
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
-        reused=len(named) - prepared,
-        prepared=prepared,
+        reused=len(named) - len(prepared),
+        prepared=len(prepared),
+        rows_prepared=sum(infos[prefix].rows + infos[prefix].rows_bad for prefix in prepared),
         rows=sum(info.rows for info in result),
         rows_bad=sum(info.rows_bad for info in result),
         rows_filtered=sum(file.filtered for file in files),

@@ -114,7 +114,7 @@ def prepare_share(
             infos[one.prefix] = info
     if missing := len(named) - len(infos):
         return missing
-    result = gather(encoding, tokenizer_prefix, named, infos, prepared=len(todo))
+    result = gather(encoding, tokenizer_prefix, named, infos, prepared=todo)
     plan.delete()
     look.delete()
     shutil.rmtree(scratch, ignore_errors=True)

@@ -35,6 +35,8 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 
 FLAT = "flat"
+_MAX_FOOTERS = 1000
+"""Of Parquet files that are read to count rows."""
 _DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
 
 
@@ -213,6 +215,19 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     return FileSource(config, storage, group_by_day(files.inputs, config.path))
 
 
+def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
+    """Rows of the input when that is cheap to know, without a look at contents. Raises DataError when there is none."""
+    if config.path is None:
+        return SyntheticSource(config).num_rows()
+    storage, stats = find_files(config.path, stop)
+    if config.format == "esci" or any(stat.key.endswith(esci.EXAMPLES) for stat in stats):
+        return None
+    found = choose_files(storage, stats, config.format, config.path).found
+    if any(name != "parquet" for _, name in found) or len(found) > _MAX_FOOTERS:
+        return None
+    return sum(parquet_rows(storage, stat.key) for stat, _ in found)
+
+
 class SyntheticSource:
     fixed_labels: Mapping[str, float] = {}
 
@@ -247,7 +262,7 @@ class FileSource:
 
     def num_rows(self) -> int | None:
         files = [file for partition in self.partitions for file in partition.files]
-        if any(file.format != "parquet" for file in files) or len(files) > 1000:  # each costs the read of a footer
+        if any(file.format != "parquet" for file in files) or len(files) > _MAX_FOOTERS:
             return None
         return sum(parquet_rows(self._storage, file.key) for file in files)
 

@@ -58,7 +58,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         figures=_figures(data, loss.positive_gain, warnings),
     )
     earlier = ctx.earlier(NAME)
-    anew = {name: result.figures[name] for name in ("partitions_reused", "partitions_prepared")}  # by this try alone
+    by_this_try = ("partitions_reused", "partitions_prepared", "rows_prepared")
+    anew = {name: result.figures[name] for name in by_this_try}
     same = earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs)
     if earlier is not None and same and {**earlier.figures, **anew} == {**result.figures}:
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
@@ -100,6 +101,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
     return {
         "partitions_reused": data.reused,
         "partitions_prepared": data.prepared,
+        "rows_prepared": data.rows_prepared,
         "rows": data.rows,
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
