@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 
-from pipeline.backends import Backend, is_lazy_host
+from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, CountGuard, GraphWatch, Guard, NoWatch
+from pipeline.compile.watch import COMPILE, Counters, CountGuard, GraphWatch, Guard, NoWatch
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
@@ -104,7 +104,7 @@ def embed_plan(
 
 
 def open_guard(
-    workspace: Storage, plan: Plan, counters: Backend, config: CompileConfig, console: Console
+    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
 ) -> GraphWatch:
     """Watch a run against its manifest. Raises ConfigError before anything is traced when it was never compiled.
 
@@ -117,7 +117,7 @@ def open_guard(
 
 
 def open_part_guard(
-    workspace: Storage, plan: Plan, counters: Backend, config: CompileConfig, console: Console
+    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
 ) -> GraphWatch:
     """The same for evaluation and embedding, whose part of the plan several ways of training may share.
 
@@ -135,7 +135,7 @@ def open_part_guard(
     return _unguarded(workspace, plan, parts, config, console)
 
 
-def _guard(manifest: GraphManifest, counters: Backend, config: CompileConfig, console: Console) -> GraphWatch:
+def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
     console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
     kind = CountGuard if counters.compiles_steps else Guard
     return kind(counters, manifest, config.on_unknown_graph, console.warn)

@@ -34,6 +34,8 @@ class Place:
 class Counters(Protocol):
     """What a backend counts."""
 
+    compiles_steps: bool
+
     def compile_count(self) -> int: ...
     def compile_seconds(self) -> float: ...
 

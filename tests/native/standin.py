@@ -63,23 +63,30 @@ def matching_version() -> str:
     return ".".join([*torch.__version__.split(".")[:2], "3", "0"])
 
 
-def environment(folder: Path, *, version: str = "", missing: str = "") -> dict[str, str]:
-    """For a process that finds torch-neuronx `version` (default: one that fits), its metadata written to `folder`."""
-    version = version or matching_version()
-    site = folder / f"standin-{version}"
-    info = site / f"torch_neuronx-{version}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
-    if _TORCH < NATIVE_SINCE and version == matching_version():
+def with_package(folder: Path, version: str | None) -> dict[str, str]:
+    """For a process that finds torch-neuronx `version` installed, by its metadata in `folder`; None: it does not."""
+    site = folder / f"package-{version}"
+    site.mkdir(parents=True, exist_ok=True)
+    if version is not None:
+        info = site / f"torch_neuronx-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
+    if version == matching_version() and _TORCH < NATIVE_SINCE:
         (site / "sitecustomize.py").write_text(_EARLIER.format(since=_TORCH))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (site, HERE, ROOT))),
+        "TRNPIPE_BACKEND": "neuron",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def environment(folder: Path, *, missing: str = "") -> dict[str, str]:
+    """For a process that has the stand-in. `missing`: operators that it does not have, with commas."""
+    return with_package(folder, matching_version()) | {
         "STANDIN_DEVICE": str(device_library()),
         "STANDIN_MISSING": missing,
         "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff"),
-        "TRNPIPE_BACKEND": "neuron",
-        "OMP_NUM_THREADS": "1",
     }
 
 

@@ -160,7 +160,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 Hooks hooks;
 
-void check_type(std::optional<at::ScalarType> type) {
+void check(std::optional<at::ScalarType> type, std::optional<at::Device> device) {
+  if (device) {
+    Guard().setDevice(*device);
+  }
   TORCH_CHECK(
       c10::dtype_or_default(type) != at::kDouble,
       "[NCC_ESPP004] f64 is not supported on this device: float64 tensors stay on the host");
@@ -170,10 +173,10 @@ at::Tensor empty_memory_format(
     c10::IntArrayRef size,
     std::optional<at::ScalarType> type,
     std::optional<at::Layout>,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool> pinned,
     std::optional<at::MemoryFormat> format) {
-  check_type(type);
+  check(type, device);
   TORCH_CHECK(!pinned.value_or(false), "pinned memory is not supported on neuron");
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(size, &allocator, keys, c10::dtype_or_default(type), format);
@@ -184,9 +187,9 @@ at::Tensor empty_strided(
     c10::IntArrayRef stride,
     std::optional<at::ScalarType> type,
     std::optional<at::Layout>,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool>) {
-  check_type(type);
+  check(type, device);
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(size, stride, &allocator, keys, c10::dtype_or_default(type));
 }
