@@ -27,7 +27,7 @@ from pipeline.core.errors import ConfigError
 
 _REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
 _SHAPES = 256  # of one function; torch's limit is 8, beyond which it would run eagerly without a word
-_INSTALL = "start from docker/neuron-native.Dockerfile, or docs/neuron.md, Which road; --backend cpu runs anywhere"
+_INSTALL = "docs/neuron.md, The native device, has the versions; --backend cpu runs anywhere"
 
 
 def load_package() -> Any:
@@ -68,8 +68,8 @@ class NeuronBackend(Eager):
     shares_host_memory = False
     can_compile = True
     compiles_steps = True
-    # Offloading and collectives of one's own are not stated by AWS: refused until they were tried on a device.
-    spreads = frozenset({"parameters", "tensor"})
+    # AWS states FSDP2 and tensor parallelism, and not offloading or other collectives. Here none of it was tested yet.
+    spreads: frozenset[str] = frozenset()
     default_tokens = 4096
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class Mesh:
 def check_plan(plan: Plan, backend: Backend) -> None:
     """Before anything is traced or allocated. Raises ConfigError for what this device cannot do, with the way out."""
     asked = {
-        "parameters": plan.shards_parameters,
+        "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
         "tensor": plan.tensor_degree > 1,
         "offload": plan.offload_horizon > 0,
         "collectives": plan.collectives == "hierarchical",

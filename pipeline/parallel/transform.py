@@ -80,8 +80,6 @@ def keep_whole(model: nn.Module, mesh: Mesh) -> None:
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
     """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
     split(model, styles, mesh.tensor_axis)
-    for unit in units if mesh.backend.compiles_steps else ():  # what is around a unit has collectives in it
-        unit.forward = mesh.backend.compiled(unit.forward)
     if mesh.plan.recompute == "units":
         recompute_units(units)
     if mesh.plan.offload_horizon:
