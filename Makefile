@@ -54,7 +54,7 @@ EXTRAS      := xla hf tensorboard ann baselines tune report lightning dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-native test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -103,6 +103,21 @@ mine: $(STAMP)  ## prepare data, then mine hard negatives; make train ARGS="--tr
 test: $(STAMP)  ## lint, types, security rules and all tests
 	$(MAKE) --jobs=2 --output-sync=target lint scan
 	$(PYTEST) --dist worksteal $(TESTS)
+
+# torch-neuronx 2.14 is for torch 2.14 and Python 3.12 to 3.14: every test that needs no XLA, as it would run there.
+NATIVE        := .venv-native
+NATIVE_TORCH  := torch==2.14.0
+NATIVE_PYTHON ?= $(firstword $(foreach version,3.14 3.13 3.12,$(shell command -v python$(version))))
+test-native: $(NATIVE)/.installed  ## all tests that need no XLA, on torch 2.14 and the newest Python of this machine, 3.12 to 3.14
+	PYTHONDONTWRITEBYTECODE= $(NATIVE)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+$(NATIVE)/.installed: pyproject.toml
+	test -n "$(NATIVE_PYTHON)" || { echo 'no python3.12 to python3.14 on the path, expected one: make test-native NATIVE_PYTHON=...'; exit 1; }
+	test -x $(NATIVE)/bin/python || $(NATIVE_PYTHON) -m venv $(NATIVE)
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check $(NATIVE_TORCH) setuptools ninja
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  -e '.[hf,tensorboard,ann,baselines,tune,report,lightning,dev]'
+	touch $@
 
 test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and its properties with many examples
 	$(PYTEST) -m "thorough or property" --hypothesis-profile=thorough $(TESTS)
@@ -198,4 +213,4 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	echo checkov | $(UV_COMPILE) - --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o infra/scan.lock
 
 clean:  ## remove the virtual environment and caches (workspaces stay)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(NATIVE) .mypy_cache .ruff_cache .pytest_cache *.egg-info

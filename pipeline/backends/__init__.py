@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, pjrt_device
+from pipeline.backends.base import (
+    NATIVE_SINCE,
+    Backend,
+    Batch,
+    Function,
+    HostGather,
+    HostMean,
+    RankGroup,
+    native_version,
+    pjrt_device,
+)
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +41,9 @@ __all__ = [
     "Libraries",
     "Name",
     "RankGroup",
+    "compiled_cache",
     "device_guard",
+    "has_graph_tool",
     "is_lazy_host",
     "lazy_device_name",
     "may_use_neuron",
@@ -42,8 +54,9 @@ __all__ = [
     "open_host",
     "open_tracer",
     "process_group",
+    "step_program",
 ]
-Name = Literal["auto", "xla", "cpu", "cuda"]
+Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"
 """The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
@@ -56,12 +69,22 @@ GROUP_DEVICES = ("cpu", "cuda")
 
 def may_use_neuron(name: str) -> bool:
     """True for a backend that runs on Neuron devices where the machine has them."""
-    return name in ("auto", "xla")
+    return name in ("auto", "xla", "neuron")
 
 
 def on_neuron(name: str, env: Mapping[str, str]) -> bool:
     """True where that backend will open a Neuron device."""
-    return may_use_neuron(name) and pjrt_device(env) == "NEURON"
+    return _is_native(name) or has_graph_tool(name, env)
+
+
+def has_graph_tool(name: str, env: Mapping[str, str]) -> bool:
+    """True where it will be by PyTorch/XLA, whose graphs a tool of its own collects and compiles."""
+    return name in ("auto", "xla") and not _is_native(name) and pjrt_device(env) == "NEURON"
+
+
+def compiled_cache(name: str) -> str:
+    """The variable with the folder of compiled programs, for devices that compile as they go; '' elsewhere."""
+    return "TORCH_NEURONX_NEFF_CACHE_DIR" if _is_native(name) else ""
 
 
 def lazy_device_name(env: Mapping[str, str]) -> str:
@@ -76,7 +99,13 @@ def is_lazy_host(device_name: str) -> bool:
 
 def process_group(name: str) -> str | None:
     """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device."""
-    return "cuda:nccl" if _resolved(name) == "cuda" else None
+    name = _resolved(name)
+    if name == "neuron":
+        from pipeline.backends.neuron import load_package
+
+        load_package()  # registers the process group
+        return "neuron:neuron"
+    return "cuda:nccl" if name == "cuda" else None
 
 
 def open_groups(store: "Store", rank: int, size: int, timeout: "timedelta") -> "Libraries":
@@ -97,14 +126,14 @@ def open_groups(store: "Store", rank: int, size: int, timeout: "timedelta") -> "
 
 
 def module_device() -> str:
-    """The backend of this machine on which a module of a user runs as it is: cuda where there is one, else cpu."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The backend of this machine on which a user's module runs as it is: a GPU, a native Neuron device, else cpu."""
+    name = _resolved("auto")
+    return "cpu" if name == "xla" else name
 
 
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
-    """The device of this rank. `auto`: cuda where there is one, else xla where it is installed, else cpu.
+    """The device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where they
+    are installed, else cpu.
 
     With several ranks their process group must be up before (parallel/gang.py).
     """
@@ -121,6 +150,10 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
         from pipeline.backends.cuda import CudaBackend
 
         return CudaBackend(local_rank)
+    if name == "neuron":
+        from pipeline.backends.neuron import NeuronBackend
+
+        return NeuronBackend()
     if name == "cpu":
         from pipeline.backends.cpu import CpuBackend
 
@@ -142,6 +175,11 @@ def open_tracer() -> Backend:
     return open_backend(TRACED)
 
 
+def step_program(backend: Backend, function: Function) -> Function:
+    """The same, for a part of a step without a collective in it: a program of its own where the device takes those."""
+    return backend.compiled(function) if backend.compiles_steps else function
+
+
 def device_guard(device: "torch.device") -> AbstractContextManager[object]:
     """Make a CUDA device the current one of this thread: each thread has its own, and starts at the first device."""
     import torch
@@ -156,4 +194,11 @@ def _resolved(name: str) -> str:
 
     if torch.cuda.is_available():
         return "cuda"
+    if _is_native("auto"):
+        return "neuron"
     return "xla" if importlib.util.find_spec("torch_xla") else "cpu"
+
+
+def _is_native(name: str) -> bool:
+    """True for a backend that will be the native Neuron device; on a machine with a GPU that is for torch to say."""
+    return name == "neuron" or (name == "auto" and (native_version() or (0, 0)) >= NATIVE_SINCE)

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 HostMean = Callable[[list["Tensor"]], list["Tensor"]]
 HostGather = Callable[[list["Tensor"]], list["Tensor"]]
 """CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
@@ -57,6 +59,8 @@ class Backend(Protocol):
     """True where the device is but a share of this host's cores and memory."""
     can_compile: bool
     """True where torch.compile fuses the operations of a module."""
+    compiles_steps: bool
+    """True where training and evaluation, too, are modules that `compiled` makes programs of, one for each shape."""
     spreads: frozenset[str]
     """Which of parameters, tensor, offload, collectives a plan may ask for (pipeline/parallel/config.py)."""
     default_tokens: int
@@ -64,6 +68,9 @@ class Backend(Protocol):
 
     def runtime_world_size(self) -> int:
         """How many devices the runtime believes take part."""
+
+    def compiled(self, function: Function) -> Function:
+        """The same, as one program for each shape of its arguments. Where can_compile. Raises ConfigError."""
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         """Batches on the device, moved there behind the step."""
@@ -133,6 +140,19 @@ class Backend(Protocol):
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
+
+
+NATIVE_SINCE = (2, 13)
+"""Of torch-neuronx: the first whose device is PyTorch's own, `neuron`. Before it was PyTorch/XLA's."""
+
+
+def native_version() -> tuple[int, int] | None:
+    """Major and minor of the torch-neuronx that is installed, of either kind; None: there is none."""
+    try:
+        major, minor = metadata.version("torch-neuronx").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
 
 
 def pjrt_device(env: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean, RankGroup
+from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup
 from pipeline.backends.prefetch import prefetched
 
 
@@ -22,10 +22,14 @@ class Eager:
     gathers_in_graph = True
     sums_by_matmul = False
     is_neuron = False
+    compiles_steps = False
     spreads = frozenset({"parameters", "tensor", "offload", "collectives"})
 
     def runtime_world_size(self) -> int:
         return 1
+
+    def compiled(self, function: Function) -> Function:
+        return function
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         return None

@@ -1,14 +1,15 @@
 """NVIDIA GPUs through eager PyTorch and NCCL."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean
+from pipeline.backends.base import Batch, Function, HostGather, HostMean
 from pipeline.backends.cpu import Eager, replayed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
@@ -34,6 +35,15 @@ class CudaBackend(Eager):
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
         self._copying: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def compiled(self, function: Function) -> Function:
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            raise ConfigError(
+                "no C compiler, which torch.compile needs for its launchers",
+                expected="cc, gcc or clang on the path",
+                next_command="--no-embed.compiled, which is slower, or install gcc",
+            )
+        return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self._moved(batches)

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, HostGather, HostMean, RankGroup, pjrt_device
+from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup, pjrt_device
 from pipeline.backends.cpu import gathered, replayed, scattered, summed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
@@ -27,6 +27,7 @@ class XlaBackend:
     name = "xla"
     is_lazy = True
     can_compile = False
+    compiles_steps = False
     spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/sharded.py
     default_tokens = 4096
     executes = True
@@ -65,6 +66,9 @@ class XlaBackend:
         if self.reduces_in_graph:
             return int(self._runtime.world_size())
         return int(self._runtime.global_runtime_device_count())
+
+    def compiled(self, function: Function) -> Function:
+        return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self._device_loader(batches)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.backends import on_neuron
+from pipeline.backends import compiled_cache, has_graph_tool
 from pipeline.compile.cache import Compilers
 from pipeline.compile.config import CompileConfig
 from pipeline.core.neuron_errors import COMPILER_KILLED
@@ -32,20 +32,31 @@ def drives_tool(config: CompileConfig, backend: str, env: Mapping[str, str]) -> 
     """True where neuron_parallel_compile is to be run over a trial run, and this is not that trial run itself."""
     if TRACE_FILE in env or config.tool == "none":
         return False
-    return config.tool == "neuron" or on_neuron(backend, env)
+    return config.tool == "neuron" or has_graph_tool(backend, env)
 
 
 def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: MutableMapping[str, str]) -> str:
-    """On Neuron: compile with the flags, and look into the cache, that the compile stage used.
+    """On Neuron: compile with the flags (PyTorch/XLA), and look into the cache, that the compile stage used.
 
     To be called before torch_xla is imported. A trial run keeps what its tool has set. The result tells of other flags
     that were set by hand, and now are not; '' when there were none.
     """
-    if TRACE_FILE in env or not on_neuron(backend, env):
+    if TRACE_FILE in env:
+        return ""
+    root = config.cache_root(workspace)
+    if folder := compiled_cache(backend):
+        if root.startswith("s3://"):
+            kept = env.get(folder, "its own folder")
+            return (
+                f"compiled programs stay in {kept}: {root} is none; --compile.cache-url names one that machines share"
+            )
+        env[folder] = root
+        return ""
+    if not has_graph_tool(backend, env):
         return ""
     before, now = env.get("NEURON_CC_FLAGS", ""), config.flags.text()
     env["NEURON_CC_FLAGS"] = now
-    env["NEURON_COMPILE_CACHE_URL"] = config.cache_root(workspace)
+    env["NEURON_COMPILE_CACHE_URL"] = root
     return flags_warning(before, now) if before else ""
 
 

@@ -7,7 +7,7 @@ from importlib import metadata
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
+from pipeline.compile.watch import COMPILE, Counters, CountGuard, GraphWatch, Guard, NoWatch
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
@@ -44,6 +44,8 @@ def graph_plan(
         plan["train.parallel.recompute"] = spread.recompute
     if spread.shard == "state" and spread.shard_degree != 1:
         plan["train.parallel.state_shards"] = spread.shard_degree or share.world_size
+    if spread.shards_parameters or spread.tensor_degree > 1:
+        plan["train.parallel"] = spread.model_dump_json(exclude={"recompute", "seed"})
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 
@@ -136,7 +138,8 @@ def open_part_guard(
 
 def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
     console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
-    return Guard(counters, manifest, config.on_unknown_graph, console.warn)
+    kind = CountGuard if counters.compiles_steps else Guard
+    return kind(counters, manifest, config.on_unknown_graph, console.warn)
 
 
 def _unguarded(

@@ -34,6 +34,8 @@ class Place:
 class Counters(Protocol):
     """What a backend counts."""
 
+    compiles_steps: bool
+
     def compile_count(self) -> int: ...
     def compile_seconds(self) -> float: ...
 
@@ -56,6 +58,86 @@ class NoWatch:
 
     def after(self, place: Place) -> None:
         return
+
+
+# Devices that compile as they go: a graph has no text, and is there when its program was called. What counts is where.
+
+
+@dataclass
+class CountRecorder:
+    """Notes, by place, what was compiled there in a trial run."""
+
+    counters: Counters
+    plan: Plan
+    graphs: dict[str, GraphRecord] = field(default_factory=dict)
+    _count: int = 0
+    _seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._count, self._seconds = self.counters.compile_count(), self.counters.compile_seconds()
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        return
+
+    def after(self, place: Place) -> None:
+        count = self.counters.compile_count()
+        compiled, self._count = count - self._count, count
+        before, self._seconds = self._seconds, self.counters.compile_seconds()
+        key = graph_key(str(place), self.plan)
+        known = self.graphs.get(key) or GraphRecord(
+            key=key,
+            phase=place.phase,
+            bucket=place.bucket,
+            batch_size=place.batch_size,
+            num_instructions=0,
+            hlo_bytes=0,
+            op_counts={},
+            compiles=0,
+            compile_s=0.0,
+        )
+        spent = round(known.compile_s + self._seconds - before, 3)
+        self.graphs[key] = known.model_copy(update={"compiles": known.compiles + compiled, "compile_s": spent})
+
+
+@dataclass
+class CountGuard:
+    """Holds a run against it: programs come from the cache where a place is passed first, and nowhere after that."""
+
+    counters: Counters
+    manifest: GraphManifest
+    on_unknown: Literal["error", "warn"]
+    warn: Callable[[str], None]
+    unknown: int = 0
+    steps: int = 0
+    """Finished in this process."""
+    _passed: set[Place] = field(default_factory=set)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        self._count = self.counters.compile_count()
+
+    def before(self, place: Place, hlo: Callable[[], str]) -> None:
+        return
+
+    def after(self, place: Place) -> None:
+        self.steps += place.phase in ("step", "update")
+        count = self.counters.compile_count()
+        compiled, self._count = count - self._count, count
+        is_first = place not in self._passed
+        self._passed.add(place)
+        is_known = self.manifest.find(graph_key(str(place), self.manifest.plan)) is not None
+        if not compiled or (is_first and is_known):
+            return
+        self.unknown += compiled
+        why = "was not met ahead of time" if not is_known else "was compiled already: a shape or a type has changed"
+        seen = f"after {self.steps} steps, {compiled} graphs were compiled at {place}, which {why}"
+        if self.on_unknown == "error":
+            raise ConfigError(
+                seen,
+                expected="what the compile stage met: one graph for each shape",
+                next_command=f"TORCH_LOGS=recompiles tells why; {COMPILE}, or --compile.on-unknown-graph warn",
+            )
+        self.warn(seen)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Texts to unit vectors, window by window, with the device busy across windows."""
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,6 @@ from pipeline.compile.plan import embed_plan, open_part_guard
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.context import StageContext
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.errors import ConfigError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
@@ -58,7 +56,7 @@ class EmbedProgram:
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         module = RowEncoder(encoder).eval().requires_grad_(False).to(dtype).to(backend.device)
         compiled = config.compiled and backend.can_compile
-        forward = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
+        forward = backend.compiled(module) if compiled else module
         self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
         self.backend = backend
         self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens))
@@ -162,12 +160,6 @@ def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, wat
     """The engine of a device. Takes the encoder over. Raises ConfigError when what compiles for it is not there."""
     if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
-    if backend.can_compile and config.compiled and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        raise ConfigError(
-            "no C compiler, which torch.compile needs for its launchers",
-            expected="cc, gcc or clang on the path",
-            next_command="--no-embed.compiled, which is slower, or install gcc",
-        )
     return RowEngine(encoder, backend, config, watch)
 
 
@@ -346,7 +338,7 @@ def open_embedder(
 def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> tuple[Backend, Embedder]:
     """The device of this rank with the model on it; its graphs are held against the manifests of this workspace."""
     backend, watch = open_device(settings.backend, ctx.world), None
-    if backend.is_lazy:
+    if backend.is_lazy or backend.compiles_steps:
         state, device = checkpoint.state, backend.device_name()
         plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, ctx.world.world_size)
         watch = open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)

@@ -248,7 +248,7 @@ class ModelScorer:
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
         """What holds graphs against the manifest of training with these settings and this architecture."""
-        if not self.backend.is_lazy:
+        if not (self.backend.is_lazy or self.backend.compiles_steps):
             return NoWatch()
         name = _architecture(checkpoint.state.model)
         if name not in self._watches:

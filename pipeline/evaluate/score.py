@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from pipeline.backends import Backend, Batch
+from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import CheckpointError, DataError
@@ -72,6 +72,7 @@ class ScoreProgram:
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or NoWatch()
         self._flats: list[Tensor] = []
+        self._forward = step_program(backend, self._computed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights (our names, any dtype, on CPU) on the device. Raises CheckpointError for other shapes."""
@@ -82,6 +83,9 @@ class ScoreProgram:
                     raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
+    def _computed(self, flats: list[Tensor], batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        return flat_forward(self._model, self._layout, flats, batch, backend=self.backend, precision=self._precision)
+
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Logits over relevance classes [B, K] and embeddings [B, D], fp32, on the device."""
@@ -90,9 +94,7 @@ class ScoreProgram:
         if shape not in self._shapes:
             known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
             raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
-        found = flat_forward(
-            self._model, self._layout, self._flats, batch, backend=self.backend, precision=self._precision
-        )
+        found = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
         del found  # what is alive at the end of a graph is an output of it
         place = Place(PHASE, Bucket(*shape).name, rows)

@@ -53,7 +53,7 @@ class Mesh:
 def check_plan(plan: Plan, backend: Backend) -> None:
     """Before anything is traced or allocated. Raises ConfigError for what this device cannot do, with the way out."""
     asked = {
-        "parameters": plan.shards_parameters,
+        "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
         "tensor": plan.tensor_degree > 1,
         "offload": plan.offload_horizon > 0,
         "collectives": plan.collectives == "hierarchical",
@@ -114,9 +114,10 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
 
 def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
     """Of every group of a mesh: sub-groups come with the library's own 30 minutes, whatever the world was given."""
+    # Public since torch 2.14; tests/parallel/test_mesh.py fails when neither is there.
+    set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
-        # There is no public way (torch 2.9 to 2.14); tests/parallel/test_mesh.py fails when this one goes.
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        set_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextmanager

@@ -70,6 +70,13 @@ def spread(
     return model
 
 
+def keep_whole(model: nn.Module, mesh: Mesh) -> None:
+    """In place, where every rank has all of the model and meets the others once a step: on the device, recomputed."""
+    if mesh.plan.recompute == "units":
+        recompute_units([unit for _, unit in find_units(model)])
+    model.to(mesh.backend.device)
+
+
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
     """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
     split(model, styles, mesh.tensor_axis)

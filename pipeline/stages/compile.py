@@ -10,7 +10,7 @@ from pipeline.compile.lint import lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
-from pipeline.compile.watch import Recorder
+from pipeline.compile.watch import CountRecorder, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration
 from pipeline.io import atomic
@@ -62,8 +62,8 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         known = None if driven else load_manifest(ctx.workspace, plan)
         if known is not None:
             return _already(ctx, known, started)
-        recorder = Recorder(backend, plan)
-        if backend.is_lazy:
+        recorder = CountRecorder(backend, plan) if backend.compiles_steps else Recorder(backend, plan)
+        if backend.is_lazy or backend.compiles_steps:
             trial = shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console)
             trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
@@ -71,18 +71,18 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         return _result(ctx, manifest, started)
     for graph in manifest.graphs:
         shape = f"{graph.batch_size} x {graph.bucket}" if graph.bucket else "-"
-        ctx.console.info(
-            f"  {graph.phase:<16} {shape:<12} {graph.num_instructions:>6,} operations  "
-            f"{graph.hlo_bytes / 1e6:6.2f} MB  {graph.compile_s:6.1f} s  {graph.key[:12]}"
-        )
-    for place in recorder.outside:
+        size = f"{graph.num_instructions:>6,} operations  {graph.hlo_bytes / 1e6:6.2f} MB"
+        what = size if graph.hlo_bytes else f"{graph.compiles:>6} programs"
+        ctx.console.info(f"  {graph.phase:<16} {shape:<12} {what}  {graph.compile_s:6.1f} s  {graph.key[:12]}")
+    texts, modules = (recorder.texts, recorder.modules) if isinstance(recorder, Recorder) else ({}, {})
+    for place in recorder.outside if isinstance(recorder, Recorder) else ():
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    for finding in (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators())):
+    for finding in (*lint(*modules.values()), *lint_counters(backend.host_operators())):
         ctx.console.warn(str(finding))
     if driven:
         atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
-    store_texts(ctx.workspace, recorder.texts)
+    store_texts(ctx.workspace, texts)
     return _publish(ctx, manifest, started)
 
 

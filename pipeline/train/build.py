@@ -168,7 +168,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
         watch: GraphWatch = NoWatch()
-        if backend.is_lazy:  # graphs are held against the manifest of this way of running
+        if backend.is_lazy or backend.compiles_steps:  # graphs are held against the manifest of this way of running
             graphs = graph_plan(settings, inputs.spec, valid.buckets, share, backend.device_name())
             watch = open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
         program = open_program(

@@ -74,6 +74,25 @@ class GlobalLoss:
 
         The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch.
         """
+        return self.of_gathered(outputs, batch, contrast, self.gathered(outputs, batch, contrast))
+
+    def gathered(
+        self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
+    ) -> tuple[Tensor, Tensor, Targets] | None:
+        """What the contrastive loss of one pass needs of all ranks, without a gradient; None where it needs nothing."""
+        if not self.config.loss.contrastive_weight or contrast is not None or self.world_size == 1:
+            return None
+        query, product = outputs.query.float().detach(), outputs.product.float().detach()
+        return self._everybody(query, product, targets_of([batch]))
+
+    def of_gathered(
+        self,
+        outputs: RelevanceOutputs,
+        batch: Mapping[str, Tensor],
+        contrast: Contrast | None,
+        everybody: tuple[Tensor, Tensor, Targets] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, without a collective in it. `everybody`: what `gathered` gave."""
         targets, config, mined = targets_of([batch]), self.config.loss, self.config.mined_per_query
         weight = config.contrastive_weight
         if not weight or (contrast is None and self.world_size == 1):
@@ -81,9 +100,11 @@ class GlobalLoss:
             return loss, loss
         pairs = pair_loss(outputs, targets, config, mined, self._temperature())
         parts = self.accumulation * self.world_size
-        if contrast is None:
-            contrastive = self._gathered(outputs, targets, batch["place"])
+        if everybody is not None:
+            contrastive = self._gathered(outputs, everybody, batch["place"])
             return pairs + weight * parts * contrastive, pairs + weight * contrastive
+        if contrast is None:
+            raise ValueError("neither a first pass nor the embeddings of all ranks")
         place, groups, width = batch["place"], *contrast.query.shape
         products = contrast.product.view(groups, -1).index_select(0, place).view(-1, width)
         stand_in = (outputs.query.float() * contrast.query.index_select(0, place)).sum()
@@ -92,14 +113,13 @@ class GlobalLoss:
             stand_in = stand_in + (self.log_scale * contrast.log_scale).sum() / parts
         return pairs + weight * parts * stand_in, pairs + weight * contrast.loss
 
-    def _gathered(self, outputs: RelevanceOutputs, targets: Targets, place: Tensor) -> Tensor:
+    def _gathered(self, outputs: RelevanceOutputs, everybody: tuple[Tensor, Tensor, Targets], place: Tensor) -> Tensor:
         """The contrastive loss in this rank's graph, differentiable by this rank's embeddings alone.
 
         The other ranks' come without a gradient, and the temperature's is shared by all ranks. Where this rank's stand
         is data, not structure: the graph is the same on every rank.
         """
         query, product = outputs.query.float(), outputs.product.float()
-        everybody = self._everybody(query.detach(), product.detach(), targets)
         places = torch.arange(everybody[0].shape[0], dtype=place.dtype, device=place.device)
         at = (places[:, None] == place[None, :]).float()  # [Q of all, Q]
         groups, width = query.shape

@@ -5,7 +5,7 @@ of all its steps are on disk; every batch is counted; the stop signal is agreed 
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -202,6 +202,9 @@ class TrainLoop:
         self._pace = Pace(self.config.global_batch_size, gang.layout.data_size)
         self._warned = False
         self._compiles, self._compile_s = 0, 0.0
+        self._on_host: Counter[str] = Counter()
+        """Operators that ran on the host, and how often, until the step after which they were looked at."""
+        self._warned_of = {"aten::_local_scalar_dense"}  # a value is read every few steps
 
     def run(self) -> Ended:
         """Train until `max_steps`, the stop signal (a checkpoint is then handed over), the deadline, or convergence.
@@ -211,6 +214,7 @@ class TrainLoop:
         # The attempt before may have been stopped before or within this evaluation.
         if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
             return "converged"
+        self._on_host = Counter(self.backend.host_operators())
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
@@ -227,6 +231,7 @@ class TrainLoop:
                 if saving:
                     self.hooks.save(self.step)
                 if evaluating or saving:
+                    self._on_host = Counter(self.backend.host_operators())  # those were of no step
                     self._pace.resume()
                 if stopping:
                     return "stopped"
@@ -331,6 +336,7 @@ class TrainLoop:
             },
         )
         self._note_compiles()
+        self._note_host_operators(count)
         self._judge(last)
         if left_s is not None and left_s < eta_s and not self._warned:
             self._warned = True
@@ -352,6 +358,18 @@ class TrainLoop:
                 compile_s=round(compile_s - self._compile_s, 3),
             )
             self._compiles, self._compile_s = compiles, compile_s
+
+    def _note_host_operators(self, steps: int) -> None:
+        """Warn of those that were not there before: each cuts the step, and its tensors go to the host and back."""
+        found = Counter(self.backend.host_operators())
+        for name in sorted((found - self._on_host).keys() - self._warned_of):
+            self._warned_of.add(name)
+            times = found[name] - self._on_host[name]
+            self.console.warn(
+                f"{name} is not an operator of {self.backend.device_name()}: it ran on the host {times} times in the"
+                f" last {steps} steps; another one, or its work done in the data preparation, keeps the step there"
+            )
+        self._on_host = found
 
     def _judge(self, last: dict[str, float]) -> None:
         """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""

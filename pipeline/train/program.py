@@ -35,7 +35,8 @@ def open_program(
     """The program of one rank of a run, or of the trial of one: both have the same graphs. Takes the model over."""
     plan, layout = config.parallel, gang.layout
     strategy: Strategy
-    if layout.tensor_size > 1 or plan.offload_horizon or (plan.shard == "all" and layout.shard_size > 1):
+    spread = layout.tensor_size > 1 or plan.offload_horizon or (plan.shard == "all" and layout.shard_size > 1)
+    if spread or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, gang)
     elif layout.shard_size > 1:
         strategy = state_strategy(model, backend, config, gang)

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, step_program
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import DataError
@@ -54,7 +54,8 @@ class TrainProgram:
         num_layers = len(strategy.model.encoder.layers)
         rates = [rate_of(part, num_layers, config.optimizer) for part in strategy.parts]
         decayed = [part.decayed for part in strategy.parts]
-        self.optimizer = AdamW(self._masters, decayed, config.optimizer, traced=backend.is_lazy, rates=rates)
+        written_out = backend.is_lazy or backend.compiles_steps
+        self.optimizer = AdamW(self._masters, decayed, config.optimizer, traced=written_out, rates=rates)
         self.average = WeightAverage(strategy.weights, config.average_decay)
         self.guard = SpikeGuard(config.guard, backend.device)
         self._log_scale: Tensor | None = None
@@ -74,6 +75,9 @@ class TrainProgram:
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
         self._micro_steps = 0
         self._place = Place("start")
+        self._loss_of = step_program(backend, self._loss.of_gathered)
+        self._change = step_program(backend, self._changed)
+        self._note = step_program(backend, self._noted)
         self._settle()
 
     @torch.no_grad()
@@ -146,7 +150,10 @@ class TrainProgram:
 
     def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None, *, is_last: bool) -> None:
         self.strategy.model.train()
-        surrogate, loss = self._loss.of_micro_batch(self.forward(batch), batch, contrast)
+        outputs = self.forward(batch)
+        everybody = self._loss.gathered(outputs, batch, contrast)
+        surrogate, loss = self._loss_of(outputs, batch, contrast, everybody)
+        del outputs, everybody
         grads = self.strategy.gradient(surrogate / self._accumulation, is_last=is_last)
         loss = (loss.detach() / self._accumulation).reshape(1)
         if self._sums is None:
@@ -158,22 +165,29 @@ class TrainProgram:
 
     def _reduce_and_step(self, control: Tensor) -> None:
         *grads, loss = self.reduced()
-        grad_norm = self.strategy.norm(grads)
+        figures = self._change(grads, loss, self.strategy.norm(grads), control)
+        if self._publishes_on_host:
+            self._cut("update", [*self._state(), *figures])
+        self.strategy.publish()
+        self._figures = self._note(figures, self._figures, control)
+
+    def _changed(self, grads: list[Tensor], loss: Tensor, grad_norm: Tensor, control: Tensor) -> list[Tensor]:
+        """The optimizer's step, where the guard takes it; figures of it."""
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
         figures = [loss[0], grad_norm, self.guard.state[3], self.guard.state[4], control[3]]
         if self._log_scale_master is not None:
             self._log_scale_master.copy_(torch.clamp(self._log_scale_master, max=LARGEST_LOG_SCALE))
-        if self._publishes_on_host:
-            self._cut("update", [*self._state(), *figures])
-        self.strategy.publish()
+        return figures
+
+    def _noted(self, figures: list[Tensor], rows: Tensor, control: Tensor) -> Tensor:
+        """The last rows of figures, with one more; the average of the weights moves."""
         if self._log_scale is not None:
-            figures.append(temperature_of(self._log_scale)[0])
+            figures = [*figures, temperature_of(self._log_scale)[0]]
         self.average.move(control[3])
-        row = torch.stack(figures)
         # A shift, not an indexed write: static on every device.
-        self._figures = torch.cat([self._figures[1:], row[None]])
+        return torch.cat([rows[1:], torch.stack(figures)[None]])
 
     @torch.no_grad()
     def _update(self, control: Tensor) -> None:

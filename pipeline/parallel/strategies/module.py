@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pipeline.backends import HostGather, HostMean
+from pipeline.backends import HostGather, HostMean, step_program
 from pipeline.model.losses import LOG_SCALE
-from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
+from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.strategies.base import Precision, State
 from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, check_saved, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import fill, local, sharing, whole
-from pipeline.parallel.transform import spread
+from pipeline.parallel.transform import keep_whole, spread
 
 
 class ModuleStrategy:
@@ -58,15 +58,22 @@ class ModuleStrategy:
             outside[LOG_SCALE] = start.to(self.backend.device, copy=True).requires_grad_()
             del model.temperature
         self.model = model
-        self._root = cast(Any, spread(model, mesh))  # an FSDPModule as well
-        # Before the first forward pass slices that need padding move, and masters would be copies from then on.
-        self._root._get_fsdp_state()._lazy_init()
+        self._root: Any = None  # an FSDPModule as well; none where every rank has the whole model
+        if self.backend.compiles_steps and mesh.layout.shard_size == mesh.layout.tensor_size == 1:
+            keep_whole(model, mesh)
+            self._compute = self.backend.compiled(self._computed)
+        else:
+            self._root = cast(Any, spread(model, mesh))
+            # Before the first forward pass slices that need padding move, and masters would be copies from then on.
+            self._root._get_fsdp_state()._lazy_init()
+            self._compute = self._computed
         parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **outside}
         self._parameters = [parameters[name] for name in self.names]
         fused = fused_parts(model)
         self._fused = [fused.get(name, 1) for name in self.names]
         with torch.no_grad():
             self.masters = [local(one) if isinstance(one, DTensor) else one for one in self._parameters]
+        self._squares = step_program(self.backend, _sum_of_squares)
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             self._norms.setdefault(sharing(parameter), []).append(index)
@@ -88,7 +95,15 @@ class ModuleStrategy:
         """Scores and embeddings of one batch on the device. `weights`: in place of the masters. All ranks call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with self._serving(weights), context, peers("computing", mixed=True):
-            outputs: RelevanceOutputs = self.model(inputs_of(batch), head_gradient=head_gradient)
+            return self._compute(inputs_of(batch), head_gradient)
+
+    def _computed(self, inputs: RelevanceInputs | GroupInputs, head_gradient: float) -> RelevanceOutputs:
+        outputs: RelevanceOutputs
+        if self._root is not None or self._precision != "bf16":
+            outputs = self.model(inputs, head_gradient=head_gradient)
+        else:  # what the policy of shards does elsewhere
+            weights = {name: one.to(torch.bfloat16) for name, one in self.model.named_parameters()}
+            outputs = torch.func.functional_call(self.model, weights, (inputs,), {"head_gradient": head_gradient})
         return outputs
 
     @contextmanager
@@ -122,7 +137,9 @@ class ModuleStrategy:
         Where ranks hold slices each micro-batch is reduced to them, else they would hold whole gradients in between;
         replicas meet at the last one.
         """
-        if self.mesh.layout.shard_size == 1:
+        if self._root is None:
+            pass  # gradients add up, and meet in reduce
+        elif self.mesh.layout.shard_size == 1:
             self._root.set_requires_gradient_sync(is_last)
         else:
             self._root.set_requires_all_reduce(is_last)
@@ -161,7 +178,7 @@ class ModuleStrategy:
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
         with peers("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
-                squares = torch.stack([(grads[index] * grads[index]).sum() for index in indices]).sum()
+                squares = self._squares([grads[index] for index in indices])
                 for group in groups:
                     dist.all_reduce(squares, group=group)
                 total += squares
@@ -252,6 +269,10 @@ class ModuleStrategy:
         carrier = torch.empty_like(parameter, requires_grad=False)
         fill(carrier, lambda slices: full[slices], self._fused[index])
         ours.copy_(local(carrier))
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(tensor * tensor).sum() for tensor in tensors]).sum()
 
 
 _ONE_VECTOR_MIB = 2.0**40

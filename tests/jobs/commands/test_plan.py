@@ -173,3 +173,14 @@ def test_what_would_not_run_is_refused_before_anything_is_sent(
     assert cli.main(["plan", *TRN1, *WHERE, *words]) == 78
     err = capsys.readouterr().err
     assert seen in err and "Traceback" not in err
+
+
+def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
+    assert cli.main(["plan", *trn2, *WHERE, IMAGE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
+    container = train["RegisterJobDefinition"]["containerProperties"]
+    assert len(container["linuxParameters"]["devices"]) == 16
+    command = train["SubmitJob"]["containerOverrides"]["command"]
+    assert command[command.index("--launch.processes") + 1] == "64"

@@ -1,0 +1,170 @@
+"""The native Neuron device of PyTorch: torch-neuronx 2.13 and later, on Trn2 and Trn3. The only file that imports it.
+
+Facts, Neuron SDK 2.33 (awsdocs-neuron.readthedocs-hosted.com/en/latest/): torch/guides/torch-distributed (the process
+group, one device a rank, called by its bare name), torch/compile/reference-torch-compile (static shapes alone, one
+graph a shape, get_dynamo_metrics), torch/reference/best-practices-pytorch-neuron (operators that run on the host),
+torch/guides/memory-profiling-guide (memory_allocated), torch/reference/env-vars (the cache), torch/troubleshooting
+(which versions are native).
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
+
+from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostGather, HostMean, native_version
+from pipeline.backends.cpu import Eager, replayed
+from pipeline.backends.prefetch import prefetched
+from pipeline.core.errors import ConfigError
+
+_REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
+_SHAPES = 256  # of one function; torch's limit is 8, beyond which it would run eagerly without a word
+_INSTALL = "docs/neuron.md, The native device, has the versions; --backend cpu runs anywhere"
+
+
+def load_package() -> Any:
+    """torch_neuronx. Importing it registers the device, its process group and its compiler, and opens no device.
+
+    Raises ConfigError where there is none, or not that of the installed torch.
+    """
+    version, ours = native_version(), tuple(int(part) for part in torch.__version__.split(".")[:2])
+    wanted = f"torch-neuronx {ours[0]}.{ours[1]}, whose first two numbers are those of torch"
+    if version is None:
+        raise ConfigError("torch-neuronx is not installed", expected=wanted, next_command=_INSTALL)
+    found = metadata.version("torch-neuronx")
+    if version < NATIVE_SINCE:
+        raise ConfigError(
+            f"torch-neuronx {found} is that of PyTorch/XLA",
+            expected=f"the native device: torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later",
+            next_command=f"--backend xla; or {_INSTALL}",
+        )
+    if version != ours:
+        raise ConfigError(
+            f"torch {torch.__version__} with torch-neuronx {found}", expected=wanted, next_command=_INSTALL
+        )
+    try:
+        return importlib.import_module("torch_neuronx")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch_neuronx {found} cannot be imported: {str(error).splitlines()[0]}",
+            expected="a Neuron runtime beside it",
+            next_command=_INSTALL,
+        ) from error
+
+
+class NeuronBackend(Eager):
+    """One logical NeuronCore. Each rank sees its own alone, so the device has no index."""
+
+    name = "neuron"
+    is_neuron = True
+    shares_host_memory = False
+    can_compile = True
+    compiles_steps = True
+    # AWS states FSDP2 and tensor parallelism, and not offloading or other collectives. Here none of it was tested yet.
+    spreads: frozenset[str] = frozenset()
+    default_tokens = 4096
+
+    def __init__(self) -> None:
+        self._package = load_package()
+        if not self._package.device_count():
+            raise ConfigError(
+                "no Neuron device is visible",
+                expected="a Trn2 or Trn3 machine with its driver",
+                next_command="neuron-ls on the machine, then trnpipe health; --backend cpu runs anywhere",
+            )
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _SHAPES
+        dynamo.fail_on_recompile_limit_hit = True
+        self.device = torch.device("neuron")
+        torch.empty(1, device=self.device)  # opens it; a DeviceMesh would choose one by local rank before that
+
+    def compiled(self, function: Function) -> Function:
+        """One program for each shape, in whole: what would break it, or a shape that varies, raises."""
+        found = torch.compile(function, backend="neuron", fullgraph=True, dynamic=False)
+        return cast(Function, found)
+
+    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
+        return self._moved(batches)
+
+    @contextmanager
+    def _moved(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """From pageable memory: the device does not know pinned memory."""
+        with prefetched(batches, depth=4) as ready:
+            yield (
+                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
+            )
+
+    def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
+        """Some at once, since a collective costs the same for a bias as for a matrix; AVG is not stated, SUM is."""
+        del host_mean
+        if not dist.is_initialized():
+            return
+        for together in _runs(tensors):
+            whole = torch.cat([tensor.reshape(-1) for tensor in together])
+            dist.all_reduce(whole)
+            parts = torch.split(whole / dist.get_world_size(), [tensor.numel() for tensor in together])
+            for tensor, part in zip(together, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        del host_gather
+        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.fetch(tensors)()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
+
+    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
+        raise ConfigError(
+            f"activations offloaded by {self.name}",
+            expected="recompute: offloading was never tried on this device",
+            next_command="offload_horizon 0",
+        )
+
+    def replay(self) -> Callable[[], AbstractContextManager[None]]:
+        return replayed(torch.neuron.get_rng_state, torch.neuron.set_rng_state)  # type: ignore[attr-defined]
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        return torch.autocast("neuron", dtype=dtype)
+
+    def seed(self, seed: int) -> None:
+        torch.neuron.manual_seed(seed)  # type: ignore[attr-defined]
+
+    def compile_count(self) -> int:
+        """Graphs that torch.compile made of our code. Without a synchronisation, which the package's own count has."""
+        return int(counters["stats"]["unique_graphs"])
+
+    def compile_seconds(self) -> float:
+        """Of the Neuron compiler; nothing for a graph whose program was in the cache. Synchronises."""
+        return float(sum(graph.torch_neuronx_compile_us for graph in self._package.get_dynamo_metrics())) / 1e6
+
+    def host_operators(self) -> dict[str, int]:
+        return dict(Counter(self._package.get_fallback_ops()))
+
+    def memory_bytes(self) -> int:
+        return int(self._package.memory_allocated())
+
+    def synchronise(self) -> None:
+        self._package.synchronize()
+
+
+def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, as many as are reduced at once; of one type, at least one."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(one.numel() for one in run) + tensor.numel()
+        if run and (size > _REDUCED_AT_ONCE or tensor.dtype != run[0].dtype):
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run

@@ -1,0 +1,211 @@
+"""backends/neuron.py on the stand-in: what it answers, and the limits of the device that our code has to keep."""
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.native.standin import environment, needs_compiler, run
+
+pytestmark = [needs_compiler, pytest.mark.stage]
+
+OPEN = """
+import torch
+from torch import nn
+from pipeline.backends import module_device, on_neuron, open_backend, process_group
+from pipeline.core.errors import ConfigError
+backend = open_backend("neuron")
+"""
+
+
+def python(folder: Path, code: str, *, missing: str = "", opened: bool = True) -> str:
+    return run([sys.executable, "-c", (OPEN if opened else "") + dedent(code)], environment(folder, missing=missing))
+
+
+def test_what_the_backend_answers(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        assert (process_group("auto"), module_device(), on_neuron("auto", {})) == ("neuron:neuron", "neuron", True)
+        assert backend.device == torch.device("neuron") and backend.device_name() == "neuron" and backend.is_neuron
+        values = torch.arange(6.0).reshape(2, 3)
+        with backend.loader([{"values": values}]) as batches:
+            (batch,) = batches
+        assert batch["values"].device.type == "neuron" and torch.equal(backend.to_host([batch["values"]])[0], values)
+        before = backend.memory_bytes()
+        held = torch.zeros(1000, device=backend.device)
+        assert backend.memory_bytes() - before == 4000
+        backend.synchronise()
+        again = backend.replay()
+        first = torch.rand(5, device=backend.device).cpu()
+        with again():
+            assert torch.equal(torch.rand(5, device=backend.device).cpu(), first)
+        with backend.autocast(torch.bfloat16):
+            assert nn.Linear(3, 2).to(backend.device)(batch["values"]).dtype == torch.bfloat16
+        try:
+            backend.move([held], to_host=True)
+        except ConfigError as error:
+            assert "offload_horizon 0" in error.next_command
+        """,
+    )
+
+
+def test_one_program_for_each_shape_and_none_after_that(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        layer = nn.Linear(8, 8).to(backend.device)
+        step = backend.compiled(lambda values: layer(values).square().mean())
+        counts = []
+        for rows in (4, 5, 4, 5, 6, 4, 5, 6):
+            step(torch.ones(rows, 8, device=backend.device)).backward()
+            counts.append(backend.compile_count())
+        assert counts == [1, 2, 2, 2, 3, 3, 3, 3], counts
+        assert backend.compile_seconds() > 0
+        """,
+    )
+
+
+def test_a_program_is_compiled_once_for_all_processes_that_share_the_cache(tmp_path: Path) -> None:
+    code = """
+    step = backend.compiled(lambda values: values.exp().sum())
+    step(torch.ones(4, device=backend.device))
+    print("seconds", backend.compile_seconds())
+    """
+    assert "seconds 0.001" in python(tmp_path, code)
+    assert "seconds 0.0\n" in python(tmp_path, code)
+
+
+def test_the_limit_of_recompiles_is_an_error_and_not_a_slow_run(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        from torch._dynamo import config
+        assert config.recompile_limit >= 64 and config.fail_on_recompile_limit_hit
+        step = backend.compiled(lambda values: values.exp().sum())
+        for rows in range(1, 21):  # torch's own limit is 8
+            step(torch.ones(rows, device=backend.device))
+        assert backend.compile_count() == 20
+        """,
+    )
+
+
+def test_a_graph_break_raises(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        def step(values):
+            return values * 2 if values.sum().item() > 0 else values
+        try:
+            backend.compiled(step)(torch.ones(3, device=backend.device))
+        except torch._dynamo.exc.Unsupported:
+            print("told")
+        else:
+            raise AssertionError("a read on the host passed")
+        """,
+    )
+
+
+def test_an_operator_of_a_users_module_that_runs_on_the_host_is_named(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        class Theirs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+            def forward(self, values):
+                return self.layer(values).cumsum(dim=1).sum()
+        model = Theirs().to(backend.device)
+        values = torch.ones(2, 4, device=backend.device)
+        model(values).backward()
+        backend.compiled(model.forward)(values)
+        # Forward, its gradient, and forward within the program.
+        assert backend.host_operators() == {"aten::cumsum": 3}, backend.host_operators()
+        """,
+        missing="aten::cumsum",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("torch.zeros(2, device='neuron:1')", "Invalid device id: 1"),
+        ("torch.zeros(2, dtype=torch.float64, device='neuron')", "NCC_ESPP004"),
+        ("torch.zeros(2, pin_memory=True)", "pin"),
+        (
+            "torch.compile(lambda v: v * 2, backend='neuron', dynamic=True)(torch.ones(4, device='neuron'))",
+            "NCC_EMOD025",
+        ),
+    ],
+)
+def test_the_stand_in_has_the_limits_of_the_device(tmp_path: Path, code: str, said: str) -> None:
+    python(
+        tmp_path,
+        f"""
+        try:
+            {code}
+        except Exception as error:
+            assert {said!r} in str(error), error
+        else:
+            raise AssertionError("passed")
+        """,
+    )
+
+
+def test_the_process_group_has_to_come_before_the_device(tmp_path: Path) -> None:
+    code = """
+    import torch, torch.distributed as dist
+    from pipeline.backends import open_backend, process_group
+    group = f"cpu:gloo,{process_group('neuron')}"
+    def join():
+        dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+    """
+    late = """
+    open_backend("neuron")
+    try:
+        join()
+    except RuntimeError as error:
+        assert "has to come before" in str(error)
+    else:
+        raise AssertionError("passed")
+    """
+    python(tmp_path, dedent(code) + dedent(late), opened=False)
+    python(tmp_path, dedent(code) + "join()\nopen_backend('neuron')\n", opened=False)
+
+
+def test_an_error_of_the_runtime_is_raised_as_what_it_means(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        from pipeline.core.errors import TransientError
+        from pipeline.core.stop import StopSignal
+        from pipeline.health.config import HealthConfig
+        from pipeline.health.device import informed
+        error = RuntimeError("Neuron execution failed: NRT_EXEC_HW_ERR_HBM_UE status=1201")
+        better = informed(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
+        assert isinstance(better, TransientError), better
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["shard_degree=2", "shard='state', shard_degree=2", "shard_degree=1, tensor_degree=2"],
+)
+def test_what_was_not_tested_is_refused(tmp_path: Path, plan: str) -> None:
+    python(
+        tmp_path,
+        f"""
+        from pipeline.parallel.config import Plan
+        from pipeline.parallel.mesh import check_plan
+        check_plan(Plan(shard_degree=1, recompute="units"), backend)
+        try:
+            check_plan(Plan({plan}), backend)
+        except ConfigError as error:
+            assert "which neuron cannot do here" in str(error)
+        else:
+            raise AssertionError("passed")
+        """,
+    )
