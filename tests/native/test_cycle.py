@@ -16,7 +16,7 @@ import pytest
 
 from tests.native.standin import ROOT, environment, needs_compiler, run
 
-pytestmark = [needs_compiler, pytest.mark.stage, pytest.mark.slow]
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 TINY = """
 model_name = "native"
