@@ -1,6 +1,6 @@
 """A plan: any DAG of jobs, of which a cycle is one and a single command another."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -88,3 +88,20 @@ def dag_problems(jobs: Sequence[JobSpec]) -> Iterator[str]:
                 sizes = f"{one.job} of {before[one.job].array_size}, and has {job.array_size}"
                 yield f"{job.name}: depends child by child on {sizes}"
         before[job.name] = job
+
+
+def refuse(plan: Plan, problems: Iterable[str], *, platform: str, next_command: str) -> None:
+    """Raises ConfigError with every problem (`job: what`), and the jobs that share one; nothing where there is none."""
+    jobs_of: dict[str, list[str]] = {}
+    for job, _, problem in (one.partition(": ") for one in problems):
+        jobs_of.setdefault(problem, []).append(job)
+    if jobs_of:
+        lines = [
+            f"{'every job' if len(jobs) == len(plan.jobs) > 1 else ', '.join(jobs)}: {problem}"
+            for problem, jobs in jobs_of.items()
+        ]
+        raise ConfigError(
+            "\n  ".join([f"{platform} would not run this plan ({len(lines)} problems):", *lines]),
+            expected=f"jobs within the limits of {platform}",
+            next_command=f"correct the settings under [jobs], then {next_command}",
+        )

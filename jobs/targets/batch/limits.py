@@ -8,11 +8,10 @@ import json
 import re
 from collections.abc import Iterator
 
-from jobs.plan.dag import Plan, dag_problems
+from jobs.plan.dag import Plan, dag_problems, refuse
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.placement import placement_of
 from jobs.targets.batch.requests import definition_request, submit_request
-from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 
 MAX_ATTEMPTS, MAX_RULES, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 5, 60, 20, 1000
@@ -26,19 +25,7 @@ _SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 def check_plan(plan: Plan) -> None:
     """Raises ConfigError with every problem of every job."""
-    jobs_of: dict[str, list[str]] = {}
-    for job, _, problem in (one.partition(": ") for one in plan_problems(plan)):
-        jobs_of.setdefault(problem, []).append(job)
-    if jobs_of:
-        lines = [
-            f"{'every job' if len(jobs) == len(plan.jobs) > 1 else ', '.join(jobs)}: {problem}"
-            for problem, jobs in jobs_of.items()
-        ]
-        raise ConfigError(
-            "\n  ".join([f"AWS Batch would not run this plan ({len(lines)} problems):", *lines]),
-            expected="jobs within the limits of AWS Batch",
-            next_command="correct the settings under [jobs], then trnjobs plan",
-        )
+    refuse(plan, plan_problems(plan), platform="AWS Batch", next_command="trnjobs plan")
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:

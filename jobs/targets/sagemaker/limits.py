@@ -14,7 +14,7 @@ from botocore.session import Session
 from botocore.validate import ParamValidator
 
 from jobs.cycle.states import Leaf
-from jobs.plan.dag import Plan, dag_problems
+from jobs.plan.dag import Plan, dag_problems, refuse
 from jobs.plan.spec import JobSpec
 from jobs.targets.sagemaker.placement import role_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
@@ -23,7 +23,6 @@ from jobs.targets.sagemaker.requests import (
     Request,
     training_job_request,
 )
-from pipeline.core.errors import ConfigError
 
 MAX_CHILDREN = 50
 """Of an array: each is a training job of its own."""
@@ -33,19 +32,7 @@ MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
 def check_plan(plan: Plan) -> None:
     """Raises ConfigError with every problem of every job."""
-    jobs_of: dict[str, list[str]] = {}
-    for job, _, problem in (one.partition(": ") for one in plan_problems(plan)):
-        jobs_of.setdefault(problem, []).append(job)
-    if jobs_of:
-        lines = [
-            f"{'every job' if len(jobs) == len(plan.jobs) > 1 else ', '.join(jobs)}: {problem}"
-            for problem, jobs in jobs_of.items()
-        ]
-        raise ConfigError(
-            "\n  ".join([f"SageMaker would not run this plan ({len(lines)} problems):", *lines]),
-            expected="jobs within the limits of SageMaker",
-            next_command="correct the settings under [jobs], then trnjobs plan --target sagemaker",
-        )
+    refuse(plan, plan_problems(plan), platform="SageMaker", next_command="trnjobs plan --target sagemaker")
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:
