@@ -222,6 +222,8 @@ def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str
             "global_rope_theta": config.global_rope_theta,
             "local_rope_theta": config.local_rope_theta,
             **{f"{place}_dropout": config.dropout for place in ("embedding", "mlp")},
+            # transformers would take those of the published vocabulary; the tokenizer beside knows its own.
+            **{f"{token}_token_id": None for token in ("bos", "eos", "cls", "sep")},
         }
     else:
         found |= {
