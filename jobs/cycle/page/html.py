@@ -7,7 +7,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from jobs.cycle.page import sections
+from jobs.cycle.page import model_sections, sections
 from jobs.cycle.page.charts import escaped, number, spark, table
 from jobs.cycle.page.data import CycleRow, PageData
 from pipeline.core.format import format_duration, format_share, usd
@@ -115,12 +115,12 @@ def page(data: PageData, own: CycleRow) -> str:
     shown = {
         "What happened": sections.happened(data),
         "What it cost": sections.cost(data),
-        "May it be promoted": sections.gate(data),
-        "Did it learn": sections.learned(data),
-        "Can its scores be trusted": sections.trusted(data),
-        "What is it wrong about": sections.wrong(data),
-        "Does it find": sections.finds(data),
-        "Vectors": sections.vectors(data),
+        "May it be promoted": model_sections.gate(data),
+        "Did it learn": model_sections.learned(data),
+        "Can its scores be trusted": model_sections.trusted(data),
+        "What is it wrong about": model_sections.wrong(data),
+        "Does it find": model_sections.finds(data),
+        "Vectors": model_sections.vectors(data),
         "Data": sections.prepared(data),
         "Machines": sections.machines(data),
         "From what to what": sections.lineage(data),

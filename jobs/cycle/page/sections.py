@@ -3,7 +3,7 @@
 Pure: markup from data. Every text of a job or a judgement is escaped where it is set.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import median
 
@@ -12,33 +12,24 @@ from jobs.cycle.ledger import Entry
 from jobs.cycle.page.charts import (
     Bar,
     Box,
-    Effect,
     Lane,
-    Mark,
     Part,
-    Series,
     bar,
     dag,
     escaped,
-    forest,
     gantt,
     heat,
-    line_chart,
     number,
-    numbers_of,
-    reliability,
     spark,
     stacked_columns,
     table,
 )
-from jobs.cycle.page.data import HOLDOUT, MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
+from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
 from jobs.cycle.show import DEADLINES, GOODPUT, money, time_text
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.data.digest import PartitionDigest
-from pipeline.evaluate.config import MetricName
-from pipeline.evaluate.gate.compare import GateCheck
-from pipeline.evaluate.report import EvaluationReport, table_lines
+from pipeline.evaluate.report import EvaluationReport
 
 MAX_LANES = 60
 MAX_EFFECTS = 40
@@ -195,7 +186,7 @@ def _gantt(data: PageData) -> str:
         due,
         f"Every try over {format_duration(end / 1000)} since the cycle was submitted",
     )
-    return figure(chart, _key(), _left_out(len(lanes) - len(shown), "children that succeeded"))
+    return figure(chart, _key(), left_out(len(lanes) - len(shown), "children that succeeded"))
 
 
 def _failed(entry: Entry) -> bool:
@@ -267,7 +258,7 @@ def cost(data: PageData) -> str:
         lost = "<h3>Wasted by failures</h3>" + table(
             ("job", "try", "machine time", "cost", "ended"), wasted[:MAX_ROWS], {1, 2, 3}
         )
-        lost += _left_out(len(wasted) - MAX_ROWS, "tries")
+        lost += left_out(len(wasted) - MAX_ROWS, "tries")
     note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
     return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escaped(GOODPUT)}") + lost
 
@@ -284,247 +275,6 @@ def _wasted_usd(entry: Entry) -> str:
     if entry.usd is None or not entry.length_ms:
         return "-"
     return usd(entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms)
-
-
-def gate(data: PageData) -> str:
-    report = data.evaluation
-    if report is None:
-        return ""
-    compared = [check for check in report.verdict.checks if check.low is not None and check.high is not None]
-    overall = [check for check in compared if check.kind != "slice"]
-    slices = sorted((check for check in compared if check.kind == "slice"), key=_grave)
-    shown = slices[:MAX_EFFECTS]
-    parts = [f"<p>{escaped(report.verdict.lines()[0])}</p>"]
-    for title, checks in (("Overall", overall), ("Slices, those that lost most first", shown)):
-        if checks:
-            label = (
-                f"{title}: differences to what is in production or to a simple tool, with intervals and what is allowed"
-            )
-            chart = forest([_effect(check) for check in checks], label)
-            words = "candidate minus the other, above 0 is better unless the metric is an error; ╎ what is allowed"
-            rows = [(_name(one), one.outcome, number(one.candidate), _interval(one), one.reason) for one in checks]
-            more = details("Numbers", table(("check", "gate", "candidate", "interval", "why"), rows, {2}))
-            parts.append(f"<h3>{title}</h3>{figure(chart, words, more)}")
-    parts.append(_left_out(len(slices) - len(shown), "slices that lost less"))
-    others = [(check.outcome, check.reason) for check in report.verdict.checks if check not in compared]
-    if others:
-        parts.append("<h3>Other checks</h3>" + table(("gate", "what was seen"), sorted(others)[:MAX_ROWS]))
-        parts.append(_left_out(len(others) - MAX_ROWS, "checks"))
-    parts.append(_items(report.warnings))
-    lines = table_lines(report)
-    text = "\n".join(lines[:MAX_TRIES])
-    parts.append(
-        details(
-            "As the terminal shows it",
-            f'<pre tabindex="0">{escaped(text)}</pre>{_left_out(len(lines) - MAX_TRIES, "lines")}',
-        )
-    )
-    return "".join(parts)
-
-
-def _grave(check: GateCheck) -> tuple[int, float]:
-    """Refusals first, then by how much the candidate lost."""
-    return ("fail", "warn", "pass", "skipped").index(check.outcome), -_lost(check)
-
-
-def _lost(check: GateCheck) -> float:
-    if check.candidate is None or check.incumbent is None:
-        return 0.0
-    change = check.candidate - check.incumbent
-    return change if MetricName.parse(check.metric).lower_is_better else -change
-
-
-def _name(check: GateCheck) -> str:
-    against = f" against {check.baseline}" if check.baseline else ""
-    queries = f" ({number(check.num_queries)} queries)" if check.num_queries is not None else ""
-    return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
-
-
-def _effect(check: GateCheck) -> Effect:
-    other = check.baseline_value if check.baseline else check.incumbent
-    change = (check.candidate or 0.0) - (other or 0.0)
-    lower = bool(check.metric) and MetricName.parse(check.metric).lower_is_better
-    bound = None if check.bound is None else check.bound if lower else -check.bound
-    low, high = check.low or 0.0, check.high or 0.0
-    words = f"{check.outcome}: {check.reason}; {_interval(check)}"
-    return Effect(_name(check), change, low, high, bound, check.outcome, words)
-
-
-def _interval(check: GateCheck) -> str:
-    return f"{check.low:+.4f} to {check.high:+.4f}" if check.low is not None and check.high is not None else "-"
-
-
-def learned(data: PageData) -> str:
-    curves = {curve.name: curve for curve in data.training.curves}
-    marks = [Mark(step, f"went on at step {step:,}") for step in data.training.resumed[:MAX_ROWS]]
-    marks += [Mark(step, f"step {step:,} was skipped") for step in data.training.skipped[:MAX_ROWS]]
-    parts = []
-    for name, curve in curves.items():
-        if name == HOLDOUT and "loss" in curves:
-            continue
-        series = [Series(name, curve.now)]
-        if name == "loss" and (held := curves.get(HOLDOUT)):
-            series.append(Series(HOLDOUT, held.now, "holdout"))
-        if curve.before:
-            series.append(Series(f"{name} of cycle {data.training.compared}", curve.before, "before"))
-        first, last = curve.now[0], curve.now[-1]
-        lowest = min(value for _, value in curve.now)
-        label = (
-            f"{name} {number(first[1])} at step {number(first[0])} to {number(last[1])} at step {number(last[0])},"
-            f" lowest {number(lowest)}"
-        )
-        legend = "".join(f'<span><i class="{one.kind}"></i>{escaped(one.name)}</span>' for one in series)
-        head = ("step", *(one.name for one in series))
-        rows = details("Numbers", table(head, numbers_of(series, "step"), range(len(head))))
-        chart = line_chart(series, label, marks=marks)
-        parts.append(figure(chart, f'<span class="key">{legend}</span> {escaped(label)}', rows))
-    return "".join(parts)
-
-
-def trusted(data: PageData) -> str:
-    found = data.scores
-    if found is None:
-        return ""
-    models = [("now", "candidate", found.candidate)]
-    models += [("before", "in production", found.incumbent)] if found.incumbent else []
-    points = [
-        (
-            kind,
-            [
-                (b.confidence, b.right, b.rows)
-                for b in one.reliability
-                if b.confidence is not None and b.right is not None
-            ],
-        )
-        for kind, _, one in models
-    ]
-    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name, _ in models)
-    head = ("confidence", *(f"{what}, {name}" for _, name, _ in models for what in ("rows", "right")))
-    rows = [
-        (f"{first.low:.2f} to {first.high:.2f}", *(word for b in bins for word in (number(b.rows), number(b.right))))
-        for bins in zip(*(one.reliability for _, _, one in models), strict=True)
-        for first in bins[:1]
-    ]
-    chart = reliability(
-        points, "Share of right rows by the confidence of the model; on the diagonal it is as right as it is sure"
-    )
-    parts = [
-        figure(
-            chart,
-            f'<span class="key">{legend}</span> on the diagonal it is as often right as it says; circles by their rows',
-            details("Numbers", table(head, rows, range(1, len(head)))),
-        )
-    ]
-    if found.candidate.confusion:
-        cells = [(label, *map(number, row)) for label, row in zip(found.labels, found.candidate.confusion, strict=True)]
-        parts.append("<h3>Labels: judged (rows) and most probable (columns)</h3>")
-        parts.append(table(("judged", *found.labels), cells, range(1, len(found.labels) + 1)))
-    kinds = [f"l{i % 8}" for i in range(len(found.labels))]
-    bins = len(found.candidate.scores[0]) if found.candidate.scores else 0
-    width = found.top_gain / bins if bins else 0.0
-    groups = [(f"{i * width:.2f}", [row[i] for row in found.candidate.scores]) for i in range(bins)]
-    chart = stacked_columns(groups, kinds, "Rows by the score of the candidate and their label", x_name="score")
-    parts.append(figure(chart, f'<span class="key">{_labels(found.labels)}</span> rows by expected gain'))
-    return "".join(parts)
-
-
-def _labels(labels: Sequence[str]) -> str:
-    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))
-
-
-WORDS = {
-    "worst": "Worst: the true label is least probable",
-    "lost": "Were right with the model in production, and are wrong now",
-    "won": "Were wrong, and are right now",
-}
-
-
-def wrong(data: PageData) -> str:
-    found = data.scores
-    if found is None or not (found.examples or found.lost is not None):
-        return ""
-    parts = []
-    if found.lost is not None:
-        parts.append(
-            f"<p>{number(found.lost)} rows were right before and are wrong now, {number(found.won)} the other way.</p>"
-        )
-    for kind, title in WORDS.items():
-        rows = [
-            (
-                one.query,
-                one.product,
-                one.label,
-                f"{one.candidate} ({one.candidate_probability:.3f})",
-                "-" if one.incumbent is None else f"{one.incumbent} ({one.incumbent_probability or 0.0:.3f})",
-            )
-            for one in found.examples
-            if one.kind == kind
-        ]
-        if rows:
-            head = ("query", "product", "judged", "candidate", "in production")
-            parts.append(f"<h3>{title}</h3>{table(head, rows)}")
-    if found.examples:
-        parts.append(
-            '<p class="quiet">In brackets: the probability of the judged label. report.examples = 0 shows no texts.</p>'
-        )
-    return "".join(parts)
-
-
-def finds(data: PageData) -> str:
-    report = data.evaluation
-    if report is None or report.candidate.retrieval is None:
-        return ""
-    others: list[tuple[str, Mapping[str, float]]] = [("candidate", report.candidate.retrieval.values)]
-    if report.incumbent and report.incumbent.retrieval:
-        others.append(("in production", report.incumbent.retrieval.values))
-    others += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
-    others += [(f"with BM25 ({one.name})", one.retrieval.values) for one in report.candidate.hybrids if one.retrieval]
-    names = dict.fromkeys(name for _, values in others for name in values)
-    rows = [(name, *(number(values.get(name)) for _, values in others)) for name in names]
-    holdout = report.holdout
-    parts = [
-        table(("metric", *(name for name, _ in others)), rows, range(1, len(others) + 1)),
-        f'<p class="quiet">{holdout.retrieval_queries:,} queries in {holdout.retrieval_items:,} products.</p>',
-    ]
-    if data.scores and data.scores.queries:
-        changes = [
-            (one.metric, number(one.better), number(one.equal), number(one.worse)) for one in data.scores.queries
-        ]
-        parts.append("<h3>Queries against the model in production</h3>")
-        parts.append(table(("metric", "better", "equal", "worse"), changes[:MAX_ROWS], {1, 2, 3}))
-    return "".join(parts)
-
-
-def vectors(data: PageData) -> str:
-    found = data.vectors
-    if found is None:
-        return ""
-    counts, figures = found.counts, data.figures.get("embed", {})
-    rows = [
-        ("vectors", number(found.rows)),
-        ("embedded, carried over", f"{number(counts.embedded)}, {number(counts.carried)}"),
-        ("new ids, gone ids", f"{number(counts.new)}, {number(counts.gone)}"),
-        ("mean cosine to the cycle before", number(found.mean_cosine)),
-        ("share of vectors that moved", number(found.moved_share)),
-        ("recall of approximate search", number(found.ann_recall)),
-        ("least cosine to vectors embedded again", number(found.recompute_min_cosine, 6)),
-    ]
-    rows += [
-        (name.replace("_", " "), _figure(figures[name]))
-        for name in ("tokens_per_s", "padding_share")
-        if name in figures
-    ]
-    parts = [table((), rows, {1})]
-    if found.drift:
-        edges = found.drift.edges
-        groups = [(f"{edge:.2f}", [float(count)]) for edge, count in zip(edges, found.drift.counts, strict=False)]
-        chart = stacked_columns(groups, ("now",), f"Cosines to the vectors of cycle {found.previous}", x_name="cosine")
-        parts.append(
-            figure(chart, f"cosines between both cycles' vectors of the same ids, {escaped(found.previous or '')}")
-        )
-    checks = [(check.outcome, check.name, check.seen) for check in found.checks]
-    parts.append(table(("verify", "check", "what was seen"), checks))
-    return "".join(parts)
 
 
 def prepared(data: PageData) -> str:
@@ -552,9 +302,9 @@ def prepared(data: PageData) -> str:
         for one in shown
         if labelled
     ]
-    legend = f'<span class="key">{_labels(found.labels)}</span>' if labelled else ""
+    legend = f'<span class="key">{labels_text(found.labels)}</span>' if labelled else ""
     parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
-    parts.append(_left_out(len(found.partitions) - len(shown), "older partitions"))
+    parts.append(left_out(len(found.partitions) - len(shown), "older partitions"))
     sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
     total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
     buckets = [
@@ -633,10 +383,10 @@ def machines(data: PageData) -> str:
             heat(rows, names, label), f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
         )
     ]
-    parts.append(_left_out(len(nodes) - len(shown), "nodes that passed"))
+    parts.append(left_out(len(nodes) - len(shown), "nodes that passed"))
     if bad:
         parts.append(table(("node", "host", "check", "verdict", "seen", "expected"), bad[:MAX_ROWS], {0}))
-        parts.append(_left_out(len(bad) - MAX_ROWS, "findings"))
+        parts.append(left_out(len(bad) - MAX_ROWS, "findings"))
     measured = list(_measured(data))
     if measured:
         head = ("check", "figure", "lowest", "median", "highest")
@@ -672,7 +422,7 @@ def lineage(data: PageData) -> str:
         parts.append(f"<h3>Settings that differ from cycle {escaped(found.compared)}</h3>")
         changed = [(name, before[:200], now[:200]) for name, before, now in found.changed]
         parts.append(table(("setting", "there", "here"), changed[:MAX_ROWS]) if changed else "<p>None.</p>")
-        parts.append(_left_out(len(changed) - MAX_ROWS, "settings"))
+        parts.append(left_out(len(changed) - MAX_ROWS, "settings"))
     return "".join(parts)
 
 
@@ -712,11 +462,8 @@ def everything(data: PageData) -> str:
     parts = []
     for stage, figures in data.figures.items():
         if figures:
-            parts.append(
-                details(
-                    f"Figures of {stage}", table((), [(name, _figure(value)) for name, value in figures.items()], {1})
-                )
-            )
+            shown = [(name, value_text(value)) for name, value in figures.items()]
+            parts.append(details(f"Figures of {stage}", table((), shown, {1})))
     entries = data.ledger.entries
     if entries:
         head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
@@ -734,7 +481,7 @@ def everything(data: PageData) -> str:
             for entry in sorted(entries, key=lambda one: not _failed(one))[:MAX_TRIES]
         ]
         table_ = table(head, rows, {1, *range(3, len(head) - 1)})
-        parts.append(details("Tries", table_ + _left_out(len(entries) - MAX_TRIES, "tries")))
+        parts.append(details("Tries", table_ + left_out(len(entries) - MAX_TRIES, "tries")))
     if data.notices:
         rows_ = [
             (stamp(one.at), one.event, "-" if one.step is None else f"{one.step:,}", one.text)
@@ -742,20 +489,20 @@ def everything(data: PageData) -> str:
         ]
         table_ = table(("when", "event", "step", "what"), rows_, {2})
         parts.append(
-            details("Warnings and failures", table_ + _left_out(len(data.notices) - MAX_ROWS, "earlier events"))
+            details("Warnings and failures", table_ + left_out(len(data.notices) - MAX_ROWS, "earlier events"))
         )
     if data.post_mortems:
-        lines = _items([one.uri for one in data.post_mortems[:MAX_ROWS]])
-        more = _left_out(len(data.post_mortems) - MAX_ROWS, "post-mortems")
+        lines = items([one.uri for one in data.post_mortems[:MAX_ROWS]])
+        more = left_out(len(data.post_mortems) - MAX_ROWS, "post-mortems")
         parts.append(
             f'<div id="post-mortems">{details("Post-mortems of failed tries", lines + more, is_open=True)}</div>'
         )
     if data.unread:
-        parts.append("<h3>Could not be read</h3>" + _items(data.unread[:MAX_ROWS]))
+        parts.append("<h3>Could not be read</h3>" + items(data.unread[:MAX_ROWS]))
     return "".join(parts)
 
 
-def _figure(value: object) -> str:
+def value_text(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     return number(value) if isinstance(value, int | float) else str(value)
@@ -770,14 +517,18 @@ def details(title: str, body: str, *, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{escaped(title)}</summary>{body}</details>"
 
 
-def _items(lines: Iterable[str]) -> str:
+def items(lines: Iterable[str]) -> str:
     found = "".join(f"<li>{escaped(line)}</li>" for line in lines)
     return f"<ul>{found}</ul>" if found else ""
 
 
-def _left_out(count: int, what: str) -> str:
+def left_out(count: int, what: str) -> str:
     return f'<p class="quiet">And {count:,} {what}, in the JSON beside this page.</p>' if count > 0 else ""
 
 
 def stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def labels_text(labels: Sequence[str]) -> str:
+    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))
