@@ -2,12 +2,16 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import boto3
 import pytest
+from moto import mock_aws
+from moto.core.base_backend import BackendDict
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from moto.s3.models import FakeKey, FakeMultipart, s3_backends
 from werkzeug.serving import make_server
 
 
@@ -25,6 +29,28 @@ def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let S3 clients in this process and its children use the server."""
     for name, value in s3_env(url).items():
         monkeypatch.setenv(name, value)
+
+
+@contextmanager
+def empty_account() -> Iterator[None]:
+    """An empty account of AWS in this process. mock_aws alone would take the buckets of servers in it away for good."""
+    kept = dict(s3_backends)
+    files: tuple[Any, ...] = (FakeKey, FakeMultipart)  # every one that was made is closed, whoever it belongs to
+    tracked = [kind.instances_tracked for kind in files]
+    s3_backends.clear()
+    for kind in files:
+        kind.instances_tracked = []
+    try:
+        with mock_aws(config={"batch": {"use_docker": False}}):
+            yield
+    finally:
+        s3_backends.clear()
+        s3_backends.update(kept)
+        for kind, instances in zip(files, tracked, strict=True):
+            kind.instances_tracked = instances
+        in_use: list[Any] = BackendDict._instances  # type: ignore[misc] # generic, and of the class
+        if kept and s3_backends not in in_use:
+            in_use.append(s3_backends)
 
 
 class MotoServer:

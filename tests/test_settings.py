@@ -214,7 +214,7 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
             ["train.max_steps = 'many'", "flag --train.max-steps", "integer", "int - Optimizer"],
         ),
         ("--train.max-steps", "-1", ["train.max_steps = '-1'", "greater than or equal to 0"]),
-        ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|cpu|cuda"]),
+        ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|neuron|cpu|cuda"]),
         ("--data.categorical", '[{"column": "a", "num_ids": 1}]', ["data.categorical[0][num_ids] = 1"]),
         ("--data.categorical", "[{", ["data.categorical = '[{'", "valid tuple", "expected: JSON list"]),
         ("--data.filter", "locale", ["data.filter = 'locale'", "valid dictionary", "expected: key=value"]),

@@ -44,8 +44,6 @@ def graph_plan(
         plan["train.parallel.recompute"] = spread.recompute
     if spread.shard == "state" and spread.shard_degree != 1:
         plan["train.parallel.state_shards"] = spread.shard_degree or share.world_size
-    if spread.shards_parameters or spread.tensor_degree > 1:
-        plan["train.parallel"] = spread.model_dump_json(exclude={"recompute", "seed"})
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 

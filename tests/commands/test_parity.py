@@ -121,7 +121,7 @@ def test_a_place_without_a_record_says_what_may_be_named(
     monkeypatch.setattr(command, "record_side", lambda task, stop: pytest.fail("before anything is computed"))
     with pytest.raises(DataError, match="holds no recorded side") as caught:
         run("cpu", str(tmp_path / "gpu"))
-    assert "xla, cpu, cuda" in caught.value.expected
+    assert "xla, neuron, cpu, cuda" in caught.value.expected
 
 
 def test_what_it_starts_from_is_said_when_there_is_none(case: Case, run: Run, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import boto3
 import pytest
-from moto import mock_aws
 
 import jobs.cli
 import pipeline.cli
@@ -20,6 +19,7 @@ from tests.docs.programs import problem_of
 from tests.docs.shell import NEEDS_AWS, runs, simple_commands
 from tests.docs.test_prose import rows
 from tests.jobs.targets.batch.moto_account import make_environments, make_policy, make_queue
+from tests.s3 import empty_account
 
 OPERATE = ROOT / "docs" / "operate.md"
 REGION = "us-west-2"
@@ -63,7 +63,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "infra.json").write_text(json.dumps(SETTINGS))
-    with mock_aws(config={"batch": {"use_docker": False}}):
+    with empty_account():
         _make_account()
         yield tmp_path
 

@@ -31,7 +31,7 @@ def test_a_copy_is_as_good_as_the_side(case: Case, place: Storage, tmp_path: Pat
 def test_an_empty_folder_says_how_to_record(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no recorded side") as caught:
         load_side(open_storage(str(tmp_path / "none")), tmp_path / "cache")
-    assert "xla, cpu, cuda" in caught.value.expected
+    assert "xla, neuron, cpu, cuda" in caught.value.expected
     assert "--to" in caught.value.next_command
 
 

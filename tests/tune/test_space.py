@@ -32,7 +32,7 @@ def with_space(**space: str) -> Settings:
         ("model.num_layers", "uniform 1 4", ["the setting is int", "int LOW HIGH, or one of"]),
         ("model.num_layers", "int 0 4", ["0: input should be greater than or equal to 1"]),
         ("model.pooling", "int 1 2", ["the setting is mean|cls", "one of A B"]),
-        ("model.pooling", "one of mean max", ["max: input should be 'mean' or 'cls'"]),
+        ("model.pooling", "one of mean max", ["max: input should be 'mean', 'cls' or 'last'"]),
         ("train.loss.false_negative_margin", "one of null 0.1", ["which null is not"]),
     ],
 )

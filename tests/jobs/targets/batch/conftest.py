@@ -5,9 +5,9 @@ from typing import Any
 
 import boto3
 import pytest
-from moto import mock_aws
 
 from tests.jobs.targets.batch.moto_account import make_account
+from tests.s3 import empty_account
 
 
 @pytest.fixture
@@ -16,6 +16,6 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with mock_aws(config={"batch": {"use_docker": False}}):
+    with empty_account():
         make_account()
         yield boto3.client("batch")

@@ -7,7 +7,6 @@ import boto3
 import pytest
 from botocore.validate import validate_parameters
 from hypothesis import HealthCheck, given, settings
-from moto import mock_aws
 
 from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient
@@ -18,11 +17,12 @@ from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.targets.batch.fake_batch import FakeBatch, service
 from tests.jobs.targets.batch.plans import plans
 from tests.jobs.targets.batch.setting import FAST, Clock
+from tests.s3 import empty_account
 
 
 @pytest.fixture(scope="module")
 def moto_batch() -> Iterator[Any]:
-    with mock_aws(config={"batch": {"use_docker": False}}):
+    with empty_account():
         yield boto3.client("batch", region_name="us-east-1")
 
 
