@@ -6,6 +6,7 @@ Weights go from and to Hugging Face names in model/hf.py.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -52,7 +53,7 @@ class EncoderLayer(nn.Module):
         return F.dropout(values, self.dropout, self.training) if self.dropout else values
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(nn.Module, ABC):
     """Token ids to one embedding a text. The architectures say what happens between (`states`)."""
 
     layers: nn.ModuleList
@@ -93,12 +94,12 @@ class TextEncoder(nn.Module):
             sums = torch.matmul(weights, hidden.float())
         return sums / weights.sum(-1, keepdim=True).clamp(min=1.0)
 
+    @abstractmethod
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         """Tokens int [B, T] to states of the last layer [B, T, D].
 
         `positions` in the text, int [B, T] (None: from 0 on in every row); `masked` bool [B, 1 or T, T]: is not seen.
         """
-        raise NotImplementedError
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States [B, T, D] to [B, D]: the mean over real tokens, the first or the last of their states."""
