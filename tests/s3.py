@@ -34,10 +34,11 @@ def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def empty_account() -> Iterator[None]:
     """An empty account of AWS in this process. mock_aws alone would take the buckets of servers in it away for good."""
-    kept = dict(s3_backends)
+    kept, names = dict(s3_backends), dict(s3_backends.bucket_accounts)
     files: tuple[Any, ...] = (FakeKey, FakeMultipart)  # every one that was made is closed, whoever it belongs to
     tracked = [kind.instances_tracked for kind in files]
     s3_backends.clear()
+    s3_backends.bucket_accounts.clear()
     for kind in files:
         kind.instances_tracked = []
     try:
@@ -46,10 +47,12 @@ def empty_account() -> Iterator[None]:
     finally:
         s3_backends.clear()
         s3_backends.update(kept)
+        s3_backends.bucket_accounts.clear()
+        s3_backends.bucket_accounts.update(names)
         for kind, instances in zip(files, tracked, strict=True):
             kind.instances_tracked = instances
         in_use: list[Any] = BackendDict._instances  # type: ignore[misc] # generic, and of the class
-        if kept and s3_backends not in in_use:
+        if kept and not any(one is s3_backends for one in in_use):
             in_use.append(s3_backends)
 
 
