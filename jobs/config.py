@@ -95,6 +95,10 @@ class NotifyConfig(_Config):
 class SageMakerConfig(_Config):
     """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
 
+    via: Literal["direct", "queue"] = Field(
+        "direct", description="SageMaker's own calls, or service jobs of AWS Batch, which share a quota between teams"
+    )
+    queue: str = Field("", description="Fair-share queue of service jobs, by name or ARN (via queue)")
     subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")
@@ -112,6 +116,14 @@ class SageMakerConfig(_Config):
         description="Price of a machine over that of EC2, where jobs.prices has no ml.* of it (read for ml.p5.48xlarge"
         " and ml.p4d.24xlarge; others unread)",
     )
+
+    @model_validator(mode="after")
+    def _queue_where_needed(self) -> Self:
+        if bool(self.queue) != (self.via == "queue"):
+            raise ValueError(
+                f"via {self.via} with queue {self.queue!r}; expected a queue with via queue, and only then"
+            )
+        return self
 
 
 class JobsConfig(_Config):

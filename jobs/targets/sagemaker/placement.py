@@ -3,6 +3,8 @@
 The role of a job is that of its placement in AWS Batch: the same rights.
 """
 
+from pydantic import Field
+
 from jobs.config import JobsConfig, SageMakerConfig
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -22,6 +24,7 @@ class SageMakerPlacement(Record):
     spot_wait_s: int = 0
     infra_check: bool = True
     keep_alive_s: int = 0
+    queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 
 
 def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:

@@ -14,7 +14,8 @@ from jobs.plan.script import plan_script
 from jobs.targets.batch.placement import placed
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, sagemaker_requests, training_job_request
+from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, training_job_request
+from jobs.targets.sagemaker.service_jobs import sagemaker_requests
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
 
