@@ -106,7 +106,7 @@ class SageMakerConfig(_Config):
     keep_alive_s: int = Field(
         0, ge=0, le=3600, description="Seconds that machines wait for a next job of the same shape; needs a quota"
     )
-    spot: bool = Field(False, description="Managed Spot for jobs of one node")
+    spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
     spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
     infra_check: bool = Field(True, description="Machines of a gang are checked by SageMaker before it starts")
     poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.cycle.states import Leaf
+from jobs.node.starts import STARTS
 from jobs.plan.dag import Plan
 from jobs.plan.ml_machines import ml_machine
 from jobs.plan.script import ENTRY
@@ -18,8 +19,6 @@ from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """In the environment of every job: whose it is."""
-STARTS = "TRNJOBS_STARTS"
-"""In the environment of jobs that the platform may start again by itself: under which name their nodes count that."""
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
 HASH_CHARACTERS = 8
 

@@ -14,7 +14,8 @@ from jobs.plan.script import plan_script
 from jobs.targets.batch.placement import placed
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, training_job_request
+from jobs.targets.sagemaker.placement import placed_on_sagemaker
+from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, training_job_request
 from jobs.targets.sagemaker.service_jobs import sagemaker_requests
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
@@ -70,6 +71,23 @@ def test_the_request_of_a_gang() -> None:
         "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
         "InfraCheckConfig": {"EnableInfraCheck": True},
     }
+
+
+def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:
+    train = job("train", num_nodes=2, resources=TRN1)
+    settings = JobsConfig.model_validate({"sagemaker": {"spot": True, "spot_wait_s": 7200, "keep_alive_s": 600}})
+    of = placed_on_sagemaker(ml_plan(train, job("next", "train", num_nodes=2, resources=TRN1)), settings)
+    cycle = Cycle(of, 0.0)
+    first, second = (direct_request(cycle, Leaf(of.job("train")), 1, attempt) for attempt in (1, 2))
+    assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
+    assert first["EnableManagedSpotTraining"] is True
+    assert first["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 10_800}
+    assert "KeepAlivePeriodInSeconds" not in first["ResourceConfig"]
+    starts = [one["Environment"]["TRNJOBS_STARTS"] for one in (first, second)]
+    assert starts == [cycle.leaf_id(Leaf(of.job("train")), 1)] * 2
+    assert second["Environment"]["TRNJOBS_ATTEMPT"] == "2"
+    on_demand = direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), 1, 1)
+    assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
