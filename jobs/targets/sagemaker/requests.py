@@ -20,7 +20,7 @@ Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """In the environment of every job: whose it is."""
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
-HASH_CHARACTERS = 8
+HASH_CHARACTERS, MAX_FIRST = 8, 31
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,19 @@ class Cycle:
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
-    """Words and a hash of the content, in letters, digits and single hyphens; of the words the end stays: which try."""
-    text = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(words)).strip("-")
-    kept = text if len(text) <= limit - HASH_CHARACTERS - 1 else text[-(limit - HASH_CHARACTERS - 1) :].lstrip("-")
-    return f"{kept}-{fingerprint(content)[:HASH_CHARACTERS]}"
+    """Words and a hash of the content, in letters, digits and single hyphens.
+
+    Of too many words the first stays, by which rights are given, and the end: which try.
+    """
+    text, room = _dashed("-".join(words)), limit - HASH_CHARACTERS - 1
+    if len(text) > room:
+        first = _dashed(words[0])[:MAX_FIRST] + "-" if len(words) > 1 else ""
+        text = first + text[-(room - len(first)) :].lstrip("-")
+    return f"{text}-{fingerprint(content)[:HASH_CHARACTERS]}"
+
+
+def _dashed(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
 
 
 def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "") -> Request:

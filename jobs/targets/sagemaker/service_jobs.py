@@ -134,7 +134,8 @@ def queued(detail: Detail) -> Seen:
 
 def seen_of_try(one: ServiceTry, training: Detail | None, *, num_nodes: int) -> Seen:
     """`training`: its training job, as SageMaker describes it; None where it does not (yet, or no more)."""
-    streams = host_prefixes(one.training_job, num_nodes) if one.training_job else ()
+    name = str(training["TrainingJobName"]) if training else one.training_job  # an ARN may be in small letters
+    streams = host_prefixes(name, num_nodes) if name else ()
     seen = seen_of(training, streams) if training else Seen(started_at=one.started_at, streams=streams)
     if not one.is_over:  # whether it was the last is Batch's to say
         return replace(seen, end=None, ended_at=None)

@@ -102,6 +102,10 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
     ]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= MAX_NAME
+    of_infra = long.model_copy(update={"pipeline": "relevance-of-the-whole-catalogu"})  # 31, as infra/ allows
+    longest = [Cycle(of_infra, 0.0).training_job(leaf, 12, 10) for leaf in leaves]
+    assert all(name.startswith("relevance-of-the-whole-catalogu-") and "r12a10" in name for name in longest)
+    assert max(map(len, longest)) <= MAX_NAME
 
 
 def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
