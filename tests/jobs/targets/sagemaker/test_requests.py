@@ -126,6 +126,8 @@ def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
         ([], ["aws", *["x"] * 100], "words; expected at most 100"),
         ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
         (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
+        (["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
+        (["--jobs.sagemaker.via=queue"], ["aws"], "expected a queue with via queue"),
         (["--jobs.role=arn:aws:iam::1:user/x" + "x" * 20], ["aws"], "RoleArn is"),
     ],
 )
@@ -160,6 +162,15 @@ def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {one["CreateTrainingJob"]["Environment"]["TRNJOBS_JOB"] for one in shown} >= {"train", "embed", "verify"}
+
+
+def test_the_plan_as_requests_to_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    queue = ["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml", "--jobs.share-identifier=production"]
+    words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20", *queue]
+    assert cli.main(words) == 0
+    shown = [one["SubmitServiceJob"] for one in json.loads(capsys.readouterr().out)]
+    assert {one["tags"]["job"] for one in shown} >= {"train", "embed", "verify"}
+    assert {(one["jobQueue"], one["shareIdentifier"]) for one in shown} == {("ml", "production")}
 
 
 def test_one_cycle_costs_on_three_targets() -> None:
