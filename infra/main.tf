@@ -29,6 +29,7 @@ module "network" {
   cidr               = var.vpc_cidr
   key_arn            = module.storage.key_arn
   log_retention_days = var.log_retention_days
+  more_services      = var.sagemaker ? ["sagemaker.api"] : [] # the watch asks for training jobs from inside
 }
 
 module "compute" {
@@ -76,6 +77,7 @@ module "roles" {
   schedule_queue_arn = module.queues.cpu_queue.arn
   share_identifier   = var.share_identifier
   definition_prefix  = var.name
+  sagemaker          = var.sagemaker
 }
 
 module "schedule" {
@@ -110,4 +112,25 @@ module "alarms" {
   emails           = var.notify_emails
   budget_usd       = var.budget_usd
   key_arn          = module.storage.key_arn
+}
+
+module "sagemaker" {
+  source = "./modules/sagemaker"
+  count  = var.sagemaker ? 1 : 0
+
+  name                  = var.name
+  account_id            = local.account_id
+  region                = var.region
+  driver_role           = module.roles.job_roles["driver"]
+  training_roles        = [for kind in ["train", "promote", "embed", "report"] : module.roles.job_roles[kind]]
+  workspace_arn         = module.storage.workspace_arn
+  repository_arn        = module.storage.repository_arn
+  subnet_id             = module.network.subnet_id
+  security_group_id     = module.network.nodes_security_group_id
+  log_retention_days    = var.log_retention_days
+  topic_arn             = module.alarms.topic_arn
+  instances             = var.sagemaker_instances
+  scheduling_policy_arn = module.queues.scheduling_policy_arn
+  share_identifier      = var.share_identifier
+  wait_limit_s          = var.queue_wait_limit_s
 }

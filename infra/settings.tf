@@ -29,9 +29,12 @@ locals {
     report      = merge(local.on_cpu, { role = module.roles.report_role_arn })
   }
 
+  # [jobs.sagemaker], for --target sagemaker.
+  sagemaker = var.sagemaker ? { sagemaker = module.sagemaker[0].settings } : {}
+
   settings = {
     workspace = module.storage.workspace
-    jobs      = merge(local.job_settings, local.job_sections)
+    jobs      = merge(local.job_settings, local.job_sections, local.sagemaker)
   }
 
   environment = merge(
@@ -41,5 +44,6 @@ locals {
     merge([for section, values in local.job_sections : { for key, value in values :
       "TRNPIPE_JOBS__${upper(section)}__${section == "environment" ? key : upper(key)}" => value
     }]...),
+    { for key, value in try(local.sagemaker.sagemaker, {}) : "TRNPIPE_JOBS__SAGEMAKER__${upper(key)}" => try(tostring(value), jsonencode(value)) },
   )
 }

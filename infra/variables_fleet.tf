@@ -179,3 +179,25 @@ variable "queue_wait_limit_s" {
     error_message = "queue_wait_limit_s is ${var.queue_wait_limit_s}; expected 600 to 86400."
   }
 }
+
+variable "sagemaker" {
+  type        = bool
+  description = "Jobs may also run as training jobs of Amazon SageMaker (trnjobs submit --target sagemaker): rights, endpoint, log group, alarms. docs/operate.md, On SageMaker."
+  default     = false
+}
+
+variable "sagemaker_instances" {
+  type        = number
+  description = "Instances that training jobs share through a fair-share queue of service jobs, at most the account's quota of their type; 0: no such queue, SageMaker is called directly."
+  default     = 0
+
+  validation {
+    condition     = var.sagemaker_instances >= 0 && var.sagemaker_instances == floor(var.sagemaker_instances)
+    error_message = "sagemaker_instances is ${var.sagemaker_instances}; expected a whole number from 0."
+  }
+
+  validation {
+    condition     = var.sagemaker_instances == 0 || var.sagemaker
+    error_message = "sagemaker_instances is ${var.sagemaker_instances} and sagemaker is false; expected sagemaker = true for a queue of training jobs."
+  }
+}

@@ -95,6 +95,10 @@ class NotifyConfig(_Config):
 class SageMakerConfig(_Config):
     """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
 
+    via: Literal["direct", "queue"] = Field(
+        "direct", description="SageMaker's own calls, or service jobs of AWS Batch, which share a quota between teams"
+    )
+    queue: str = Field("", description="Fair-share queue of service jobs, by name or ARN (via queue)")
     subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")
@@ -102,7 +106,7 @@ class SageMakerConfig(_Config):
     keep_alive_s: int = Field(
         0, ge=0, le=3600, description="Seconds that machines wait for a next job of the same shape; needs a quota"
     )
-    spot: bool = Field(False, description="Managed Spot for jobs of one node")
+    spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
     spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
     infra_check: bool = Field(True, description="Machines of a gang are checked by SageMaker before it starts")
     poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")
@@ -112,6 +116,14 @@ class SageMakerConfig(_Config):
         description="Price of a machine over that of EC2, where jobs.prices has no ml.* of it (read for ml.p5.48xlarge"
         " and ml.p4d.24xlarge; others unread)",
     )
+
+    @model_validator(mode="after")
+    def _queue_where_needed(self) -> Self:
+        if bool(self.queue) != (self.via == "queue"):
+            raise ValueError(
+                f"via {self.via} with queue {self.queue!r}; expected a queue with via queue, and only then"
+            )
+        return self
 
 
 class JobsConfig(_Config):

@@ -183,10 +183,14 @@ def open_target(
     if name == "sagemaker":
         from jobs.targets.sagemaker.client import SageMakerClient
         from jobs.targets.sagemaker.direct import DirectRoad
+        from jobs.targets.sagemaker.queue import ByPlacement, QueueRoad, ServiceJobClient
         from jobs.targets.sagemaker.target import SageMakerTarget
 
-        road = DirectRoad(SageMakerClient(connect("sagemaker"), stop=stop))
-        return SageMakerTarget(road, logs, store, say, stop, settings.jobs.sagemaker.poll_s)
+        training = SageMakerClient(connect("sagemaker"), stop=stop)
+        queue = QueueRoad(ServiceJobClient(connect("batch"), stop=stop), training, say)
+        return SageMakerTarget(
+            ByPlacement(DirectRoad(training), queue), logs, store, say, stop, settings.jobs.sagemaker.poll_s
+        )
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

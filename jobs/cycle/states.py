@@ -109,8 +109,9 @@ def running(record: JobRecord, at: float) -> JobRecord:
     return _move(record, JobState.RUNNING, attempts=attempts, started_at=record.started_at or at)
 
 
-def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float) -> JobRecord:
-    """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one."""
+def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, again: bool | None = None) -> JobRecord:
+    """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one. `again`: what the platform has decided of it;
+    None: `retry` decides."""
     attempts = _last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
@@ -120,7 +121,7 @@ def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float) -> JobRec
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in attempts)
-    if is_tried_again(retry, counted, end):
+    if is_tried_again(retry, counted, end) if again is None else again:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed(record, end.status_reason, at)
 

@@ -17,6 +17,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from jobs.node.environment import Place, Timing
+from jobs.node.starts import Start
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.record import Record
@@ -46,6 +47,8 @@ class Peers:
     """All nodes are there: the command may start."""
     trouble: str = ""
     """Why the command must be stopped; empty while all is well."""
+    called: Start | None = None
+    """What the main node calls this start of the job, where starts are counted; set before all nodes are there."""
     agreed: tuple[int, str] | None = None
     """The exit code of the whole job and why, as the main node has told; None on it, and where it could not tell."""
 
@@ -140,7 +143,8 @@ class Hub(Peers):
             self._drop(channel, "silent")  # should it wake, it hears that nobody waits for it
         if not self.ready and not self._roll.missing and not self._roll.trouble:
             self.ready = True
-            self._tell(Message(kind="go"))
+            of = self.called
+            self._tell(Message(kind="go", text=of.job_id, attempt=of.attempt) if of else Message(kind="go"))
         elif not self.ready and now - self._opened > self._timing.gather_s:
             self._roll.give_up_waiting(self._timing.gather_s)
         self.trouble = self._roll.trouble
@@ -300,6 +304,7 @@ class Link(Peers):
             self._heard = now
             if word.kind == "go":
                 self.ready = True
+                self.called = Start(word.text, word.attempt) if word.attempt else None
             elif word.kind == "stop":
                 self.trouble = self.trouble or f"the main node says: {word.text}"
             elif word.kind == "bye":
@@ -406,12 +411,13 @@ class Roll:
 
 
 class Message(Record):
-    """hello: a node comes · go: all are there · beat: still here · stop: end your command · done: my command's exit
-    code · bye: the main node knows the outcome of all."""
+    """hello: a node comes · go: all are there, and what this start is called · beat: still here · stop: end your
+    command · done: my command's exit code · bye: the main node knows the outcome of all."""
 
     kind: Literal["hello", "go", "beat", "stop", "done", "bye"]
     token: str = Field("", max_length=64)
     node: int = Field(0, ge=0)
+    attempt: int = Field(0, ge=0)
     code: int = Field(0, ge=0, le=255)
     text: str = Field("", max_length=1000)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,9 +19,10 @@ from jobs.node.environment import LOOPBACK, Place, Timing
 from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
 from jobs.node.sagemaker import words_of_sagemaker, write_failure
+from jobs.node.starts import STARTS, count_start
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from jobs.node.words import words_of_batch
-from pipeline.core.errors import TrnpipeError
+from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
@@ -52,7 +53,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             is_main = place.node == 0
             peers = Hub(place, timing, say, listen(place.main_address, place.port)) if is_main else Link(place, timing)
         try:
-            attempt = _Attempt(place, timing, words, env, folder, say)
+            attempt = _Attempt(place, timing, words, env, folder, say, peers)
             attempt.prepare(signals.stop)
             supervisor = Supervisor(attempt.start, peers, signals, timing, say)
             outcome = supervisor.run()
@@ -60,7 +61,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
                 say(f"exit {outcome.code}: {outcome.reason}")
             why = attempt.last_words(outcome)
             peers.acknowledge(outcome.code, why)
-            attempt.explain(outcome, peers, supervisor.command)
+            attempt.explain(outcome, supervisor.command)
             write_failure(env, *(peers.agreed or (outcome.code, why)))
             # The other nodes explain themselves too.
             linger_s = timing.bundle_s if outcome.code and not outcome.stopped else LINGER_S
@@ -79,6 +80,7 @@ class _Attempt:
     env: Mapping[str, str]
     folder: Path
     say: Say
+    peers: Peers
 
     def __post_init__(self) -> None:
         self.tail = LogTail()
@@ -100,6 +102,8 @@ class _Attempt:
                 storage = open_storage(self.place.workspace, stop=stop)
                 with suppress(KeyNotFound):  # nothing was submitted
                     self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
+                if STARTS in self.env and self.place.node == 0:
+                    self.peers.called = count_start(storage, self.place.cycle, self.env)
         except TrnpipeError as error:
             self._failure = error
 
@@ -107,6 +111,12 @@ class _Attempt:
         """Raises what went wrong while preparing, and ConfigError for a command that is not there."""
         if self._failure is not None:
             raise self._failure
+        start = self.peers.called
+        if start is None and STARTS in self.env and self.place.is_in_cycle:
+            raise TransientError("the main node has not counted this start", next_command="the log of the main node")
+        if start is not None:
+            self.env = {**self.env, **start.words}
+            self.place = replace(self.place, job_id=start.job_id, attempt=start.attempt)
         words = list(self.words)
         # `trnpipe ...` or `trnjobs ...`, at any path, or `python -m ...`; other commands stay as they are.
         is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or words[1:3] in (["-m", "pipeline"], ["-m", "jobs"])
@@ -124,7 +134,7 @@ class _Attempt:
         said = [line for line in self.tail.lines() if line.strip()]
         return str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(self.env)))
 
-    def explain(self, outcome: Outcome, peers: Peers, command: Command | None) -> None:
+    def explain(self, outcome: Outcome, command: Command | None) -> None:
         """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""
         if not deserves_post_mortem(outcome.own_code or outcome.code, stopped=outcome.stopped, killed=outcome.killed):
             return
@@ -135,25 +145,23 @@ class _Attempt:
             left_s = EXPLAIN_S - (time.monotonic() - outcome.told_at)
             limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
         told: list[str] = []
-        work = threading.Thread(
-            target=self._write, args=(outcome, peers, command, told), name="post-mortem", daemon=True
-        )
+        work = threading.Thread(target=self._write, args=(outcome, command, told), name="post-mortem", daemon=True)
         work.start()
         work.join(limit_s)
         self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
 
-    def _write(self, outcome: Outcome, peers: Peers, command: Command | None, told: list[str]) -> None:
+    def _write(self, outcome: Outcome, command: Command | None, told: list[str]) -> None:
         try:
             storage = open_storage(self.place.workspace)
             name = f"{self.place.job}-{self.place.attempt}-node{self.place.node}.json"
             key = f"cycles/{self.place.cycle}/jobs/post-mortem/{name}"
-            bundle = self._bundle(outcome, peers, command, storage)
+            bundle = self._bundle(outcome, command, storage)
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _bundle(self, outcome: Outcome, peers: Peers, command: Command | None, storage: Storage) -> PostMortem:
+    def _bundle(self, outcome: Outcome, command: Command | None, storage: Storage) -> PostMortem:
         unread, kills = list[str](), kills_for_memory()
         settings: JsonValue = None
         try:
@@ -189,7 +197,7 @@ class _Attempt:
             versions=versions,
             environment=shown_environment(self.env),
             settings=settings,
-            nodes=tuple(peers.seen()),
+            nodes=tuple(self.peers.seen()),
             processes=outcome.processes,
             stacks=command.stacks() if command else {},
             log=self.tail.lines(),

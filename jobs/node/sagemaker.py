@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
-from pipeline.parallel.world import ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES
+from pipeline.parallel.world import JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES
 
 JOB_VARIABLE = "TRAINING_JOB_NAME"
 """SageMaker sets it in every container."""
@@ -40,14 +40,14 @@ def words_of_sagemaker(
 ) -> dict[str, str]:
     """The words of a place, and of its network; empty where this is no training job.
 
-    Waits up to `gather_s` for the name of the main node to resolve. Every try of ours is a training job of its own;
-    which one it is, the one who made it says in TRNJOBS_ATTEMPT. Raises ConfigError for files that do not fit together,
-    TransientError for a name that never resolves.
+    Waits up to `gather_s` for the name of the main node to resolve. Every try is a training job of its own; which one,
+    the one who made it says in TRNJOBS_ATTEMPT, or its nodes count (jobs/node/starts.py). Raises ConfigError for files
+    that do not fit together, TransientError for a name that never resolves.
     """
     root = root_of(env)
     if root is None:
         return {}
-    words = {JOB_ID: env[JOB_VARIABLE], ATTEMPT: env.get(ATTEMPT, "1")}
+    words = {JOB_ID: env[JOB_VARIABLE]}
     own, hosts, interface = _read_hosts(root / "input" / "config" / "resourceconfig.json")
     if len(hosts) == 1:
         return words

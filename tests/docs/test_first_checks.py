@@ -34,12 +34,13 @@ SETTINGS = {
         "queue": "relevance-trainium",
         "share_identifier": "production",
         "log_group": "/relevance/jobs",
+        "role": "arn:aws:iam::123456789012:role/relevance-train",
         "sla_s": 28800,
         "schedule": {"expression": "cron(0 2 * * ? *)", "timezone": "UTC"},
         **dict.fromkeys(("prepare", "embed", "verify", "report"), ON_CPU),
     },
 }
-"""What `terraform output -json settings` says, without roles."""
+"""What `terraform output -json settings` says, with one role for all."""
 FOLLOWED = (
     ("trnjobs", "plan"),
     ("trnjobs", "submit"),

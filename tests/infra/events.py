@@ -1,7 +1,8 @@
 """Events of EventBridge and patterns for them: the part of its pattern language that ours use.
 
 Source: EventBridge user guide, "Event patterns": every field of the pattern must be there with one of the values in
-its list, `{"exists": false}` fits a field that is not there, and what a pattern does not name does not matter.
+its list, `{"exists": false}` fits a field that is not there, `prefix` and `anything-but` one that is, and what a
+pattern does not name does not matter.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,14 @@ def _fits(wanted: Any, found: Any, is_there: bool) -> bool:
 
 def _fits_one(wanted: Any, found: Any, is_there: bool) -> bool:
     if isinstance(wanted, Mapping):
-        if set(wanted) != {"exists"}:
-            raise ValueError(f"filter {dict(wanted)}")
-        return bool(wanted["exists"]) == is_there
+        match dict(wanted):
+            case {"exists": there, **rest} if not rest:
+                return bool(there) == is_there
+            case {"prefix": str(start), **rest} if not rest:
+                return is_there and str(found).startswith(start)
+            case {"anything-but": {"prefix": [*starts]}, **rest} if not rest:
+                return is_there and not str(found).startswith(tuple(starts))
+        raise ValueError(f"filter {dict(wanted)}")
     return is_there and wanted in (found if isinstance(found, list) else [found])
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from tests.infra.iam import Policy
 
 MODULES = Path(__file__).parents[2] / "infra" / "modules"
-FOLDER = MODULES / "roles" / "policies"
+FOLDER, SAGEMAKER = MODULES / "roles" / "policies", MODULES / "sagemaker"
 STAGES: tuple[str, ...] = tuple(json.loads((MODULES / "roles" / "stages.json").read_text()))
 JOB_ROLES = ("driver", "train", "promote", "embed", "report")
+TRAINING_ROLES = ("train", "promote", "embed", "report")
+"""What training jobs of SageMaker may have."""
 READERS = ("train", "promote", "embed")
 """Roles with rights on the data inputs."""
 
@@ -36,6 +38,9 @@ class Fleet:
     queues: tuple[str, ...] = ("relevance-trainium", "relevance-cpu")
     share_identifier: str = "production"
     data: tuple[Input, ...] = ()
+    sagemaker: bool = False
+    instances: int = 0
+    """Of the queue of service jobs; 0: none."""
 
     def batch_arn(self, resource: str) -> str:
         return f"arn:aws:batch:{self.region}:{self.account_id}:{resource}"
@@ -84,6 +89,37 @@ class Fleet:
             "stage_definitions": json.dumps(of_stages),
         }
 
+    def sagemaker_values(self) -> dict[str, str]:
+        """local.values of the module."""
+        place = f"{self.region}:{self.account_id}"
+        return {
+            "name": self.name,
+            "workspace_arn": f"{self.bucket_arn}/{self.name}",
+            "repository_arn": f"arn:aws:ecr:{place}:repository/{self.name}",
+            "log_group_arn": f"arn:aws:logs:{place}:log-group:/aws/sagemaker/TrainingJobs",
+            "ec2_arn": f"arn:aws:ec2:{place}",
+            "subnet_id": "subnet-1",
+            "security_group_id": "sg-1",
+            "training_job_arn": f"arn:aws:sagemaker:{place}:training-job",
+            "service_job_arn": self.batch_arn("service-job"),
+            "queue": f"{self.name}-training",
+            "queue_arn": self.batch_arn(f"job-queue/{self.name}-training"),
+            "role_arns": json.dumps([self.role_arn(role) for role in TRAINING_ROLES]),
+            "share_identifier": self.share_identifier,
+            "scheduling_policy_arn": self.batch_arn(f"scheduling-policy/{self.name}"),
+            "instances": str(self.instances),
+            "wait_limit_s": "3600",
+            "again": (SAGEMAKER / "again.json").read_text(),
+        }
+
+    def sagemaker_texts(self, role: str) -> list[str]:
+        """Policies that are attached to a role where SageMaker is used."""
+        names = ["training"] if role in TRAINING_ROLES else []
+        if role == "driver":
+            names = ["direct", "queue"] if self.instances else ["direct"]
+        found = [render(SAGEMAKER / "policies" / f"{name}.json.tftpl", self.sagemaker_values()) for name in names]
+        return found if self.sagemaker else []
+
     def texts(self, role: str) -> list[str]:
         """All policies of a role, as they are attached to it."""
         names = [role] if role == "scheduler" else [role, "guard"]
@@ -103,10 +139,11 @@ class Fleet:
         return found
 
     def policies(self, role: str) -> list[Policy]:
-        return [Policy.parse(text) for text in self.texts(role)]
+        return [Policy.parse(text) for text in (*self.texts(role), *self.sagemaker_texts(role))]
 
     def trust(self, role: str) -> Policy:
-        name = "trust-scheduler" if role == "scheduler" else "trust-tasks"
+        name = "trust-training" if self.sagemaker and role in TRAINING_ROLES else "trust-tasks"
+        name = "trust-scheduler" if role == "scheduler" else name
         return Policy.parse(render(FOLDER / f"{name}.json.tftpl", self.values()))
 
 

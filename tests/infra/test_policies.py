@@ -428,7 +428,7 @@ def test_no_allowance_by_exclusion_and_every_statement_has_a_name() -> None:
 
 def test_every_policy_is_used() -> None:
     names = {file.name.removesuffix(".json.tftpl") for file in FOLDER.iterdir()}
-    assert names == {*ROLES, "guard", "data", "data-key", "trust-tasks", "trust-scheduler"}
+    assert names == {*ROLES, "guard", "data", "data-key", "trust-tasks", "trust-training", "trust-scheduler"}
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -1,6 +1,6 @@
 locals {
   # Not confirmed on AWS that the list is complete: an instance that cannot join its cluster leaves jobs RUNNABLE.
-  services = toset([
+  services = setunion(var.more_services, [
     "batch",         # the driver submits from inside
     "ecr.api",       # pulling images
     "ecr.dkr",       # pulling images; their layers come from S3

@@ -32,3 +32,9 @@ variable "log_retention_days" {
   type        = number
   description = "Days that flow logs are kept."
 }
+
+variable "more_services" {
+  type        = set(string)
+  description = "Services with an endpoint beside the usual ones."
+  default     = []
+}

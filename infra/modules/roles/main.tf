@@ -40,7 +40,7 @@ resource "aws_iam_role" "job" {
 
   name               = "${var.name}-${each.key}"
   description        = "Rights of the ${each.key} jobs of pipeline ${var.name}."
-  assume_role_policy = templatefile("${path.module}/policies/trust-tasks.json.tftpl", local.values)
+  assume_role_policy = templatefile("${path.module}/policies/trust-${var.sagemaker && each.key != "driver" ? "training" : "tasks"}.json.tftpl", local.values)
 }
 
 resource "aws_iam_role_policy" "job" {

@@ -27,3 +27,8 @@ output "scheduler_role_arn" {
   description = "Role of EventBridge Scheduler."
   value       = aws_iam_role.scheduler.arn
 }
+
+output "job_roles" {
+  description = "Names of the roles by kind of job."
+  value       = { for kind, role in aws_iam_role.job : kind => role.name }
+}

@@ -77,3 +77,9 @@ variable "share_identifier" {
   description = "The one fair share that the driver and the schedules may submit under."
   type        = string
 }
+
+variable "sagemaker" {
+  description = "Whether training jobs of SageMaker may take on the roles of the stages, too."
+  type        = bool
+  default     = false
+}

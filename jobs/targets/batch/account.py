@@ -75,19 +75,24 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
         if queue is None:
             yield f"queue {where.queue}: does not exist in this account and region"
             continue
-        if queue["state"] != "ENABLED":
-            yield f"queue {where.queue}: {queue['state']}, it takes no jobs"
-        if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
-            yield f"queue {where.queue}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
-        if where.share_identifier and not queue.get("schedulingPolicyArn"):
-            yield (
-                f"queue {where.queue}: has no scheduling policy, so it refuses share identifiers; "
-                "a policy cannot be added later, create the queue with one"
-            )
+        yield from queue_problems(where.queue, queue, is_shared=bool(where.share_identifier))
         yield from _room(
             job,
             where.queue,
             [account.environments[arn] for arn in _environments_of(queue) if arn in account.environments],
+        )
+
+
+def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str]:
+    """What is wrong with a queue itself. `is_shared`: jobs name a share of it."""
+    if queue["state"] != "ENABLED":
+        yield f"queue {name}: {queue['state']}, it takes no jobs"
+    if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
+        yield f"queue {name}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
+    if is_shared and not queue.get("schedulingPolicyArn"):
+        yield (
+            f"queue {name}: has no scheduling policy, so it refuses share identifiers; "
+            "a policy cannot be added later, create the queue with one"
         )
 
 
@@ -96,15 +101,18 @@ def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
     for job in plan.jobs:
         where = placement_of(plan, job)
         policy = account.policies.get(account.queues[where.queue].get("schedulingPolicyArn", ""))
-        if policy is None:
-            continue
-        shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
-        beginnings = tuple(share[:-1] for share in shares if share.endswith("*"))
-        if where.share_identifier not in shares and not where.share_identifier.startswith(beginnings):
-            yield (
-                f"share identifier {where.share_identifier} is not in the policy of queue {where.queue}: "
-                f"it gets weight 1 (there: {', '.join(sorted(shares)) or 'none'})"
-            )
+        if policy is not None:
+            yield from share_warning(where.queue, where.share_identifier, policy)
+
+
+def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
+    """A share that the policy of a queue does not name."""
+    shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
+    if share not in shares and not share.startswith(tuple(one[:-1] for one in shares if one.endswith("*"))):
+        yield (
+            f"share identifier {share} is not in the policy of queue {queue}: "
+            f"it gets weight 1 (there: {', '.join(sorted(shares)) or 'none'})"
+        )
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:

@@ -54,6 +54,12 @@ _REASONS = (
         "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
     Block(
+        "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE",
+        _MISCONFIGURED,
+        "it needs more instances than the service environment of the queue has",
+        "aws batch update-service-environment, or fewer nodes in [jobs]",
+    ),
+    Block(
         "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
         _MISCONFIGURED,
         "no instance type of the compute environments has the vCPU and memory it asks for",

@@ -20,7 +20,7 @@ MAX_PRIORITY = 9999
 MAX_DEFINITION_BYTES, MAX_SUBMIT_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 30 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
-_SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
+SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
 def check_plan(plan: Plan) -> None:
@@ -42,7 +42,7 @@ def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
     if not where.queue:
         yield "no queue; expected its name or ARN (jobs.queue)"
-    if not _SHARE.match(where.share_identifier):
+    if not SHARE.match(where.share_identifier):
         yield f"share identifier {where.share_identifier!r}; expected letters and digits only, 1 to 255"
     if not 0 <= where.priority <= MAX_PRIORITY:
         yield f"priority {where.priority}; expected 0 to {MAX_PRIORITY}"

@@ -47,7 +47,7 @@ class SageMakerClient(AwsClient):
             self._call("create_training_job", **request)
         except AWS_ERRORS as error:
             if name_of(error) == QUOTA:
-                return f"{QUOTA}: {_message(error)}"
+                return f"{QUOTA}: {message_of(error)}"
             if name_of(error) != "ResourceInUse":
                 raise translate(error, f"creating training job {name}", rights=RIGHTS) from error
             if detail := self.describe(name):  # None: not described yet
@@ -59,7 +59,7 @@ class SageMakerClient(AwsClient):
         try:
             return self._call("describe_training_job", TrainingJobName=name)
         except AWS_ERRORS as error:
-            if _is_missing(error):
+            if is_missing(error):
                 return None
             raise translate(error, f"describing training job {name}", rights=RIGHTS) from error
 
@@ -68,7 +68,7 @@ class SageMakerClient(AwsClient):
         try:
             self._call("stop_training_job", TrainingJobName=name)
         except AWS_ERRORS as error:
-            if not (_is_missing(error) or "is in status" in _message(error)):
+            if not (is_missing(error) or "is in status" in message_of(error)):
                 raise translate(error, f"stopping training job {name}", rights=RIGHTS) from error
 
     def _call(self, operation: str, **request: Any) -> Detail:
@@ -94,11 +94,14 @@ def _check_ours(name: str, detail: Detail, request: Request) -> None:
         )
 
 
-def _is_missing(error: BaseException) -> bool:
-    """SageMaker has no code of its own for it everywhere. The text: reports of users; that of an emulator differs."""
-    text = _message(error).casefold()
-    return name_of(error) == "ResourceNotFound" or "not found" in text or "could not find" in text
+def is_missing(error: BaseException) -> bool:
+    """Neither SageMaker nor AWS Batch has a code of its own for it everywhere. The text: reports of users; that of an
+    emulator differs."""
+    text = message_of(error).casefold()
+    return name_of(error) == "ResourceNotFound" or any(
+        words in text for words in ("not found", "could not find", "does not exist")
+    )
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     return str(error.response.get("Error", {}).get("Message", "")) if isinstance(error, boto.ClientError) else ""

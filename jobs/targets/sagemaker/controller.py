@@ -4,7 +4,7 @@ SageMaker knows no dependencies and no second try: both are decided here, by the
 are those of the local engine. Whoever asks, and as often as they like, gets the same answer for the same knowledge.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.cycle import states
@@ -27,6 +27,8 @@ class Cancel(Record):
 
 LAG_S = 600.0
 """A training job that was made and is not described for so long is there no more."""
+QUEUED = "in queue"
+"""Begins the reason of a job that was handed over to a queue and waits there."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +51,30 @@ def advance(
     seen: Mapping[Try, Seen | None],
     *,
     cancelled: Mapping[str, Cancel],
-    streams: Callable[[Leaf, int], Sequence[str]],
     at: float,
 ) -> Advance:
     """`seen`: what was found of tries; None for one that does not exist. `cancelled`: by name of leaf.
 
-    `streams`: how the logs of a try are found. Ask again with more `seen` until nothing is left to look at.
+    Ask again with more `seen` until nothing is left to look at.
     """
     now = dict(records)
     before: dict[str, JobRecord] = {}
     while now != before:
         before = dict(now)
         for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
-            now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), streams, at)
+            now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), at)
         now |= states.settle(leaves, now, at)
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
     order = [*states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state in ACTIVE)]
     absent = [leaf for leaf in order if tries[leaf.name] in seen and seen[tries[leaf.name]] is None]
+    made = {leaf.name for leaf in live if now[leaf.name].state in ACTIVE or seen.get(tries[leaf.name]) is not None}
     return Advance(
         records=now,
         looks=unknown,
         starts=tuple(leaf for leaf in absent if leaf.name not in cancelled),
-        stops=tuple(leaf for leaf in reversed(live) if now[leaf.name].state in ACTIVE and leaf.name in cancelled),
+        stops=tuple(leaf for leaf in reversed(live) if leaf.name in made and leaf.name in cancelled),
     )
 
 
@@ -83,12 +85,37 @@ def try_of(record: JobRecord) -> int | None:
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
 
+def observed(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
+    """The record with what was seen of the try that is under way, or may be made."""
+    is_runnable = record.state is JobState.RUNNABLE
+    if one.is_queued and is_runnable and one.end is not None:
+        return states.failed(record, cancelled.reason if cancelled else one.end.status_reason, one.ended_at or at)
+    if one.is_queued and one.end is None:
+        return record.model_copy(update={"status_reason": one.note})
+    if is_runnable:
+        record = states.starting(record, one.streams)
+    if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
+        record = states.running(record, one.started_at or one.ended_at or at)
+    record = _with_last(record, log_streams=one.streams or record.attempts[-1].log_streams)
+    if one.end is None:
+        return record.model_copy(update={"status_reason": one.note})
+    end = one.end
+    if cancelled and not states.succeeded(end):
+        end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
+    record = states.ended(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
+    return _with_last(record, billable_s=one.billable_s)
+
+
+def _with_last(record: JobRecord, **changes: object) -> JobRecord:
+    *earlier, last = record.attempts
+    return record.model_copy(update={"attempts": (*earlier, last.model_copy(update=changes))})
+
+
 def _observed(
     leaf: Leaf,
     record: JobRecord,
     seen: Mapping[Try, Seen | None],
     cancelled: Cancel | None,
-    streams: Callable[[Leaf, int], Sequence[str]],
     at: float,
 ) -> JobRecord:
     number = try_of(record)
@@ -99,17 +126,8 @@ def _observed(
     if one is None:
         if cancelled is None or (leaf.name, number) not in seen:
             return record
-        is_gone = record.state is JobState.RUNNABLE or at - cancelled.at > LAG_S  # never made; or made and deleted
+        # Never made; or made and deleted. What was handed over to a queue may be listed late.
+        is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
+        is_gone = is_new or at - cancelled.at > LAG_S
         return states.failed(record, cancelled.reason, at) if is_gone else record
-    if record.state is JobState.RUNNABLE:
-        record = states.starting(record, streams(leaf, number))
-    if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
-        record = states.running(record, one.started_at or one.ended_at or at)
-    if one.end is None:
-        return record.model_copy(update={"status_reason": one.note})
-    end = one.end
-    if cancelled and not states.succeeded(end):
-        end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
-    record = states.ended(record, leaf.spec.retry, end, one.ended_at or at)
-    last = record.attempts[-1].model_copy(update={"billable_s": one.billable_s})
-    return record.model_copy(update={"attempts": (*record.attempts[:-1], last)})
+    return observed(leaf, record, one, cancelled, at)

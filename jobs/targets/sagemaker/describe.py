@@ -29,16 +29,31 @@ MAX_WORDS = 300
 
 @dataclass(frozen=True)
 class Seen:
-    """One try. `end`: None while it is under way. `note`: what it waits for, if it does."""
+    """One try. `end`: None while it is under way. `note`: what it waits for, if it does.
+
+    `streams`: what the names of its log streams begin with, by node; none: not known (yet). `again`: whether the
+    platform tries again by itself; None: we decide. `is_queued`: it was handed over, and no machine has it (yet).
+    """
 
     started_at: float | None = None
     ended_at: float | None = None
     end: AttemptEnd | None = None
     billable_s: float | None = None
     note: str = ""
+    streams: tuple[str, ...] = ()
+    again: bool | None = None
+    is_queued: bool = False
 
 
-def seen_of(detail: Detail) -> Seen:
+def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
+    """By node: hosts are numbered from 1, and nodes follow the order of their names as text (jobs/node/sagemaker.py).
+
+    Source: SageMaker developer guide, log groups and streams: `<training job>/algo-<number>-<seconds>`.
+    """
+    return tuple(f"{training_job}/{host}-" for host in sorted(f"algo-{n + 1}" for n in range(max(1, num_nodes))))
+
+
+def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
     """Times are seconds since 1970."""
     status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
     is_over = status in ("Completed", "Failed", "Stopped")
@@ -52,6 +67,7 @@ def seen_of(detail: Detail) -> Seen:
         end=end_of(status, secondary, str(detail.get("FailureReason", ""))) if is_over else None,
         billable_s=None if billable is None else float(billable),
         note=secondary if secondary in _WORTH_SAYING and not is_over else "",
+        streams=streams,
     )
 
 

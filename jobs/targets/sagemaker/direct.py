@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from jobs.cycle.states import Leaf
+from jobs.plan.dag import Plan
 from jobs.targets.sagemaker.client import SageMakerClient
-from jobs.targets.sagemaker.describe import Seen, seen_of
-from jobs.targets.sagemaker.requests import Cycle, training_job_request
+from jobs.targets.sagemaker.describe import Seen, host_prefixes, seen_of
+from jobs.targets.sagemaker.requests import Cycle, direct_request
 
 
 @dataclass(frozen=True)
@@ -14,24 +15,20 @@ class DirectRoad:
 
     client: SageMakerClient
 
-    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
-        detail = self.client.describe(cycle.training_job(leaf, round_, attempt))
-        return None if detail is None else seen_of(detail)
+    def check(self, plan: Plan) -> None:
+        """The account is not asked: SageMaker refuses a request that does not fit it."""
 
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> str:
+    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
         name = cycle.training_job(leaf, round_, attempt)
-        return self.client.create(training_job_request(cycle, leaf, name=name, attempt=attempt))
+        detail = self.client.describe(name)
+        return None if detail is None else seen_of(detail, host_prefixes(name, leaf.spec.num_nodes))
+
+    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        name = cycle.training_job(leaf, round_, attempt)
+        refused = self.client.create(direct_request(cycle, leaf, round_, attempt))
+        if refused:
+            return Seen(is_queued=True, note=refused)
+        return Seen(streams=host_prefixes(name, leaf.spec.num_nodes))
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
         self.client.stop(cycle.training_job(leaf, round_, attempt))
-
-    def stream_prefixes(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> tuple[str, ...]:
-        return host_prefixes(cycle.training_job(leaf, round_, attempt), leaf.spec.num_nodes)
-
-
-def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
-    """By node: hosts are numbered from 1, and nodes follow the order of their names as text (jobs/node/sagemaker.py).
-
-    Source: SageMaker developer guide, log groups and streams: `<training job>/algo-<number>-<seconds>`.
-    """
-    return tuple(f"{training_job}/{host}-" for host in sorted(f"algo-{n + 1}" for n in range(max(1, num_nodes))))

@@ -4,6 +4,7 @@ Sources: the model of SageMaker in botocore, which validates every request here 
 enumerations); its documentation for what that model does not hold.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,8 +22,10 @@ from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     Cycle,
     Request,
+    direct_request,
     training_job_request,
 )
+from jobs.targets.sagemaker.service_jobs import service_job_problems, service_job_request
 
 MAX_CHILDREN = 50
 """Of an array: each is a training job of its own."""
@@ -85,9 +88,14 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
     """The requests themselves, as botocore knows them."""
     cycle = Cycle(plan, 0.0)
     leaf = Leaf(job, job.array_size - 1 if job.array_size else None)
-    name = cycle.training_job(leaf, 1, job.retry.attempts)
-    request = training_job_request(cycle, leaf, name=name, attempt=job.retry.attempts)
+    request = direct_request(cycle, leaf, 1, job.retry.attempts)
+    name = request["TrainingJobName"]
     yield from request_problems("sagemaker", "CreateTrainingJob", request)
+    if sagemaker_placement_of(plan, job).queue:
+        queued = service_job_request(cycle, leaf, 1)
+        yield from request_problems("sagemaker", "CreateTrainingJob", json.loads(queued["serviceRequestPayload"]))
+        yield from request_problems("batch", "SubmitServiceJob", queued)
+        yield from service_job_problems(queued)
     if len(name) > MAX_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_NAME}"
 

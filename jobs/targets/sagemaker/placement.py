@@ -3,6 +3,8 @@
 The role of a job is that of its placement in AWS Batch: the same rights.
 """
 
+from pydantic import Field
+
 from jobs.config import JobsConfig, SageMakerConfig
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -22,6 +24,7 @@ class SageMakerPlacement(Record):
     spot_wait_s: int = 0
     infra_check: bool = True
     keep_alive_s: int = 0
+    queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 
 
 def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:
@@ -51,12 +54,10 @@ def role_of(plan: Plan, job: JobSpec) -> str:
 
 
 def _of_job(plan: Plan, job: JobSpec, wanted: SageMakerConfig) -> dict[str, int]:
-    """What differs between jobs. Spot is for jobs of one node: a gang that SageMaker starts again in place would meet
-    what its first start has left."""
-    is_spot = wanted.spot and not job.num_nodes
+    """What differs between jobs. Warm pools know no Spot capacity."""
     return {
-        "spot_wait_s": wanted.spot_wait_s if is_spot else 0,
-        "keep_alive_s": 0 if is_spot or not _is_followed_by_its_like(plan, job) else wanted.keep_alive_s,
+        "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
+        "keep_alive_s": 0 if wanted.spot or not _is_followed_by_its_like(plan, job) else wanted.keep_alive_s,
     }
 
 

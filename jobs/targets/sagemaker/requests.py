@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.cycle.states import Leaf, leaves_of
+from jobs.cycle.states import Leaf
+from jobs.node.starts import STARTS
 from jobs.plan.dag import Plan
 from jobs.plan.ml_machines import ml_machine
 from jobs.plan.script import ENTRY
@@ -18,8 +19,8 @@ from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """In the environment of every job: whose it is."""
-MAX_NAME = 63
-HASH_CHARACTERS = 8
+MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
+HASH_CHARACTERS, MAX_FIRST = 8, 31
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,39 @@ class Cycle:
         words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, f"r{round_}a{attempt}"]
         return _name(words, [self._key, leaf.name, round_, attempt], MAX_NAME)
 
+    def leaf_id(self, leaf: Leaf, round_: int) -> str:
+        """Of all tries of a leaf in a round: the name of its service job, and where its starts are counted."""
+        index = [] if leaf.index is None else [str(leaf.index)]
+        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, f"r{round_}"]
+        return _name(words, [self._key, leaf.name, round_], MAX_NAME)
+
+    def payload_name(self, leaf: Leaf, round_: int) -> str:
+        """What AWS Batch makes names of training jobs of: it needs 40 of their characters for itself."""
+        return _name([leaf.spec.name], [self.leaf_id(leaf, round_)], MAX_PAYLOAD_NAME)
+
     @property
     def _key(self) -> str:
         return f"{self.plan.plan_id} {self.life!r}"
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
-    """Words and a hash of the content, in letters, digits and single hyphens; of the words the end stays: which try."""
-    text = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(words)).strip("-")
-    kept = text if len(text) <= limit - HASH_CHARACTERS - 1 else text[-(limit - HASH_CHARACTERS - 1) :].lstrip("-")
-    return f"{kept}-{fingerprint(content)[:HASH_CHARACTERS]}"
+    """Words and a hash of the content, in letters, digits and single hyphens.
+
+    Of too many words the first stays, by which rights are given, and the end: which try.
+    """
+    text, room = _dashed("-".join(words)), limit - HASH_CHARACTERS - 1
+    if len(text) > room:
+        first = _dashed(words[0])[:MAX_FIRST] + "-" if len(words) > 1 else ""
+        text = first + text[-(room - len(first)) :].lstrip("-")
+    return f"{text}-{fingerprint(content)[:HASH_CHARACTERS]}"
 
 
-def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int) -> Request:
-    """CreateTrainingJob. `attempt`: which try, from 1."""
+def _dashed(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
+
+
+def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "") -> Request:
+    """CreateTrainingJob. `attempt`: which try, from 1; None: the nodes count it. `starts`: where they count."""
     plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
@@ -77,7 +97,7 @@ def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int) -
         "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
         "ResourceConfig": resources,
         "StoppingCondition": {"MaxRuntimeInSeconds": job.timeout_s},
-        "Environment": environment(plan, leaf, attempt),
+        "Environment": environment(plan, leaf, attempt, starts),
         "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, leaf).items()],
     }
     if where.subnets:
@@ -90,15 +110,25 @@ def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int) -
     return request
 
 
-def environment(plan: Plan, leaf: Leaf, attempt: int) -> dict[str, str]:
+def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Request:
+    """CreateTrainingJob of one try. With Spot capacity SageMaker starts it again by itself, as often as it likes."""
+    starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
+    name = cycle.training_job(leaf, round_, attempt)
+    return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts)
+
+
+def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str) -> dict[str, str]:
     variables = {
         **leaf.spec.environment,
         "TRNPIPE_CYCLE": plan.cycle,
         "TRNPIPE_WORKSPACE": plan.workspace,
         "TRNJOBS_JOB": leaf.spec.name,
         PLAN: plan.plan_id,
-        ATTEMPT: str(attempt),
     }
+    if attempt is not None:
+        variables[ATTEMPT] = str(attempt)
+    if starts:
+        variables[STARTS] = starts
     if leaf.index is not None:
         variables[ARRAY_INDEX] = str(leaf.index)
     return dict(sorted(variables.items()))
@@ -106,12 +136,3 @@ def environment(plan: Plan, leaf: Leaf, attempt: int) -> dict[str, str]:
 
 def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
     return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
-
-
-def sagemaker_requests(plan: Plan) -> list[Request]:
-    """The first request of every job of a cycle, of an array that of each child, as if it were claimed at 1970."""
-    cycle, shown = Cycle(plan, 0.0), list[Request]()
-    for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
-        name = cycle.training_job(leaf, 1, 1)
-        shown.append({"CreateTrainingJob": training_job_request(cycle, leaf, name=name, attempt=1)})
-    return shown

@@ -14,9 +14,10 @@ from jobs.cycle.records import JobRecord, JobState, Submission
 from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
+from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.client import QUOTA
-from jobs.targets.sagemaker.controller import ACTIVE, Advance, Cancel, Try, advance
+from jobs.targets.sagemaker.controller import ACTIVE, Advance, Cancel, Try, advance, observed
 from jobs.targets.sagemaker.describe import Seen
 from jobs.targets.sagemaker.limits import check_plan
 from jobs.targets.sagemaker.requests import Cycle
@@ -33,17 +34,17 @@ _CANCELS = TypeAdapter(dict[str, Cancel])
 class Road(Protocol):
     """How training jobs are made and followed: by SageMaker's own calls, or through a queue of AWS Batch."""
 
+    def check(self, plan: Plan) -> None:
+        """Ask the account, where that can be; changes nothing. Raises ConfigError with what is wrong."""
+
     def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
         """One try; None where it does not exist."""
 
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> str:
-        """Make it, unless it is there; empty, or why that is not possible now."""
+    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
-        """End it, if it runs."""
-
-    def stream_prefixes(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> tuple[str, ...]:
-        """What the names of its log streams begin with, by node."""
+        """End it, if it runs or waits."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class SageMakerTarget:
 
     def check(self, plan: Plan) -> None:
         check_plan(plan)
+        self.road.check(plan)
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
         """Quotas and capacity: both may come, so no job is ended for them."""
@@ -133,6 +135,8 @@ class SageMakerTarget:
                     f"{leaf.name} cannot start: {leaf.status_reason}; next: wait for the account's other jobs, or"
                     " aws service-quotas list-service-quotas --service-code sagemaker"
                 )
+            elif leaf.state is JobState.RUNNABLE and (block := explain(leaf.status_reason)):
+                lines.append(f"{leaf.name} cannot start: {leaf.status_reason}; next: {block.next_command}")
             elif leaf.state in ACTIVE and leaf.status_reason:
                 lines.append(f"{leaf.name} waits for machines of SageMaker: {leaf.status_reason}")
         return tuple(lines)
@@ -162,12 +166,8 @@ class SageMakerTarget:
 
     def _start(self, known: _Known, leaf: Leaf, record: JobRecord) -> JobRecord:
         attempt = len(record.attempts) + (record.state is JobState.RUNNABLE)
-        refused = self.road.start(known.cycle, leaf, known.rounds[leaf.name], attempt)
-        if refused:
-            return record.model_copy(update={"status_reason": refused})
-        if record.state is not JobState.RUNNABLE:
-            return record
-        return states.starting(record, self._streams(known, leaf, attempt))
+        one = self.road.start(known.cycle, leaf, known.rounds[leaf.name], attempt)
+        return observed(leaf, record, one, None, self.store.clock())
 
     def _look(self, known: _Known) -> Advance:
         """Ask for every try that may exist, until nothing new comes of it."""
@@ -181,16 +181,12 @@ class SageMakerTarget:
                 known.records,
                 seen,
                 cancelled=cancelled,
-                streams=lambda leaf, attempt: self._streams(known, leaf, attempt),
                 at=self.store.clock(),
             )
             if not step.looks:
                 return step
             for name, attempt in step.looks:
                 seen[name, attempt] = self.road.look(known.cycle, leaves[name], known.rounds[name], attempt)
-
-    def _streams(self, known: _Known, leaf: Leaf, attempt: int) -> tuple[str, ...]:
-        return self.road.stream_prefixes(known.cycle, leaf, known.rounds[leaf.name], attempt)
 
     def _known(self, plan: Plan) -> _Known:
         saved = {leaf.id: leaf for record in self.store.records() for leaf in record.leaves()}

@@ -53,11 +53,11 @@ def test_trap_1_of_twelve_hosts_each_gets_its_own_rank_in_the_order_of_names(tmp
     ranks = {}
     for own in HOSTS:
         names = Names()
-        words = names.words(ml_root(tmp_path / own, own, HOSTS) | {"TRNJOBS_ATTEMPT": "2"})
+        words = names.words(ml_root(tmp_path / own, own, HOSTS))
         ranks[own] = int(words["TRNJOBS_NODE"])
         assert (words["TRNJOBS_NODES"], names.asked) == ("12", ["algo-1"])
         assert words["TRNJOBS_MAIN"] == words["MASTER_ADDR"] == "10.0.0.7"
-        assert (words["TRNJOBS_JOB_ID"], words["TRNJOBS_ATTEMPT"]) == ("relevance-train-r1a2-0badcafe", "2")
+        assert words["TRNJOBS_JOB_ID"] == "relevance-train-r1a2-0badcafe"
     assert [ranks[host] for host in ("algo-1", "algo-10", "algo-11", "algo-12", "algo-2")] == [0, 1, 2, 3, 4]
     assert sorted(ranks.values()) == list(range(12))
 
@@ -77,7 +77,7 @@ def test_trap_3_the_interface_is_that_of_the_machine(tmp_path: Path) -> None:
 
 def test_a_single_host_is_no_gang_and_another_machine_no_training_job(tmp_path: Path) -> None:
     words = Names().words(ml_root(tmp_path, "algo-1", ["algo-1"]))
-    assert words == {"TRNJOBS_JOB_ID": "relevance-train-r1a2-0badcafe", "TRNJOBS_ATTEMPT": "1"}
+    assert words == {"TRNJOBS_JOB_ID": "relevance-train-r1a2-0badcafe"}
     assert Names().words({"HOME": "/root"}) == {}
 
 

@@ -29,7 +29,7 @@ class FakeSageMaker:
         """Every request that made a job."""
         self.stopped: list[str] = []
         self.on_create: Callable[[Request], object] = lambda request: None
-        self._calls = 0
+        self.calls = 0
 
     # What boto3's client offers.
 
@@ -82,10 +82,14 @@ class FakeSageMaker:
 
     # How.
 
+    def count_call(self) -> None:
+        """Of this service, or of one whose calls make the same time pass."""
+        self.calls += 1
+
     def _api(self, operation: str, request: Request, work: Callable[[], Request]) -> Request:
         problems = [*request_problems("sagemaker", operation, request)]
         assert not problems, problems
-        self._calls += 1
+        self.count_call()
         answer: Request = self.faults.run(operation, work)
         return answer
 
@@ -100,12 +104,12 @@ class FakeSageMaker:
         self.on_create(request)
         self.created.append(request)
         kept = {key: value for key, value in request.items() if key != "Tags"}
-        self.jobs[name] = kept | {"CreationTime": self._now(), "_visible": self._calls + self.lag}
+        self.jobs[name] = kept | {"CreationTime": self._now(), "_visible": self.calls + self.lag}
         self._move(self.jobs[name], "InProgress", "Starting")
         return {"TrainingJobArn": f"arn:aws:sagemaker:us-east-1:123456789012:training-job/{name}"}
 
     def _describe(self, name: str) -> Request:
-        if name not in self.jobs or self._calls <= self.jobs[name]["_visible"]:
+        if name not in self.jobs or self.calls <= self.jobs[name]["_visible"]:
             raise refused("ValidationException", "Requested resource not found.", "DescribeTrainingJob")
         return {key: value for key, value in self.jobs[name].items() if key != "_visible"}
 

@@ -12,6 +12,7 @@ from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.client import SageMakerClient
 from jobs.targets.sagemaker.direct import DirectRoad
+from jobs.targets.sagemaker.queue import ByPlacement, QueueRoad, ServiceJobClient
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -19,6 +20,7 @@ from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 from tests.jobs.targets.batch.setting import FAST, Clock
 from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker
+from tests.jobs.targets.sagemaker.fake_service_jobs import FakeServiceJobs
 
 ROLE = "arn:aws:iam::123456789012:role/relevance-train"
 COMMAND = ("trnjobs-entry", "--", "trnpipe", "train")
@@ -30,10 +32,14 @@ def ml_plan(*jobs: JobSpec, **placement: Any) -> Plan:
     return plan(*made, job_role=ROLE, **placement)
 
 
-def small() -> Plan:
+QUEUE = {"queue": "ml"}
+"""A placement that goes through a queue."""
+
+
+def small(**placement: Any) -> Plan:
     """A gang, and an array after it."""
     train = job("train", num_nodes=2, resources=TRN1)
-    return ml_plan(train, job("embed", "train", array_size=2), job("verify", "embed"))
+    return ml_plan(train, job("embed", "train", array_size=2), job("verify", "embed"), **placement)
 
 
 class Following(StopSignal):
@@ -61,16 +67,17 @@ class Setting:
 
     def __post_init__(self) -> None:
         self.ml = FakeSageMaker(self.clock, lag=self.lag)
+        self.batch = FakeServiceJobs(self.ml)
 
     def store(self, faults: Faults | None = None) -> CycleStore:
         return CycleStore(faulty(open_storage(str(self.folder)), faults or Faults()), self.plan.cycle, self.clock)
 
     def target(self, store: CycleStore | None = None, stop: StopSignal | None = None) -> SageMakerTarget:
         client = SageMakerClient(self.ml, policy=FAST, calls_per_s=1e9)
+        queue = QueueRoad(ServiceJobClient(self.batch, policy=FAST), client, self.said.append)
+        road = ByPlacement(DirectRoad(client), queue)
         logs = LogsClient(self.logs, policy=FAST)
-        return SageMakerTarget(
-            DirectRoad(client), logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6
-        )
+        return SageMakerTarget(road, logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6)
 
     def claim(self) -> None:
         with self.store().submitting(self.plan, "sagemaker", "driver"):

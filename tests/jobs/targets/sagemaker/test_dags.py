@@ -1,7 +1,7 @@
 """Whole DAGs on the fake of SageMaker, with drivers that die after any call, held against the local engine."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.local.cases import Fate, world
 from tests.jobs.targets.local.test_engine import dags
 from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, refused
-from tests.jobs.targets.sagemaker.setting import Setting, ml_plan, small
+from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, ml_plan, small
 
 ENDS: Mapping[str, NodeEnd] = {  # as the local engine sees them
     "good": NodeEnd(exit_code=0),
@@ -73,6 +73,8 @@ class Unreliable(Faults):
 class Sky:
     """What happens while a driver waits: jobs start, lose their Spot capacity, and end as `ends` says."""
 
+    possible: Sequence[str] = (*ENDS,)
+
     def __init__(self, at: Setting, ends: End, rng: random.Random) -> None:
         self.at, self.ends, self.rng, self.waits = at, ends, rng, 0
         at.ml.on_create = self.check
@@ -82,15 +84,20 @@ class Sky:
         assert self.waits < 2000, "the cycle hangs"
         live = self.at.ml.live()
         for number, name in enumerate(self.rng.sample(live, len(live))):
-            what = self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end"
-            if what == "end":
-                key = key_of(self.at.ml.jobs[name])
-                self.ends.setdefault(key, self.rng.choice(list(ENDS)))
-                apply(self.at.ml, name, self.ends[key])
-            elif what == "start":
-                self.at.ml.start(name)
-            elif what == "interrupt" and "TrainingStartTime" in self.at.ml.jobs[name]:
-                self.at.ml.interrupt(name)
+            self.move(name, self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end")
+
+    def move(self, name: str, what: str) -> None:
+        if what == "end":
+            key = self.key_of(name)
+            self.ends.setdefault(key, self.rng.choice(self.possible))
+            apply(self.at.ml, name, self.ends[key])
+        elif what == "start":
+            self.at.ml.start(name)
+        elif what == "interrupt" and "TrainingStartTime" in self.at.ml.jobs[name]:
+            self.at.ml.interrupt(name)
+
+    def key_of(self, name: str) -> tuple[str, int]:
+        return key_of(self.at.ml.jobs[name])
 
     def check(self, request: Mapping[str, Any]) -> None:
         """At every creation: what it waits for has succeeded, and no other try of it lives or has."""
@@ -158,6 +165,97 @@ def test_killed_after_each_call_the_next_driver_makes_one_dag(tmp_path: Path, la
         died = at.drive_killed(sky, Faults(kill_after=calls))
         at.drive(sky)
         assert sorted(map(key_of, at.ml.created)) == sorted(good)
+        assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
+        kills += died
+        if not died:
+            break
+    assert kills > 40
+
+
+# The same through a queue of AWS Batch, which tries again by itself.
+
+OF_THE_QUEUE = [end for end in ENDS if end != "stopped from the console"]
+"""Batch has no rule for what was stopped from outside: SageMaker gives no reason of failure for it."""
+
+
+class QueueSky(Sky):
+    """Also Batch hands service jobs over, takes them back, and sees how training jobs have ended."""
+
+    possible = OF_THE_QUEUE
+
+    def __init__(self, at: Setting, ends: End, rng: random.Random) -> None:
+        super().__init__(at, ends, rng)
+        at.ml.on_create = lambda request: None
+        at.batch.on_submit = self.check
+
+    def __call__(self) -> None:
+        self.waits += 1
+        assert self.waits < 2000, "the cycle hangs"
+        for job in self.at.batch.waiting():
+            self.at.batch.dispatch(job)
+            if self.rng.random() < 0.2:
+                self.at.batch.fall_back(job)
+        live = self.at.ml.live()
+        for number, name in enumerate(self.rng.sample(live, len(live))):
+            self.move(name, self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end")
+        if self.rng.random() < 0.7:
+            self.at.batch.settle()
+
+    def key_of(self, name: str) -> tuple[str, int]:
+        job_id, number = self.at.batch.tries[name]
+        return self.at.batch.jobs[job_id]["tags"]["job"], number
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """At every submission: what it waits for has succeeded, and there is no other service job of it."""
+        leaves = {leaf.name: leaf for spec in self.at.plan.jobs for leaf in leaves_of(spec)}
+        made = {job["tags"]["job"]: job["status"] for job in self.at.batch.jobs.values()}
+        assert request["tags"]["job"] not in made
+        for needed in leaves[request["tags"]["job"]].waits_for():
+            of = [one.name for one in leaves.values() if needed in (one.name, one.spec.name)]
+            assert {made[name] for name in of} == {"SUCCEEDED"}
+
+
+@given(
+    jobs=dags(),
+    seed=st.integers(0, 2**32),
+    lag=st.integers(0, 3),
+    lives=st.lists(st.integers(1, 40), max_size=8),
+    rejects=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_through_a_queue_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
+    jobs: list[JobSpec], seed: int, lag: int, lives: list[int], rejects: bool
+) -> None:
+    rng, ends = random.Random(seed), End()
+    with TemporaryDirectory() as folder:
+        at = Setting(Path(folder), plan=ml_plan(*jobs, sagemaker=QUEUE), lag=lag)
+        at.batch.rejects_twins = rejects
+        sky = QueueSky(at, ends, rng)
+        at.claim()
+        for calls in lives:
+            at.drive_killed(sky, Unreliable(rng, calls))
+        at.drive(sky, Unreliable(rng, 0))
+        assert (at.ml.live(), at.batch.waiting()) == ([], [])
+        assert len(at.batch.submitted) == len({one["jobName"] for one in at.batch.submitted})
+        found = of_sagemaker(at)
+        assert found == of_the_local_engine(jobs, ends)
+        at.store().save_records(())  # and a process that knows nothing finds the same
+        assert of_sagemaker(at) == found
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_killed_after_each_call_the_next_driver_makes_every_service_job_once(tmp_path: Path, lag: int) -> None:
+    calls, kills = 0, 0
+    while True:
+        at = Setting(tmp_path / str(calls), plan=small(sagemaker=QUEUE), lag=lag)
+        sky = QueueSky(at, {}, random.Random(0))
+        leaves = [leaf.name for one in at.plan.jobs for leaf in leaves_of(one)]
+        sky.ends = dict.fromkeys(((name, 1) for name in leaves), "good")
+        at.claim()
+        calls += 1
+        died = at.drive_killed(sky, Faults(kill_after=calls))
+        at.drive(sky)
+        assert sorted(one["tags"]["job"] for one in at.batch.submitted) == sorted(leaves)
         assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
         kills += died
         if not died:

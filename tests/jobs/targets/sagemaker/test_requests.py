@@ -14,7 +14,9 @@ from jobs.plan.script import plan_script
 from jobs.targets.batch.placement import placed
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, sagemaker_requests, training_job_request
+from jobs.targets.sagemaker.placement import placed_on_sagemaker
+from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, training_job_request
+from jobs.targets.sagemaker.service_jobs import sagemaker_requests
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
 
@@ -71,6 +73,23 @@ def test_the_request_of_a_gang() -> None:
     }
 
 
+def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:
+    train = job("train", num_nodes=2, resources=TRN1)
+    settings = JobsConfig.model_validate({"sagemaker": {"spot": True, "spot_wait_s": 7200, "keep_alive_s": 600}})
+    of = placed_on_sagemaker(ml_plan(train, job("next", "train", num_nodes=2, resources=TRN1)), settings)
+    cycle = Cycle(of, 0.0)
+    first, second = (direct_request(cycle, Leaf(of.job("train")), 1, attempt) for attempt in (1, 2))
+    assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
+    assert first["EnableManagedSpotTraining"] is True
+    assert first["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 10_800}
+    assert "KeepAlivePeriodInSeconds" not in first["ResourceConfig"]
+    starts = [one["Environment"]["TRNJOBS_STARTS"] for one in (first, second)]
+    assert starts == [cycle.leaf_id(Leaf(of.job("train")), 1)] * 2
+    assert second["Environment"]["TRNJOBS_ATTEMPT"] == "2"
+    on_demand = direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), 1, 1)
+    assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
+
+
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
     long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": "p_" * 30})
     leaves = [Leaf(long.jobs[0], index) for index in (0, 1)]
@@ -83,6 +102,10 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
     ]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= MAX_NAME
+    of_infra = long.model_copy(update={"pipeline": "relevance-of-the-whole-catalogu"})  # 31, as infra/ allows
+    longest = [Cycle(of_infra, 0.0).training_job(leaf, 12, 10) for leaf in leaves]
+    assert all(name.startswith("relevance-of-the-whole-catalogu-") and "r12a10" in name for name in longest)
+    assert max(map(len, longest)) <= MAX_NAME
 
 
 def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
@@ -103,6 +126,8 @@ def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
         ([], ["aws", *["x"] * 100], "words; expected at most 100"),
         ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
         (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
+        (["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
+        (["--jobs.sagemaker.via=queue"], ["aws"], "expected a queue with via queue"),
         (["--jobs.role=arn:aws:iam::1:user/x" + "x" * 20], ["aws"], "RoleArn is"),
     ],
 )
@@ -137,6 +162,15 @@ def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {one["CreateTrainingJob"]["Environment"]["TRNJOBS_JOB"] for one in shown} >= {"train", "embed", "verify"}
+
+
+def test_the_plan_as_requests_to_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    queue = ["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml", "--jobs.share-identifier=production"]
+    words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20", *queue]
+    assert cli.main(words) == 0
+    shown = [one["SubmitServiceJob"] for one in json.loads(capsys.readouterr().out)]
+    assert {one["tags"]["job"] for one in shown} >= {"train", "embed", "verify"}
+    assert {(one["jobQueue"], one["shareIdentifier"]) for one in shown} == {("ml", "production")}
 
 
 def test_one_cycle_costs_on_three_targets() -> None:

@@ -1,0 +1,101 @@
+"""A job that the platform starts again by itself: every start has a name of its own, the same on all its nodes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jobs.node.starts import Start, count_start
+from pipeline.context import attempt_name
+from pipeline.core.errors import TransientError
+from pipeline.io.storage import open_storage
+from tests.jobs.node.entries import entry, free_port, post_mortem, python
+from tests.jobs.node.test_sagemaker import ml_root
+from tests.jobs.targets.batch.faults import Faults, Killed, faulty
+
+COUNTED = {"TRNJOBS_STARTS": "train-r1", "TRNPIPE_CYCLE": "2026-11-20", "TRNJOBS_JOB": "train"}
+
+
+def counted(folder: Path, job_id: str, **more: str) -> Start:
+    return count_start(open_storage(str(folder)), "c", {"TRNJOBS_STARTS": "train-r1", "TRNJOBS_JOB_ID": job_id, **more})
+
+
+def test_each_id_is_a_try_and_each_start_of_it_has_a_name(tmp_path: Path) -> None:
+    made = [counted(tmp_path, name) for name in ("a", "a", "b", "b", "b", "c")]
+    assert made == [
+        Start("a", 1),
+        Start("a-start2", 1),
+        Start("b", 2),
+        Start("b-start2", 2),
+        Start("b-start3", 2),
+        Start("c", 3),
+    ]
+    assert len({attempt_name(start.words) for start in made}) == len(made)
+
+
+def test_a_try_that_is_told_is_that_try(tmp_path: Path) -> None:
+    assert [counted(tmp_path, name, TRNJOBS_ATTEMPT="4") for name in "aa"] == [Start("a", 4), Start("a-start2", 4)]
+
+
+def test_no_two_starts_share_a_name_though_they_count_at_once_or_die_of_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        names = [start.job_id for start in pool.map(lambda _: counted(tmp_path, "a"), range(16))]
+    assert len(set(names)) == 16
+    for calls in (1, 2, 17, 33, 60):
+        storage = faulty(open_storage(str(tmp_path)), Faults(kill_after=calls))
+        try:
+            names.append(count_start(storage, "c", {"TRNJOBS_STARTS": "train-r1", "TRNJOBS_JOB_ID": "a"}).job_id)
+        except Killed:
+            names.append(counted(tmp_path, "a").job_id)
+    assert len(set(names)) == len(names)
+
+
+SAY = "import os; print(os.environ['TRNJOBS_JOB_ID'], os.environ['TRNJOBS_ATTEMPT'], flush=True)"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("attempt", ["", "2"])
+def test_a_gang_on_spot_capacity_meets_nothing_of_its_first_start(tmp_path: Path, attempt: str) -> None:
+    """Twice the same training job; the nodes of a start agree on its name, which is no other's."""
+    told, hosts, workspace = [], ["127.0.0.1", "127.0.0.2"], {"TRNPIPE_WORKSPACE": str(tmp_path / "workspace")}
+    for start in ("first", "second"):
+        port, nodes = str(free_port()), []
+        for own in hosts:
+            env = ml_root(tmp_path / start / own, own, hosts, "lo") | COUNTED | workspace | {"MASTER_PORT": port}
+            env |= {"TRNJOBS_ATTEMPT": attempt} if attempt else {}
+            nodes.append(entry(*python(SAY), env=env))
+        said = [node.finish() for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], said
+        (line,) = {out for out, _ in said}
+        told.append(line.split())
+    name = "relevance-train-r1a2-0badcafe"
+    assert told == [[name, attempt or "1"], [f"{name}-start2", attempt or "1"]]
+
+
+@pytest.mark.fault
+def test_the_next_try_through_a_queue_has_the_next_number(tmp_path: Path) -> None:
+    """Each is a training job of another name and the same payload; the post-mortem of the first stays."""
+    for number, name in enumerate(("AWSBatchtrain1", "AWSBatchtrain2"), start=1):
+        env = ml_root(tmp_path / name, "algo-1", ["algo-1"]) | COUNTED | {"TRNPIPE_WORKSPACE": str(tmp_path / "w")}
+        one = entry(*python(SAY + "; raise SystemExit(65)"), env=env | {"TRAINING_JOB_NAME": name})
+        out, _ = one.finish()
+        assert (one.returncode, out.split()) == (65, [name, str(number)])
+    found = [post_mortem(tmp_path / "w", attempt=number) for number in (1, 2)]
+    assert [one["job_id"] for one in found] == ["AWSBatchtrain1", "AWSBatchtrain2"]
+
+
+@pytest.mark.fault
+def test_a_start_that_cannot_be_counted_ends_all_nodes_as_transient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Start:
+        raise TransientError("the workspace does not answer")
+
+    monkeypatch.setattr("jobs.node.run.count_start", refuse)  # the entries are forks of this process
+    hosts, port, nodes = ["127.0.0.1", "127.0.0.2"], str(free_port()), []
+    for own in hosts:
+        env = ml_root(tmp_path / own, own, hosts, "lo") | COUNTED | {"TRNPIPE_WORKSPACE": str(tmp_path / "w")}
+        nodes.append(entry(*python(SAY), env=env | {"MASTER_PORT": port}))
+    said = [node.finish() for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], said
+    assert [out for out, _ in said] == ["", ""]
