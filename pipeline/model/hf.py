@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.families import as_bert
+from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
 
@@ -64,7 +64,7 @@ class _Names:
 
 _NAMES: Mapping[str, _Names] = {
     "bert": _Names(
-        "bert.",
+        FAMILIES["bert"].prefix,
         "encoder.layer.",
         _EMBEDDINGS | {"type_embeddings.weight": "embeddings.token_type_embeddings.weight"},
         _FEED_FORWARD | {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"},
@@ -72,7 +72,7 @@ _NAMES: Mapping[str, _Names] = {
         ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
     ),
     "mpnet": _Names(
-        "mpnet.",
+        FAMILIES["mpnet"].prefix,
         "encoder.layer.",
         _EMBEDDINGS | {"relative_bias.weight": "encoder.relative_attention_bias.weight"},
         _FEED_FORWARD | {"attention_output": "attention.attn.o", "attention_norm": "attention.LayerNorm"},
@@ -81,7 +81,7 @@ _NAMES: Mapping[str, _Names] = {
         offset=MPNET_PAD + 1,
     ),
     "modernbert": _Names(
-        "model.",
+        FAMILIES["modernbert"].prefix,
         "layers.",
         {
             "word_embeddings.weight": "embeddings.tok_embeddings.weight",
@@ -99,7 +99,6 @@ _NAMES: Mapping[str, _Names] = {
         ("head.", "decoder.", "classifier."),
     ),
 }
-PREFIXES = tuple(names.prefix for names in _NAMES.values())
 
 
 def _names_of(state: Iterable[str]) -> _Names:
