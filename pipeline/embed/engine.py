@@ -59,7 +59,7 @@ class EmbedProgram:
         forward = backend.compiled(module) if compiled else module
         self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
         self.backend = backend
-        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens))
+        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
         self._by_length = {shape.length: shape for shape in self.shapes}
         self._watch: GraphWatch = watch or NoWatch()
         backend.step_boundary(list(module.parameters()))
@@ -107,7 +107,7 @@ class RowEngine:
 
     def __init__(self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> None:
         self._program = EmbedProgram(encoder, backend, config, watch)
-        self._pad_id, self.dim = encoder.pad_id, encoder.word_embeddings.embedding_dim
+        self._pad_id, self.dim = encoder.pad_id, encoder.width
 
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         return row_batches(texts, self._program.shapes, self._pad_id)
@@ -130,7 +130,7 @@ class CpuEngine:
         self._tokens = config.batch_tokens(backend.default_tokens)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=packs_weights(dtype))
-        self._pad_id, self.dim = encoder.pad_id, encoder.word_embeddings.embedding_dim
+        self._pad_id, self.dim = encoder.pad_id, encoder.width
         self._threads = torch.get_num_threads()
         self.ahead = self._threads + _AHEAD
 

@@ -284,5 +284,5 @@ class ModelScorer:
 
 def _architecture(model: ModelConfig) -> str:
     """Models of one name have the same parameters and graphs."""
-    shape = {**model.used_fields(), **model.encoder.model_dump()}
-    return fingerprint({name: value for name, value in shape.items() if name not in ("preset", "dropout", "init_from")})
+    unused = ("preset", "dropout", "init_from")
+    return fingerprint({name: value for name, value in model.shape().items() if name not in unused})

@@ -53,11 +53,15 @@ class TextEncoder(nn.Module, ABC):
     """Token ids to one embedding a text. The architectures say what happens between (`states`)."""
 
     layers: nn.ModuleList
-    word_embeddings: nn.Embedding
+    packs_rows = True
+    """Several texts of a row cost what their tokens cost."""
 
     def __init__(self, config: ModelConfig, pad_id: int) -> None:
         super().__init__()
         self.pad_id = pad_id
+        self.width = config.encoder.hidden_size
+        self.longest_text: int | None = None
+        """Tokens of the longest text of any row, where that is known."""
         self.pooling = config.pooling
         self.dropout = config.dropout
         self.run_layer: Callable[..., Tensor] | None = None
@@ -105,6 +109,11 @@ class TextEncoder(nn.Module, ABC):
         chosen = _is_last(is_real) if self.pooling == "last" else is_real
         weights = chosen.to(hidden.dtype).unsqueeze(-1)
         return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers are drawn in training."""
+        return self.dropout > 0
 
     def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
         """One layer, or what stands in for it."""

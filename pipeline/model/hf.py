@@ -1,6 +1,7 @@
 """Weights under the Hugging Face names of their architecture, so that `transformers` and every backend read one file.
 
-Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names.
+Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a module
+of a factory has its names behind `encoder.module.`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,8 @@ from torch import Tensor
 from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.factory import PREFIX as FACTORY_PREFIX
+from pipeline.model.factory import module_weights
 from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
@@ -123,7 +126,7 @@ def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
     """Those that hold a tensor of ours, one after the other."""
-    if not name.startswith("encoder."):
+    if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
         return (name,)
     own = name.removeprefix("encoder.")
     if own in names.single:
@@ -196,7 +199,14 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
     Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
     """
     names = _names_of(template)
-    named = _renamed(weights, lambda name: names.prefix + name if name.startswith(names.begins) else name, source)
+
+    def named_whole(name: str) -> str:
+        if is_foreign:
+            return name if name.startswith((*HEAD_PARTS, *_OF_TRAINING, FACTORY_PREFIX)) else FACTORY_PREFIX + name
+        return names.prefix + name if name.startswith(names.begins) else name
+
+    is_foreign = any(name.startswith(FACTORY_PREFIX) for name in template)
+    named = _renamed(weights, named_whole, source)
     unknown = sorted(n for n in named.keys() - _expected(template).keys() if not n.startswith(_OF_TRAINING))
     if unknown:
         raise CheckpointError(
@@ -252,8 +262,11 @@ def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path
             expected="the safetensors weights of an encoder",
             next_command="--model.init-from FOLDER",
         ) from error
-    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
     state = model.state_dict()
+    if config.factory is not None:
+        model.load_state_dict(state | module_weights(weights, state, factory=config.factory, source=source))
+        return model
+    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
     model.load_state_dict(state | encoder_from_hf(weights, state, source=source))
     return model
 

@@ -192,13 +192,18 @@ def read_config(data: bytes, where: str) -> EncoderJson:
         raise ConfigError(
             f"{where}: architecture {found.model_type}{classes}",
             expected=f"model_type {', '.join(FAMILIES)}: docs/encoders.md",
-            next_command="name a model of those families",
+            next_command="name a model of those families, or build its module yourself (--model.factory)",
         )
     return parse_json(data, _OF_ARCHITECTURE[family.architecture], where)
 
 
 def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str:
-    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`)."""
+    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`).
+
+    Of a module that a factory builds it says by which, and nothing that transformers would open.
+    """
+    if config.factory is not None:
+        return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
     family = FAMILIES[model_type or config.architecture]
     size, offset = config.encoder, family.offset(spec.pad_id)
     found: dict[str, Any] = {
