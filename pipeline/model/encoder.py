@@ -60,8 +60,8 @@ class TextEncoder(nn.Module, ABC):
         super().__init__()
         self.pad_id = pad_id
         self.width = config.encoder.hidden_size
-        self.longest_text: int | None = None
-        """Tokens of the longest text of any row, where that is known."""
+        self.longest_text = config.max_positions
+        """Tokens of the longest text of any row."""
         self.pooling = config.pooling
         self.dropout = config.dropout
         self.run_layer: Callable[..., Tensor] | None = None

@@ -71,7 +71,7 @@ class FactoryEncoder(TextEncoder):
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
         """As TextEncoder.rows, by way of rows of one text: [R * texts, the longest text]."""
-        length = tokens.shape[1] if texts == 1 else min(tokens.shape[1], self.longest_text or tokens.shape[1])
+        length = min(tokens.shape[1], self.longest_text)
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)[:, None]
         sizes = (segments[:, None] == numbers).sum(-1, dtype=torch.int32)  # [R, texts]
         before = ((segments[:, None] < numbers) & (segments[:, None] > 0)).sum(-1, dtype=torch.int32)

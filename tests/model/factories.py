@@ -86,6 +86,10 @@ def few_positions(*, vocab_size: int, pad_id: int, max_positions: int) -> nn.Mod
     return Positions(vocab_size, max_positions - 1)
 
 
+def positions(*, vocab_size: int, pad_id: int, max_positions: int) -> nn.Module:
+    return Positions(vocab_size, max_positions)
+
+
 class Positions(States):
     def __init__(self, vocab_size: int, positions: int) -> None:
         super().__init__(vocab_size)
@@ -129,3 +133,16 @@ def bert(*, vocab_size: int, pad_id: int, max_positions: int, add_pooling_layer:
     make: Any = AutoModel.from_config
     model: nn.Module = make(config, attn_implementation="eager", add_pooling_layer=add_pooling_layer)
     return model
+
+
+class Looks(States):
+    """Asks on the host whether anything is masked."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if bool(attention_mask.all()):
+            return super().forward(input_ids, torch.ones_like(attention_mask))
+        return super().forward(input_ids, attention_mask)
+
+
+def looks(*, vocab_size: int, pad_id: int, max_positions: int) -> nn.Module:
+    return Looks(vocab_size)

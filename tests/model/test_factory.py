@@ -54,11 +54,11 @@ def packed(lengths: list[int], rest: int) -> tuple[list[torch.Tensor], Row]:
     return alone, (torch.cat([*alone, padding], dim=1), positions, together)
 
 
-@pytest.mark.parametrize("longest", [None, 11])
+@pytest.mark.parametrize("longest", [40, 11])
 @pytest.mark.parametrize(
     ("name", "pooling"), [("states", "mean"), ("states", "cls"), ("states", "last"), ("vectors", "mean")]
 )
-def test_texts_of_a_row_are_as_alone(name: str, pooling: str, longest: int | None) -> None:
+def test_texts_of_a_row_are_as_alone(name: str, pooling: str, longest: int) -> None:
     made = encoder_of(name, pooling=pooling)
     made.longest_text = longest
     alone, row = packed([4, 11, 2, 7], 5)
@@ -77,6 +77,14 @@ def test_one_text_a_row_and_a_row_without_a_text() -> None:
         found = made.rows(torch.cat([tokens, blank]), torch.cat([positions, blank]), torch.cat([segments, blank]), 1)
         torch.testing.assert_close(found[0], made(text))
     assert found.shape == (2, 1, 16) and not found[1].any()
+
+
+def test_a_row_longer_than_the_module_has_positions_for() -> None:
+    """As embedding has them: its texts are no longer than that."""
+    made = encoder_of("positions", max_positions=12)
+    alone, row = packed([12, 7], 30)
+    with torch.no_grad():
+        torch.testing.assert_close(made.rows(*row, 2)[0], torch.cat([made(text) for text in alone]))
 
 
 def test_an_empty_text_gives_no_gradient_that_is_not_finite() -> None:
