@@ -22,6 +22,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
+from pipeline.embed.texts import chunk_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.embed.windows import HostBatch, distinct_texts, flat_batches, row_batches, row_shapes
 from pipeline.model.encoder import BertEncoder, TextEncoder
@@ -203,8 +204,21 @@ class _Window:
     """A window on its way: `vectors` [distinct texts, D], and for each of its texts the place among them."""
 
     place: Int64s
+    first: Int64s | None
+    """Of each text its first chunk, where some have several: `vectors` is of chunks then, of `sizes` tokens."""
+    sizes: Int64s
     vectors: Float32s
     batches_left: int
+
+    def pooled(self) -> Float32s:
+        """Vectors of the texts, not normalised: of chunks the mean, each weighted by its tokens."""
+        if self.first is None:
+            return self.vectors
+        weights = self.sizes.astype(np.float32)
+        counts = np.diff(self.first, append=len(self.vectors))
+        sums = np.add.reduceat(self.vectors * weights[:, None], self.first)
+        means = sums / np.add.reduceat(weights, self.first)[:, None]
+        return np.where((counts > 1)[:, None], means, self.vectors[self.first])
 
 
 class Embedder:
@@ -212,12 +226,15 @@ class Embedder:
 
     Args:
         limit: tokens of a text that are read; of longer ones the last is then `sep_id`.
+        chunk: tokens that are read at a time; longer texts are read in chunks, whose vectors are averaged by tokens.
         stop: polled at every batch.
     """
 
-    def __init__(self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal) -> None:
+    def __init__(
+        self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal, chunk: int | None = None
+    ) -> None:
         self._engine, self._backend, self._stop = engine, backend, stop
-        self._limit, self._sep_id = limit, sep_id
+        self._limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit
         self.dim = engine.dim
         self.figures, self._last = EmbedFigures(), time.monotonic()
 
@@ -248,9 +265,9 @@ class Embedder:
             while open_windows and not open_windows[0].batches_left:
                 window = open_windows.popleft()
                 figures.texts += len(window.place)
-                figures.distinct += len(window.vectors)
                 with clock.idle():
-                    vectors = window.vectors
+                    vectors = window.pooled()
+                    figures.distinct += len(vectors)
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
                     yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 
@@ -278,9 +295,12 @@ class Embedder:
     ) -> Iterator[Batch]:
         for tokens in windows:
             texts = distinct_texts(tokens, self._limit, self._sep_id)
-            batches = list(self._engine.batches(texts.tokens))
-            vectors = np.empty((len(texts.tokens.lengths), self.dim), dtype=np.float32)
-            window = _Window(texts.place, vectors, len(batches))
+            chunks, first = texts.tokens, None
+            if chunks.lengths.max(initial=0) > self._chunk:
+                chunks, first = chunk_tokens(chunks, self._chunk, self._sep_id)
+            batches = list(self._engine.batches(chunks))
+            vectors = np.empty((len(chunks.lengths), self.dim), dtype=np.float32)
+            window = _Window(texts.place, first, chunks.lengths, vectors, len(batches))
             open_windows.append(window)
             for host in batches:
                 given.append((window, host))
@@ -330,6 +350,7 @@ def open_embedder(
         open_engine(model.encoder, backend, config, watch or NoWatch()),
         backend,
         limit=config.text_limit(state.max_tokens, state.model.max_positions),
+        chunk=config.chunk_limit(state.max_tokens, state.model.max_positions),
         sep_id=TextTokenizer(checkpoint.tokenizer(), checkpoint.uri).sep_id,
         stop=stop or StopSignal(),
     )
