@@ -22,6 +22,7 @@ from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
 
+_WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
 """How the names of everything else begin."""
@@ -162,10 +163,13 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     return result
 
 
-def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+def encoder_from_hf(
+    weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str, same_vocabulary: bool = False
+) -> dict[str, Tensor]:
     """The encoder's part of a foreign checkpoint (with or without a prefix), in our names.
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
+    `same_vocabulary`: further rows of words, with which tables are often filled up to a round number, are left out.
     """
     names = _names_of(template)
 
@@ -185,6 +189,15 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
             expected="an encoder of the architecture and of as many layers as the model settings",
             next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json",
         )
+    (words,) = _hf_names(_WORDS, names)
+    if words in prefixed and (rows := prefixed[words].shape[0]) != (tokens := known[words].shape[0]):
+        if rows < tokens or not same_vocabulary:
+            raise CheckpointError(
+                f"{source}: {words}: shape {list(prefixed[words].shape)}, and the tokenizer has {tokens} tokens",
+                expected="the tokenizer that belongs to the weights",
+                next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
+            )
+        prefixed[words] = prefixed[words][:tokens]
     positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
     if positions in prefixed:
         prefixed[positions] = prefixed[positions][: known[positions].shape[0]]
@@ -239,8 +252,12 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
 
-def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path) -> RelevanceModel:
+def initial_model(
+    config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
+) -> RelevanceModel:
     """A model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors.
+
+    `same_vocabulary`: its tokenizer is that of `spec`.
 
     Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here, or is
     not that of the settings.
@@ -267,7 +284,7 @@ def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path
         model.load_state_dict(state | module_weights(weights, state, factory=config.factory, source=source))
         return model
     weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
-    model.load_state_dict(state | encoder_from_hf(weights, state, source=source))
+    model.load_state_dict(state | encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary))
     return model
 
 
