@@ -11,18 +11,20 @@ from torch import Tensor, nn
 
 
 class WordsAndNeighbours(nn.Module):
-    """States from words and, by a convolution, those beside them."""
+    """States from words and those beside them."""
 
     def __init__(self, vocab_size: int, pad_id: int, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(vocab_size, width, padding_idx=pad_id)
         self.norm = nn.LayerNorm(width)
-        self.neighbours = nn.Conv1d(width, width, kernel_size=3, padding=1)
+        self.neighbours = nn.Linear(3 * width, width)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         seen = attention_mask.unsqueeze(-1).to(self.norm.weight.dtype)
         hidden = self.norm(self.words(input_ids)) * seen  # nothing of padding reaches a word beside it
-        mixed: Tensor = self.neighbours(hidden.transpose(1, 2)).transpose(1, 2)
+        edge = torch.zeros_like(hidden[:, :1])
+        before, after = torch.cat([edge, hidden[:, :-1]], dim=1), torch.cat([hidden[:, 1:], edge], dim=1)
+        mixed: Tensor = self.neighbours(torch.cat([before, hidden, after], dim=-1))
         return hidden + torch.tanh(mixed)
 
 
