@@ -11,8 +11,9 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
+from pipeline.data.share import prepare_share
 from pipeline.data.sources import open_source
-from pipeline.data.synthetic import generate
+from pipeline.data.synthetic import generate, partitions
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import open_storage
 from tests.s3 import MotoServer, lead_to
@@ -51,3 +52,44 @@ def test_same_as_local(bucket: Any, workplace: Callable[[str], Any], tmp_path: P
     for key, data in place.bytes_of(beside.token_set_prefixes[0]).items():
         if key.endswith(".safetensors"):
             assert storage.read_bytes(f"{first.token_set_prefixes[0]}/{key}") == data
+
+
+@pytest.mark.stage
+def test_an_array_of_workers_makes_the_same(bucket: Any, workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    """Their parts meet in the bucket: survey, tokenizer and shards, each by whoever has it to do."""
+    settings = SyntheticConfig(num_queries=30, num_days=2)
+    for name in partitions(settings):
+        table = pa.Table.from_batches(generate(settings, name))
+        for number, part in enumerate((table.slice(0, 200), table.slice(200))):
+            file = tmp_path / "array" / name / f"{number}.parquet"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(part, file)
+            bucket.upload_file(str(file), "data-tests", f"array/{name}/{number}.parquet")
+    config = DataConfig(
+        path="s3://data-tests/array", num_workers=1, rows_per_chunk=100, tokenizer=TokenizerConfig(vocab_size=300)
+    )
+    stop = StopSignal()
+    storage = open_storage("s3://data-tests/array-workspace", stop=stop)
+    results = [
+        prepare_share(
+            config,
+            storage,
+            worker=worker,
+            workers=3,
+            scratch=tmp_path / f"scratch-{worker}",
+            events=lambda name, /, **fields: None,
+            stop=stop,
+        )
+        for worker in (2, 0, 1)
+    ]
+    assert all(isinstance(result, int) for result in results[:-1])
+    shared: Any = results[-1]
+    place = workplace("local")
+    alone = place.prepare(config.model_copy(update={"path": str(tmp_path / "array")}))
+    assert (shared.rows, shared.prepared) == (alone.rows, 2)
+    for theirs, ours in zip(shared.token_set_prefixes, alone.token_set_prefixes, strict=True):
+        verify_dir(storage, theirs, deep=True)
+        shards = {key: data for key, data in place.bytes_of(ours).items() if key.endswith(".safetensors")}
+        assert len(shards) > 4
+        for key, data in shards.items():
+            assert storage.read_bytes(f"{theirs}/{key}") == data
