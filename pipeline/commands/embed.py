@@ -127,14 +127,16 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
         if not picked:
             return skipped("sample", "no text was picked: the catalogue was not read, or embed.verify.sample is 0")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
-        fp32 = settings.embed.model_copy(update={"precision": "fp32"})
+        made_by = vectors.info.made_by
+        as_made = {"precision": "fp32", "chunks": int(str(made_by.get("chunks", 1)))}
+        fp32 = settings.embed.model_copy(update=as_made)
         return check_sample(
             vectors,
             picked,
             TextTokenizer(checkpoint.tokenizer()),
             open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
             prefix=checkpoint.state.inputs.product_prefix,
-            max_tokens=int(str(vectors.info.made_by["max_tokens"])),
+            max_tokens=int(str(made_by["max_tokens"])),
             min_cosine=config.min_cosine,
         )
 

@@ -1,5 +1,6 @@
 """`trnpipe import PATH`: a model of other tools becomes a checkpoint of the workspace, to train on or to embed with."""
 
+import json
 import shlex
 from collections.abc import Iterator
 
@@ -59,8 +60,9 @@ def _lines(
     state, spec = checkpoint.state, model.spec
     size = state.model.encoder
     yield f"import: {model.origin.format} {model.origin.uri}"
+    shape = f"{size.num_layers} x {size.hidden_size}, {size.num_heads} heads"
     yield (
-        f"  encoder {size.num_layers} x {size.hidden_size}, {size.num_heads} heads, {spec.vocab_size:,} tokens, "
+        f"  encoder {state.model.factory or shape}, {spec.vocab_size:,} tokens, "
         f"{state.model.pooling} pooling, texts to {state.max_tokens or state.model.max_positions} tokens"
     )
     classes = ", ".join(f"{label}: {gain:.3g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
@@ -96,4 +98,5 @@ def _model_flags(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
     for name, value in wanted.items():
         if have[name] != value:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
+            text = shlex.quote(json.dumps(value)) if isinstance(value, dict) else text
             yield f"--model.{name.replace('_', '-')} {text}"

@@ -384,6 +384,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+HOST_READ = "HLO006"
+"""Code of a value that was read on the host."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One problem, however often it occurs at one place."""
@@ -439,5 +443,5 @@ def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     if reads := counters.get(read, 0):
         message = "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there"
         remedy = "keep it on the device and read it every N steps"
-        findings.append(Finding("HLO006", "warning", message, remedy, count=reads))
+        findings.append(Finding(HOST_READ, "warning", message, remedy, count=reads))
     return tuple(findings)

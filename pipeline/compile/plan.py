@@ -12,7 +12,7 @@ from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.io.storage import Storage
-from pipeline.model.config import ENCODER_FIELDS, InputSpec, ModelConfig
+from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -61,8 +61,7 @@ def evaluation_plan(
     plan |= {f"train.loss.{name}": value for name, value in train.loss.model_dump(mode="json").items()}
     guard = train.guard.model_dump(mode="json", exclude={"patience"})
     plan |= {f"train.guard.{name}": value for name, value in guard.items()}
-    shape = {**model.used_fields(), **model.encoder.model_dump()}
-    plan |= {f"model.{name}": value for name, value in shape.items() if name not in ("preset", "init_from")}
+    plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
@@ -78,9 +77,11 @@ def embed_plan(
     model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str, world_size: int
 ) -> dict[str, PlanValue]:
     """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device with its replicas, compiler."""
-    shape = {name: value for name, value in model.used_fields().items() if name in ENCODER_FIELDS}
-    shape |= model.encoder.model_dump()
-    plan: dict[str, PlanValue] = {f"model.{name}": value for name, value in shape.items()}
+    plan: dict[str, PlanValue] = {
+        f"model.{name}": value
+        for name, value in model.shape().items()
+        if name in ENCODER_FIELDS or name in EncoderSize.model_fields
+    }
     fields = embed.model_dump(mode="json", include=set(GRAPH_FIELDS))
     plan |= {f"embed.{name}": value for name, value in fields.items()}
     versions: dict[str, str] = {}

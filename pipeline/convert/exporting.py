@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 import torch
@@ -40,10 +40,12 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
+from pipeline.model.factory import PREFIX as FACTORY_PREFIX
+from pipeline.model.factory import FactoryEncoder
 from pipeline.model.families import FAMILIES, from_bert
 from pipeline.model.hf import from_hf
 from pipeline.model.hf_config import CONFIG, hf_config
-from pipeline.model.relevance import build_model
+from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
 
 # Where an export goes: written under a hidden name, then shown whole. Nobody's files are overwritten.
@@ -188,7 +190,9 @@ def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
     """Raises ConfigError for a family of another encoder, and for texts longer than it has positions for."""
     positions = checkpoint.state.model.max_positions
     architecture = checkpoint.state.model.architecture
-    if FAMILIES[plan.family].architecture != architecture:
+    if checkpoint.state.model.factory is not None:
+        _check_factory(checkpoint.state, plan)
+    elif FAMILIES[plan.family].architecture != architecture:
         fitting = ", ".join(name for name, family in FAMILIES.items() if family.architecture == architecture)
         raise ConfigError(
             f"family {plan.family} of a checkpoint whose encoder is {architecture}",
@@ -203,6 +207,22 @@ def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
         )
     if plan.format == "torchscript":
         check_shapes(plan.shapes, positions)
+
+
+def _check_factory(state: TrainState, plan: ExportPlan) -> None:
+    """Raises ConfigError for the folder of a library that does not know the module of a factory."""
+    if plan.format not in ("transformers", "sentence-transformers"):
+        return
+    module = build_model(state.model, state.inputs, seed=0).encoder.module
+    is_theirs = any(one.__name__ == "PreTrainedModel" for one in type(module).__mro__)
+    if is_theirs and plan.family == state.model.architecture:
+        return
+    raise ConfigError(
+        f"--format {plan.format}{'' if plan.family == state.model.architecture else f' --family {plan.family}'} of a"
+        f" {type(module).__name__} that {state.model.factory} builds",
+        expected="a model of transformers, which its AutoModel opens, and no --family",
+        next_command="--format safetensors, in which names begin with encoder.module., or --format torchscript",
+    )
 
 
 def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: StopSignal) -> ExportRecord:
@@ -223,7 +243,8 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         weights=(),
         family=plan.family,
     )
-    write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=state.model.architecture == "bert")
+    has_types = state.model.architecture == "bert" and state.model.factory is None
+    write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=has_types)
     stop.raise_if_set("exporting a model")
     weights = checkpoint.weights()
     model = build_model(state.model, state.inputs, seed=0)
@@ -239,14 +260,14 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
             programs = write_programs(folder, model, state.inputs, plan.shapes, step=step)
         record = record.model_copy(update={"programs": programs})
     else:
-        record = record.model_copy(update={"weights": _write_weights_as(plan, weights, state, folder)})
+        record = record.model_copy(update={"weights": _write_weights_as(plan, weights, state, folder, model)})
     (folder / CARD).write_text(card(record, plan.model_name, plan.ancestors), encoding="utf-8")
     (folder / FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
     return record
 
 
 def _write_weights_as(
-    plan: ExportPlan, weights: Mapping[str, Tensor], state: TrainState, folder: Path
+    plan: ExportPlan, weights: Mapping[str, Tensor], state: TrainState, folder: Path, model: RelevanceModel
 ) -> tuple[str, ...]:
     """The names of the files that together hold every tensor."""
     if plan.format == "safetensors":
@@ -257,11 +278,17 @@ def _write_weights_as(
         torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, buffer)
         (folder / "model.pt").write_bytes(buffer.getbuffer())
         return ("model.pt",)
-    prefix = FAMILIES[state.model.architecture].prefix
+    module = model.encoder.module if isinstance(model.encoder, FactoryEncoder) else None
+    prefix = FAMILIES[state.model.architecture].prefix if module is None else FACTORY_PREFIX
     encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    write_weights(folder / WEIGHTS, from_bert(encoder, plan.family, state.inputs.pad_id))
+    if module is None:
+        encoder = from_bert(encoder, plan.family, state.inputs.pad_id)
+    write_weights(folder / WEIGHTS, encoder)
     write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)})
-    (folder / CONFIG).write_text(hf_config(state.model, state.inputs, plan.family))
+    if module is None:
+        (folder / CONFIG).write_text(hf_config(state.model, state.inputs, plan.family))
+    else:
+        cast(Any, module).config.save_pretrained(folder)  # check_plan has looked at it
     if plan.format == "sentence-transformers":
         # Its modules: encoder, pooling, unit length. The names up to release 5.3, which later ones read too.
         named = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize"))

@@ -24,6 +24,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.factory import module_weights
 from pipeline.model.families import as_bert
 from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
 from pipeline.model.hf_config import CONFIG, hf_config, read_config
@@ -75,6 +76,12 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
         return _bare_file(source, given, scratch)
     if source.has(FILE):
         return _own_export(source, scratch)
+    if given.model.factory is not None:
+        raise ConfigError(
+            f"{source.uri} to be imported with model.factory {given.model.factory}",
+            expected="an export of trnpipe, or a folder of an encoder known here and no model.factory",
+            next_command=f"trnpipe train --model.init-from {source.uri}, which takes the weights of such a module",
+        )
     return _folder(source, given, scratch)
 
 
@@ -218,7 +225,11 @@ def _with_new_head(
     loaded: Mapping[str, Tensor], config: ModelConfig, spec: InputSpec, seed: int, source: str
 ) -> dict[str, Tensor]:
     """The encoder that was loaded, and fresh interactions and head."""
-    encoder = encoder_from_hf(loaded, _template(config, spec), source=source)
+    template = _template(config, spec)
+    if config.factory is None:
+        encoder = encoder_from_hf(loaded, template, source=source)
+    else:
+        encoder = module_weights(loaded, template, factory=config.factory, source=source)
     return {**build_model(config, spec, seed).state_dict(), **encoder}
 
 

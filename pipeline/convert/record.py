@@ -68,7 +68,7 @@ _USE: Mapping[Format, str] = {
 def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -> str:
     """README.md, with the front matter that Hugging Face tools read. `ancestors`: the model first, its root last."""
     library = record.format if record.format not in ("torch", "torchscript") else "pytorch"
-    size, spec, source = record.model.encoder, record.inputs, record.checkpoint
+    spec, source = record.inputs, record.checkpoint
     gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = (
         f"{', '.join(map(_text, spec.numeric)) or 'no numbers'} and {len(spec.categorical_ids)} hashed categories"
@@ -77,7 +77,7 @@ def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -
     lines = [
         f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
         f"# {_text(model_name)}\n",
-        f"{record.family} text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}; "
+        f"{_encoder(record)}; "
         f"{record.model.pooling} pooling over real tokens, vectors of length one. A head grades how well a product "
         f"fits a query; a score is the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
         f"```python\n{use}\n```\n",
@@ -95,6 +95,13 @@ def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -
     lines.append(f"\nMade from `{one_line(source.uri)}`, step {source.step} of cycle {_text(source.cycle)}, manifest")
     lines.append(f"sha256 `{source.digest}`, code `{one_line(record.code_version)}`.")
     return "\n".join(lines) + "\n"
+
+
+def _encoder(record: ExportRecord) -> str:
+    model, size = record.model, record.model.encoder
+    if model.factory is not None:
+        return f"Text encoder of {_text(model.factory)} for queries and product texts, of width {size.hidden_size}"
+    return f"{record.family} text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}"
 
 
 def _programs(record: ExportRecord) -> Iterator[str]:

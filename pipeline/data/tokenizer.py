@@ -29,6 +29,7 @@ from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.proc.pool import run_tasks
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+FILE = "tokenizer.json"
 _ALPHABET = 1000
 _EQUIVALENTS = {
     "[PAD]": ("[PAD]", "<pad>"),
@@ -37,6 +38,32 @@ _EQUIVALENTS = {
     "[UNK]": ("[UNK]", "<unk>"),
 }
 _ENCODE_BLOCK = 8192
+
+
+def has_vocabulary(folder: str, ours: bytes) -> bool:
+    """Whether the tokenizer.json of a model's folder (URI) has the tokens of `ours`; False where there is none.
+
+    Raises ConfigError naming a token that has another number there: the model would read other words.
+    """
+    storage = open_storage(folder)
+    try:
+        data = storage.read_bytes(FILE)
+    except KeyNotFound:
+        return False
+    found, wanted = (_vocabulary(TextTokenizer(one, where)) for one, where in ((data, storage.uri(FILE)), (ours, "")))
+    if found == wanted:
+        return True
+    token = min(found.items() ^ wanted.items(), key=lambda one: one[1])[0]
+    raise ConfigError(
+        f"{storage.uri(FILE)} has {len(found):,} tokens, the data was tokenised with {len(wanted):,};"
+        f" {token!r} is number {found.get(token)} there and {wanted.get(token)} here",
+        expected="the tokenizer that belongs to the weights of --model.init-from",
+        next_command=f"trnpipe prepare --data.tokenizer.path {storage.uri(FILE)}",
+    )
+
+
+def _vocabulary(tokenizer: "TextTokenizer") -> dict[str, int]:
+    return tokenizers.Tokenizer.from_str(tokenizer.data.decode()).get_vocab(with_added_tokens=True)
 
 
 def tokenizer_fingerprint(data: bytes) -> str:

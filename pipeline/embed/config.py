@@ -70,6 +70,8 @@ class VerifyConfig(Record):
     min_recall: float = Field(0.9, ge=0, le=1, description="Lowest recall@10 of that index against exact search")
 
 
+FRAME = 2
+"""Tokens of every text: [CLS] and [SEP]."""
 GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
 """Fields of EmbedConfig that decide graphs."""
 
@@ -81,10 +83,17 @@ class EmbedConfig(Record):
         (128, 512),
         min_length=1,
         max_length=6,
-        description="Static lengths of a row, in tokens, rising: texts share rows; longer texts are cut",
+        description="Static lengths of a row, in tokens, rising: texts share rows; longer texts are cut or chunked",
     )
     tokens_per_batch: int = Field(
         0, ge=0, description="Tokens of one batch, padding included; 0: 1024 on cpu, 4096 on xla, 32768 on cuda"
+    )
+    chunks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Most chunks that a text longer than the model reads is taken apart in, its vector their mean by"
+        " tokens; what is behind them is cut; 1: none, so longer texts are cut or chunked",
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -115,6 +124,15 @@ class EmbedConfig(Record):
         """Tokens of a batch; `default`: those of its device, Backend.default_tokens."""
         return self.tokens_per_batch or max(default, self.buckets[-1])
 
-    def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Tokens of a text that are read: as many as the model has learnt to (when that is known) and a row holds."""
+    def chunk_limit(self, max_tokens: int | None, max_positions: int) -> int:
+        """Tokens read at a time: as many as the model has learnt to (when that is known) and a row holds."""
         return min(max_tokens or max_positions, max_positions, self.buckets[-1])
+
+    def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
+        """Tokens of a text that are read, in one or several chunks."""
+        return whole_limit(self.chunk_limit(max_tokens, max_positions), self.chunks)
+
+
+def whole_limit(chunk_tokens: int, chunks: int) -> int:
+    """Tokens of a text that fills `chunks` chunks: each has [CLS] and [SEP] of its own."""
+    return chunks * (chunk_tokens - FRAME) + FRAME

@@ -22,6 +22,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
+from pipeline.embed.texts import chunk_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.embed.windows import HostBatch, distinct_texts, flat_batches, row_batches, row_shapes
 from pipeline.model.encoder import BertEncoder, TextEncoder
@@ -59,7 +60,7 @@ class EmbedProgram:
         forward = backend.compiled(module) if compiled else module
         self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
         self.backend = backend
-        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens))
+        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
         self._by_length = {shape.length: shape for shape in self.shapes}
         self._watch: GraphWatch = watch or NoWatch()
         backend.step_boundary(list(module.parameters()))
@@ -107,7 +108,7 @@ class RowEngine:
 
     def __init__(self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> None:
         self._program = EmbedProgram(encoder, backend, config, watch)
-        self._pad_id, self.dim = encoder.pad_id, encoder.word_embeddings.embedding_dim
+        self._pad_id, self.dim = encoder.pad_id, encoder.width
 
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         return row_batches(texts, self._program.shapes, self._pad_id)
@@ -130,7 +131,7 @@ class CpuEngine:
         self._tokens = config.batch_tokens(backend.default_tokens)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=packs_weights(dtype))
-        self._pad_id, self.dim = encoder.pad_id, encoder.word_embeddings.embedding_dim
+        self._pad_id, self.dim = encoder.pad_id, encoder.width
         self._threads = torch.get_num_threads()
         self.ahead = self._threads + _AHEAD
 
@@ -203,8 +204,21 @@ class _Window:
     """A window on its way: `vectors` [distinct texts, D], and for each of its texts the place among them."""
 
     place: Int64s
+    first: Int64s | None
+    """Of each text its first chunk, where some have several: `vectors` is of chunks then, of `sizes` tokens."""
+    sizes: Int64s
     vectors: Float32s
     batches_left: int
+
+    def pooled(self) -> Float32s:
+        """Vectors of the texts, not normalised: of chunks the mean, each weighted by its tokens."""
+        if self.first is None:
+            return self.vectors
+        weights = self.sizes.astype(np.float32)
+        counts = np.diff(self.first, append=len(self.vectors))
+        sums = np.add.reduceat(self.vectors * weights[:, None], self.first)
+        means = sums / np.add.reduceat(weights, self.first)[:, None]
+        return np.where((counts > 1)[:, None], means, self.vectors[self.first])
 
 
 class Embedder:
@@ -212,12 +226,15 @@ class Embedder:
 
     Args:
         limit: tokens of a text that are read; of longer ones the last is then `sep_id`.
+        chunk: tokens that are read at a time; longer texts are read in chunks, whose vectors are averaged by tokens.
         stop: polled at every batch.
     """
 
-    def __init__(self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal) -> None:
+    def __init__(
+        self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal, chunk: int | None = None
+    ) -> None:
         self._engine, self._backend, self._stop = engine, backend, stop
-        self._limit, self._sep_id = limit, sep_id
+        self._limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit
         self.dim = engine.dim
         self.figures, self._last = EmbedFigures(), time.monotonic()
 
@@ -248,9 +265,9 @@ class Embedder:
             while open_windows and not open_windows[0].batches_left:
                 window = open_windows.popleft()
                 figures.texts += len(window.place)
-                figures.distinct += len(window.vectors)
                 with clock.idle():
-                    vectors = window.vectors
+                    vectors = window.pooled()
+                    figures.distinct += len(vectors)
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
                     yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 
@@ -278,9 +295,12 @@ class Embedder:
     ) -> Iterator[Batch]:
         for tokens in windows:
             texts = distinct_texts(tokens, self._limit, self._sep_id)
-            batches = list(self._engine.batches(texts.tokens))
-            vectors = np.empty((len(texts.tokens.lengths), self.dim), dtype=np.float32)
-            window = _Window(texts.place, vectors, len(batches))
+            chunks, first = texts.tokens, None
+            if chunks.lengths.max(initial=0) > self._chunk:
+                chunks, first = chunk_tokens(chunks, self._chunk, self._sep_id)
+            batches = list(self._engine.batches(chunks))
+            vectors = np.empty((len(chunks.lengths), self.dim), dtype=np.float32)
+            window = _Window(texts.place, first, chunks.lengths, vectors, len(batches))
             open_windows.append(window)
             for host in batches:
                 given.append((window, host))
@@ -330,6 +350,7 @@ def open_embedder(
         open_engine(model.encoder, backend, config, watch or NoWatch()),
         backend,
         limit=config.text_limit(state.max_tokens, state.model.max_positions),
+        chunk=config.chunk_limit(state.max_tokens, state.model.max_positions),
         sep_id=TextTokenizer(checkpoint.tokenizer(), checkpoint.uri).sep_id,
         stop=stop or StopSignal(),
     )

@@ -80,6 +80,7 @@ class OpenPart:
         self.counts["carried"] += len(window.place) - len(fresh)
         self.counts["known"] += int(window.known.sum())
         self.counts["truncated"] += int(window.truncated.sum())
+        self.counts["chunked"] += int(window.chunked.sum())
         self.counts["tokens"] += len(window.tokens.ids)
         target = fresh + self.rows
         self.rows += len(window.place)

@@ -109,6 +109,8 @@ _DATA_FIELDS = {"path", "format", "esci_locale", "columns", "filter", "synthetic
 def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
     """The settings that decide the work, by name; the data input counts where there is no catalogue."""
     asked: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
+    if config.chunks > 1:
+        asked["embed.chunks"] = config.chunks
     catalogue = config.catalogue.model_dump(mode="json", exclude={"max_bad_fraction"})
     asked |= {f"embed.catalogue.{name}": value for name, value in catalogue.items()}
     asked |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
@@ -139,6 +141,8 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
         "max_tokens": max_tokens,
         "normalised": True,
     }
+    if config.chunks > 1:  # vectors of before there were chunks stay what they are
+        made_by["chunks"] = config.chunks
     earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
     plan = EmbedPlan(
         cycle=ctx.cycle,

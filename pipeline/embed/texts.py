@@ -17,6 +17,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import RowIndex
 from pipeline.embed.catalogue import ID_TYPES, IdType, RawWindow
+from pipeline.embed.config import FRAME
 
 # Tokenising word by word. A catalogue has few different words: nearly all of a window were tokenised before.
 
@@ -95,11 +96,14 @@ class TextRules:
 
     tokenizer: bytes
     max_tokens: int
+    """Of a text that are read."""
     id_type: IdType
     filter: tuple[tuple[str, str], ...] = ()
     index: str = ""
     prefix: str = ""
     """Stands before every text, for the tokenizer alone."""
+    chunks: int = 1
+    """Of a text of `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ class Window:
     """A window ready for the device.
 
     `place` [N]: row of the earlier cycle to take the vector from, -1 for a text to embed; `tokens` holds these alone,
-    in order, and `truncated` says of each whether it was cut. `known` [N]: the earlier cycle had the id.
+    in order; `truncated` and `chunked` say of each whether it was cut, and whether it takes several chunks. `known`
+    [N]: the earlier cycle had the id.
     """
 
     rows: TextRows
@@ -136,6 +141,7 @@ class Window:
     known: Bools
     tokens: Tokens
     truncated: Bools
+    chunked: Bools
 
     def keep(self, rows: Bools) -> "Window":
         fresh, one = rows[self.place < 0], self.rows
@@ -147,7 +153,7 @@ class Window:
             rows=one.rows[rows],
         )
         tokens = take(self.tokens, np.flatnonzero(fresh))
-        return Window(kept, self.place[rows], self.known[rows], tokens, self.truncated[fresh])
+        return Window(kept, self.place[rows], self.known[rows], tokens, self.truncated[fresh], self.chunked[fresh])
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
@@ -161,7 +167,8 @@ def make_window(rules: TextRules, raw: RawWindow) -> Window:
     truncated = tokens.lengths > rules.max_tokens
     if truncated.any():
         tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)
-    return Window(replace(rows, texts=[]), place, known, tokens, truncated)
+    chunked = tokens.lengths > (rules.max_tokens - FRAME) // rules.chunks + FRAME
+    return Window(replace(rows, texts=[]), place, known, tokens, truncated, chunked)
 
 
 def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
@@ -244,6 +251,24 @@ def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
     ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], lengths)]
     ids[offsets[1:][tokens.lengths > limit] - 1] = sep_id
     return Tokens(ids, offsets)
+
+
+def chunk_tokens(tokens: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
+    """Texts of more than `limit` tokens in chunks of at most that, and the number of each one's first chunk [N].
+
+    A chunk begins with the first token of its text, [CLS], and ends with [SEP]; all between them is there once.
+    """
+    lengths, inner = tokens.lengths, limit - FRAME
+    counts = np.where(lengths > limit, -(-(lengths - FRAME) // inner), 1)
+    first = np.cumsum(counts) - counts
+    text = np.repeat(np.arange(len(lengths)), counts)
+    before = (np.arange(len(text)) - first[text]) * inner  # tokens of the text in earlier chunks
+    sizes = np.where(counts[text] > 1, np.minimum(lengths[text] - before, limit), lengths[text])
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[text] + before - offsets[:-1], sizes)]
+    ids[offsets[:-1]] = tokens.ids[tokens.offsets[text]]
+    ids[offsets[1:][counts[text] > 1] - 1] = sep_id
+    return Tokens(ids, offsets), first
 
 
 @lru_cache(maxsize=1)

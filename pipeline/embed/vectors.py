@@ -180,6 +180,7 @@ class PartCounts(Record):
     carried: int = Field(0, description="Vectors taken over from the earlier cycle")
     known: int = Field(0, description="Rows whose id was in the earlier cycle, with this text or another")
     truncated: int = Field(0, description="Embedded texts that were cut to the longest length")
+    chunked: int = Field(0, description="Embedded texts that were taken apart in chunks")
     tokens: int = Field(0, description="Of embedded texts, without padding")
 
     def __add__(self, other: "PartCounts") -> "PartCounts":

@@ -111,9 +111,10 @@ class RowShape:
         return {name: torch.zeros(self.rows, self.length, dtype=torch.int32) for name in names}
 
 
-def row_shapes(buckets: Sequence[int], tokens: int) -> tuple[RowShape, ...]:
-    """The shape of each bucket, `tokens` tokens or a little less."""
-    return tuple(RowShape(tokens // length, length, max(1, length // _TOKENS_PER_TEXT)) for length in buckets)
+def row_shapes(buckets: Sequence[int], tokens: int, *, packed: bool = True) -> tuple[RowShape, ...]:
+    """The shape of each bucket, `tokens` tokens or a little less; unless `packed`, with one text a row."""
+    most = _TOKENS_PER_TEXT if packed else tokens
+    return tuple(RowShape(tokens // length, length, max(1, length // most)) for length in buckets)
 
 
 _STEP = 64

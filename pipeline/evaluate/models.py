@@ -54,7 +54,7 @@ class Models:
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
         """What is judged by what: all that decides the verdict, and whether it is acted on."""
         acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
-        dimensions = settings.embed.output.dimensions
+        dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
@@ -64,6 +64,7 @@ class Models:
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
             **({"dimensions": str(dimensions)} if dimensions else {}),
+            **({"chunks": str(chunks)} if chunks > 1 else {}),
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
@@ -269,12 +270,12 @@ class ModelScorer:
 
     def _key(self, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> str:
         """Named by all that decides the scores, so that another attempt finds those of the same question only."""
-        config = self.settings.evaluate
+        config, chunks = self.settings.evaluate, self.settings.embed.chunks
         decides = fingerprint(
             {
                 "holdout": holdout.name,
                 "query_tokens": list(config.query_tokens),
-                "vectors": [vector_rows, self.settings.embed.precision],
+                "vectors": [vector_rows, self.settings.embed.precision, *([chunks] if chunks > 1 else [])],
                 "precision": self.settings.train.precision,
                 "device": self.backend.device_name(),
             }
@@ -284,5 +285,5 @@ class ModelScorer:
 
 def _architecture(model: ModelConfig) -> str:
     """Models of one name have the same parameters and graphs."""
-    shape = {**model.used_fields(), **model.encoder.model_dump()}
-    return fingerprint({name: value for name, value in shape.items() if name not in ("preset", "dropout", "init_from")})
+    unused = ("preset", "dropout", "init_from")
+    return fingerprint({name: value for name, value in model.shape().items() if name not in unused})

@@ -226,7 +226,8 @@ class ModelSearch:
         max_valid = config.baselines.valid_queries
         if self._catalogue is not None:
             spec = spec_of(self.sets[0].info)
-            return from_catalogue(self._catalogue, self.holdout, TextTokenizer(self.tokenizer), spec, max_valid)
+            tokenizer, chunks = TextTokenizer(self.tokenizer), self.settings.embed.chunks
+            return from_catalogue(self._catalogue, self.holdout, tokenizer, spec, max_valid, chunks=chunks)
         sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
         return from_products(
             self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, ctx.stop, self.warn
@@ -244,7 +245,14 @@ class ModelSearch:
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
             "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
+            **(self._chunks if self._catalogue else {}),
         }
+
+    @property
+    def _chunks(self) -> dict[str, Json]:
+        """Nothing without chunks, as before there were any."""
+        chunks = self.settings.embed.chunks
+        return {"chunks": chunks} if chunks > 1 else {}
 
     @cached_property
     def _catalogue(self) -> CatalogueFile | None:
@@ -258,7 +266,7 @@ class ModelSearch:
         return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
-        embed = self.settings.embed.model_dump(mode="json", include={"precision"})
+        embed = self.settings.embed.model_dump(mode="json", include={"precision"}) | self._chunks
         widths: list[Json] = [*self._widths(checkpoint)]
         decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})
         return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"

@@ -17,6 +17,7 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.sources import Files, open_files
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.data.validate import filter_mask
+from pipeline.embed.config import whole_limit
 from pipeline.embed.texts import cut_tokens
 from pipeline.evaluate.config import MetricsConfig, RetrievalConfig
 from pipeline.evaluate.holdout import Holdout
@@ -252,17 +253,21 @@ def from_products(
 
 
 def from_catalogue(
-    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, max_valid: int
+    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, max_valid: int, chunks: int = 1
 ) -> RetrievalTask:
-    """The queries of a catalogue file against all its items. Texts are cut as those of the prepared data."""
+    """The queries of a catalogue file against all its items.
+
+    Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
+    """
     config, largest = file.config, holdout.rows.buckets[-1]
     found = file.queries()
-    limit = text_characters(holdout.rows.buckets)
+    limit = chunks * text_characters(holdout.rows.buckets)
+    most_tokens = whole_limit(largest.product_tokens, chunks)
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
         for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
-            yield first, cut_tokens(tokens, largest.product_tokens, tokenizer.sep_id)
+            yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
         return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))

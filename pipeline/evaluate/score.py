@@ -40,7 +40,7 @@ from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.strategies.base import Precision
-from pipeline.parallel.strategies.flat import FlatLayout, flat_forward
+from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
 
 # The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
 
@@ -68,7 +68,7 @@ class ScoreProgram:
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
         self._layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
-        self._model = model.eval().to("meta")
+        self._model = structure(model.eval(), backend)
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or NoWatch()
         self._flats: list[Tensor] = []

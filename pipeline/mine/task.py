@@ -100,6 +100,7 @@ def decide(settings: Settings, sets: list[TokenSet], model: Checkpoint | None, p
     ranked_by: dict[str, JsonValue] = {"k1": K1, "b": B}
     if model is not None:
         ranked_by = {"precision": settings.embed.precision, "max_tokens": longest_text(settings, model)}
+        ranked_by |= {"chunks": settings.embed.chunks} if settings.embed.chunks > 1 else {}
     decides: dict[str, JsonValue] = {
         "token_sets": [one.info.fingerprint for one in sets],
         "asked": [sets[place].info.partition for place in new],

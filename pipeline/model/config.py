@@ -1,17 +1,25 @@
 """Shape of the model. Presets give the encoder sizes; any single field may be set over them."""
 
+import json
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from pipeline.core.errors import ConfigError
 
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
 _OF_MODERNBERT = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
-ENCODER_FIELDS = frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _OF_MODERNBERT
+_OF_FACTORY = frozenset({"factory", "factory_options"})
+_OF_OURS = frozenset(
+    {"preset", "architecture", "num_layers", "num_heads", "intermediate_size", "layer_norm_eps", "dropout"}
+)
+"""What says nothing about an encoder that a factory builds."""
+ENCODER_FIELDS = (
+    frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _OF_MODERNBERT | _OF_FACTORY
+)
 """What decides the encoder, beside its sizes."""
 LOWEST_TEMPERATURE = 0.01
 """Of a temperature that is learnt."""
@@ -48,7 +56,18 @@ class ModelConfig(BaseModel):
     architecture: Architecture = Field(
         "bert", description="Encoder: bert (also RoBERTa, XLM-R, CamemBERT), mpnet or modernbert; docs/encoders.md"
     )
-    hidden_size: int | None = Field(None, ge=8, description="Encoder width D (default: preset)")
+    factory: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        description="package.module:function of yours that returns the encoder, in place of those here;"
+        " docs/encoders.md",
+    )
+    factory_options: dict[str, JsonValue] = Field(
+        {}, description="Arguments of that function by name, beside vocab_size, pad_id and max_positions"
+    )
+    hidden_size: int | None = Field(
+        None, ge=8, description="Encoder width D (default: preset); with a factory: of its states or vectors"
+    )
     num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
     num_heads: int | None = Field(None, ge=1, description="Attention heads (default: preset)")
     intermediate_size: int | None = Field(None, ge=8, description="Encoder feed-forward width (default: preset)")
@@ -79,8 +98,23 @@ class ModelConfig(BaseModel):
     )
     categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
     init_from: str | None = Field(
-        None, description="URI of a Hugging Face folder to start the encoder from, of the architecture above"
+        None,
+        description="URI of a Hugging Face folder to start the encoder from, of the architecture above or of the"
+        " factory's module",
     )
+
+    @model_validator(mode="after")
+    def _factory_fits(self) -> Self:
+        if self.factory is None:
+            if self.factory_options:
+                raise ValueError("factory_options without a factory: expected factory package.module:function")
+            return self
+        if self.hidden_size is None:
+            raise ValueError("factory without hidden_size: expected the width of the states or vectors of its module")
+        if self.architecture != "bert" or self.dropout:
+            name = "dropout" if self.dropout else "architecture"
+            raise ValueError(f"{name} with a factory: expected it among factory_options, which its function reads")
+        return self
 
     def used_fields(self) -> dict[str, Any]:
         """Fields that say something about this architecture, for JSON.
@@ -89,9 +123,19 @@ class ModelConfig(BaseModel):
         before there were others.
         """
         unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
-        if self.architecture == "bert":
-            unused.add("architecture")
+        if self.factory is not None:
+            unused |= _OF_OURS
+        else:
+            unused |= _OF_FACTORY
+            if self.architecture == "bert":
+                unused.add("architecture")
         return self.model_dump(mode="json", exclude=unused)
+
+    def shape(self) -> dict[str, Any]:
+        """The fields above with the sizes of the encoder; of one that a factory builds its width, options as text."""
+        if self.factory is None:
+            return {**self.used_fields(), **self.encoder.model_dump()}
+        return {**self.used_fields(), "factory_options": json.dumps(self.factory_options, sort_keys=True)}
 
     @property
     def encoder(self) -> EncoderSize:
@@ -103,7 +147,7 @@ class ModelConfig(BaseModel):
             num_heads=self.num_heads or base.num_heads,
             intermediate_size=self.intermediate_size or base.intermediate_size,
         )
-        if size.hidden_size % size.num_heads:
+        if self.factory is None and size.hidden_size % size.num_heads:
             raise ConfigError(
                 f"model.hidden_size {size.hidden_size} with model.num_heads {size.num_heads}",
                 expected="a width that the heads divide",
@@ -241,8 +285,12 @@ def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> 
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
     if found.architecture != "modernbert":
         ignored |= _OF_MODERNBERT
-    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump()}
-    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump()}
+    sizes = None
+    if found.factory is not None and ours.factory is not None:
+        ignored |= _OF_OURS
+        sizes = {"hidden_size"}
+    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump(include=sizes)}
+    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump(include=sizes)}
     for name, value in wanted.items():
         if theirs[name] != value:
             raise ConfigError(

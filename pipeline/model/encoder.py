@@ -10,11 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
-from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear
+from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear, dropout
 
 _MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
 
@@ -44,24 +43,25 @@ class EncoderLayer(nn.Module):
         query, key, value = (part.reshape(heads).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
         attended = self.attention(query, key, value, score_bias)  # each [B, H, T, D/H]
         attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, -1))
-        hidden = self.attention_norm(hidden + self._drop(attended))
+        hidden = self.attention_norm(hidden + dropout(attended, self.dropout, training=self.training))
         expanded = self.activation(self.intermediate(hidden))
-        result: Tensor = self.output_norm(hidden + self._drop(self.output(expanded)))
+        result: Tensor = self.output_norm(hidden + dropout(self.output(expanded), self.dropout, training=self.training))
         return result
-
-    def _drop(self, values: Tensor) -> Tensor:
-        return F.dropout(values, self.dropout, self.training) if self.dropout else values
 
 
 class TextEncoder(nn.Module, ABC):
     """Token ids to one embedding a text. The architectures say what happens between (`states`)."""
 
     layers: nn.ModuleList
-    word_embeddings: nn.Embedding
+    packs_rows = True
+    """Several texts of a row cost what their tokens cost."""
 
     def __init__(self, config: ModelConfig, pad_id: int) -> None:
         super().__init__()
         self.pad_id = pad_id
+        self.width = config.encoder.hidden_size
+        self.longest_text = config.max_positions
+        """Tokens of the longest text of any row."""
         self.pooling = config.pooling
         self.dropout = config.dropout
         self.run_layer: Callable[..., Tensor] | None = None
@@ -110,13 +110,15 @@ class TextEncoder(nn.Module, ABC):
         weights = chosen.to(hidden.dtype).unsqueeze(-1)
         return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers are drawn in training."""
+        return self.dropout > 0
+
     def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
         """One layer, or what stands in for it."""
         found: Tensor = layer(*inputs) if self.run_layer is None else self.run_layer(layer, *inputs)
         return found
-
-    def drop(self, hidden: Tensor) -> Tensor:
-        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
 
 
 class BertEncoder(TextEncoder):
@@ -134,7 +136,9 @@ class BertEncoder(TextEncoder):
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         """As TextEncoder.states."""
         fixed = _looked_up(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
-        hidden = self.drop(self.embedding_norm(self.word_embeddings(tokens) + fixed))
+        hidden = dropout(
+            self.embedding_norm(self.word_embeddings(tokens) + fixed), self.dropout, training=self.training
+        )
         score_bias = hidden_scores(masked, hidden)
         for layer in self.layers:
             hidden = self.run(layer, hidden, score_bias)
@@ -159,7 +163,9 @@ class MPNetEncoder(TextEncoder):
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         """As TextEncoder.states. Texts of a row lie in one piece, so distances in the row are those in the text."""
         places = _looked_up(self.position_embeddings, positions, tokens.shape[1])
-        hidden = self.drop(self.embedding_norm(self.word_embeddings(tokens) + places))
+        hidden = dropout(
+            self.embedding_norm(self.word_embeddings(tokens) + places), self.dropout, training=self.training
+        )
         # A product with rows of one 1 each, not a look-up: its gradient is a product too, and no scatter.
         buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
         chosen = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)

@@ -1,6 +1,7 @@
 """Weights under the Hugging Face names of their architecture, so that `transformers` and every backend read one file.
 
-Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names.
+Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a module
+of a factory has its names behind `encoder.module.`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,10 +16,13 @@ from torch import Tensor
 from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.families import as_bert
+from pipeline.model.factory import PREFIX as FACTORY_PREFIX
+from pipeline.model.factory import module_weights
+from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
 
+_WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
 """How the names of everything else begin."""
@@ -64,7 +68,7 @@ class _Names:
 
 _NAMES: Mapping[str, _Names] = {
     "bert": _Names(
-        "bert.",
+        FAMILIES["bert"].prefix,
         "encoder.layer.",
         _EMBEDDINGS | {"type_embeddings.weight": "embeddings.token_type_embeddings.weight"},
         _FEED_FORWARD | {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"},
@@ -72,7 +76,7 @@ _NAMES: Mapping[str, _Names] = {
         ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
     ),
     "mpnet": _Names(
-        "mpnet.",
+        FAMILIES["mpnet"].prefix,
         "encoder.layer.",
         _EMBEDDINGS | {"relative_bias.weight": "encoder.relative_attention_bias.weight"},
         _FEED_FORWARD | {"attention_output": "attention.attn.o", "attention_norm": "attention.LayerNorm"},
@@ -81,7 +85,7 @@ _NAMES: Mapping[str, _Names] = {
         offset=MPNET_PAD + 1,
     ),
     "modernbert": _Names(
-        "model.",
+        FAMILIES["modernbert"].prefix,
         "layers.",
         {
             "word_embeddings.weight": "embeddings.tok_embeddings.weight",
@@ -99,7 +103,6 @@ _NAMES: Mapping[str, _Names] = {
         ("head.", "decoder.", "classifier."),
     ),
 }
-PREFIXES = tuple(names.prefix for names in _NAMES.values())
 
 
 def _names_of(state: Iterable[str]) -> _Names:
@@ -124,7 +127,7 @@ def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
     """Those that hold a tensor of ours, one after the other."""
-    if not name.startswith("encoder."):
+    if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
         return (name,)
     own = name.removeprefix("encoder.")
     if own in names.single:
@@ -160,10 +163,13 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
     return result
 
 
-def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+def encoder_from_hf(
+    weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str, same_vocabulary: bool = False
+) -> dict[str, Tensor]:
     """The encoder's part of a foreign checkpoint (with or without a prefix), in our names.
 
     Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
+    `same_vocabulary`: further rows of words, with which tables are often filled up to a round number, are left out.
     """
     names = _names_of(template)
 
@@ -183,6 +189,15 @@ def encoder_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor
             expected="an encoder of the architecture and of as many layers as the model settings",
             next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json",
         )
+    (words,) = _hf_names(_WORDS, names)
+    if words in prefixed and (rows := prefixed[words].shape[0]) != (tokens := known[words].shape[0]):
+        if rows < tokens or not same_vocabulary:
+            raise CheckpointError(
+                f"{source}: {words}: shape {list(prefixed[words].shape)}, and the tokenizer has {tokens} tokens",
+                expected="the tokenizer that belongs to the weights",
+                next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
+            )
+        prefixed[words] = prefixed[words][:tokens]
     positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
     if positions in prefixed:
         prefixed[positions] = prefixed[positions][: known[positions].shape[0]]
@@ -197,7 +212,14 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
     Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
     """
     names = _names_of(template)
-    named = _renamed(weights, lambda name: names.prefix + name if name.startswith(names.begins) else name, source)
+
+    def named_whole(name: str) -> str:
+        if is_foreign:
+            return name if name.startswith((*HEAD_PARTS, *_OF_TRAINING, FACTORY_PREFIX)) else FACTORY_PREFIX + name
+        return names.prefix + name if name.startswith(names.begins) else name
+
+    is_foreign = any(name.startswith(FACTORY_PREFIX) for name in template)
+    named = _renamed(weights, named_whole, source)
     unknown = sorted(n for n in named.keys() - _expected(template).keys() if not n.startswith(_OF_TRAINING))
     if unknown:
         raise CheckpointError(
@@ -230,8 +252,12 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
 
-def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path) -> RelevanceModel:
+def initial_model(
+    config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
+) -> RelevanceModel:
     """A model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors.
+
+    `same_vocabulary`: its tokenizer is that of `spec`.
 
     Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here, or is
     not that of the settings.
@@ -253,9 +279,12 @@ def initial_model(config: ModelConfig, spec: InputSpec, seed: int, scratch: Path
             expected="the safetensors weights of an encoder",
             next_command="--model.init-from FOLDER",
         ) from error
-    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
     state = model.state_dict()
-    model.load_state_dict(state | encoder_from_hf(weights, state, source=source))
+    if config.factory is not None:
+        model.load_state_dict(state | module_weights(weights, state, factory=config.factory, source=source))
+        return model
+    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
+    model.load_state_dict(state | encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary))
     return model
 
 

@@ -87,31 +87,30 @@ class EncoderJson(Foreign):
             )
 
 
-class BertJson(EncoderJson):
-    """A Hugging Face config.json of an encoder that computes what BERT computes (model/families.py)"""
+class _PostNormJson(EncoderJson):
+    """A Hugging Face config.json of an encoder with layer norms after each part"""
 
     hidden_act: Literal["gelu"] = "gelu"
     layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
+
+    def fields(self) -> dict[str, Any]:
+        """As EncoderJson.fields."""
+        return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
+
+
+class BertJson(_PostNormJson):
+    """A Hugging Face config.json of an encoder that computes what BERT computes (model/families.py)"""
+
     position_embedding_type: Literal["absolute"] = "absolute"
     is_decoder: Literal[False] = False
     add_cross_attention: Literal[False] = False
 
-    def fields(self) -> dict[str, Any]:
-        """As EncoderJson.fields."""
-        return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
 
-
-class MPNetJson(EncoderJson):
+class MPNetJson(_PostNormJson):
     """A Hugging Face config.json of an MPNet"""
 
     pad_token_id: Literal[1] = 1
-    hidden_act: Literal["gelu"] = "gelu"
-    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
     relative_attention_num_buckets: Literal[32] = 32
-
-    def fields(self) -> dict[str, Any]:
-        """As EncoderJson.fields."""
-        return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
 
 
 class _Rope(Foreign):
@@ -193,13 +192,18 @@ def read_config(data: bytes, where: str) -> EncoderJson:
         raise ConfigError(
             f"{where}: architecture {found.model_type}{classes}",
             expected=f"model_type {', '.join(FAMILIES)}: docs/encoders.md",
-            next_command="name a model of those families",
+            next_command="name a model of those families, or build its module yourself (--model.factory)",
         )
     return parse_json(data, _OF_ARCHITECTURE[family.architecture], where)
 
 
 def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str:
-    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`)."""
+    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`).
+
+    Of a module that a factory builds it says by which, and nothing that transformers would open.
+    """
+    if config.factory is not None:
+        return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
     family = FAMILIES[model_type or config.architecture]
     size, offset = config.encoder, family.offset(spec.pad_id)
     found: dict[str, Any] = {

@@ -6,12 +6,11 @@ modeling_modernbert.py of transformers; gte-modernbert and others are of this fo
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.encoder import TextEncoder, hidden_scores
-from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear
+from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear, dropout
 
 
 class ModernLayer(nn.Module):
@@ -42,12 +41,9 @@ class ModernLayer(nn.Module):
         query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
         attended = self.attention(query, key, value, score_bias)  # each [B, H, T, E]
         attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
-        hidden = hidden + self._drop(attended)
+        hidden = hidden + dropout(attended, self.dropout, training=self.training)
         values, gate = self.gated(self.feed_forward_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self._drop(self.output(self.activation(values) * gate))
-
-    def _drop(self, values: Tensor) -> Tensor:
-        return F.dropout(values, self.dropout, self.training) if self.dropout else values
+        return hidden + dropout(self.output(self.activation(values) * gate), self.dropout, training=self.training)
 
 
 class ModernBertEncoder(TextEncoder):
@@ -69,7 +65,7 @@ class ModernBertEncoder(TextEncoder):
         """As TextEncoder.states. Texts of a row lie in one piece, so distances in the row are those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         places = numbers[None] if positions is None else positions
-        hidden = self.drop(self.embedding_norm(self.word_embeddings(tokens)))
+        hidden = dropout(self.embedding_norm(self.word_embeddings(tokens)), self.dropout, training=self.training)
         is_far = (numbers[None, :] - numbers[:, None]).abs() > self._reach
         inputs = {
             kind: (hidden_scores(seen, hidden), *_rotations(places, self._head_width, self._thetas[kind]))

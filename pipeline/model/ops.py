@@ -74,6 +74,11 @@ class Attention(nn.Module):
         return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 
+def dropout(values: Tensor, share: float, *, training: bool) -> Tensor:
+    """F.dropout; without a share nothing is traced."""
+    return F.dropout(values, share, training) if share else values
+
+
 def unit(values: Tensor) -> Tensor:
     """[B, D] scaled to length one. F.normalize compares with a Python float, which puts f64 into a traced graph."""
     return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)

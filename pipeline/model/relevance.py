@@ -10,6 +10,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.model import encoder, interactions
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, MPNetEncoder, TextEncoder
+from pipeline.model.factory import FactoryEncoder
 from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.interactions import Interactions
 from pipeline.model.modernbert import ModernBertEncoder
@@ -64,9 +65,15 @@ class RelevanceOutputs(NamedTuple):
 class RelevanceModel(nn.Module):
     """Scores (query, product) pairs; its embeddings serve retrieval."""
 
-    def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
+    def __init__(self, config: ModelConfig, spec: InputSpec, seed: int = 0) -> None:
+        """`seed`: of what a factory draws. What is of this package is initialised later."""
         super().__init__()
-        self.encoder = _ENCODERS[config.architecture](config, spec.vocab_size, spec.pad_id)
+        sizes = spec.vocab_size, spec.pad_id
+        self.encoder: TextEncoder
+        if config.factory is None:
+            self.encoder = _ENCODERS[config.architecture](config, *sizes)
+        else:
+            self.encoder = FactoryEncoder(config, *sizes, seed)
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
@@ -117,9 +124,10 @@ def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceMod
             expected=f"{MPNET_PAD}, from which an MPNet counts positions",
             next_command="--data.tokenizer.path FILE, the tokenizer.json of an MPNet, or another --model.architecture",
         )
-    model = RelevanceModel(config, spec)
+    model = RelevanceModel(config, spec, seed)
     generator = torch.Generator().manual_seed(seed)
-    encoder.initialise(model.encoder, generator)
+    if config.factory is None:
+        encoder.initialise(model.encoder, generator)
     interactions.initialise(model.interactions, generator)
     interactions.initialise(model.head, generator)
     return model

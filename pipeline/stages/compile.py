@@ -1,17 +1,19 @@
 """The compile stage: meet every graph a cycle needs before it starts, and write them down in the graph manifest."""
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import lazy_device_name
 from pipeline.compile.hlo import store_texts
-from pipeline.compile.lint import lint, lint_counters
+from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_nodes import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
 from pipeline.compile.watch import CountRecorder, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
 from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
@@ -77,13 +79,27 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     texts, modules = (recorder.texts, recorder.modules) if isinstance(recorder, Recorder) else ({}, {})
     for place in recorder.outside if isinstance(recorder, Recorder) else ():
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    for finding in (*lint(*modules.values()), *lint_counters(backend.host_operators())):
+    findings = (*lint(*modules.values()), *lint_counters(backend.host_operators()))
+    for finding in findings:
         ctx.console.warn(str(finding))
+    if backend.is_lazy and settings.model.factory is not None:
+        _check_factory(settings.model.factory, findings)
     if driven:
         atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
     store_texts(ctx.workspace, texts)
     return _publish(ctx, manifest, started)
+
+
+def _check_factory(factory: str, findings: Sequence[Finding]) -> None:
+    """Raises ConfigError for a module that a compiler refuses, or whose graphs depend on values."""
+    found = [one for one in findings if one.severity == "error" or one.code == HOST_READ]
+    if found:
+        raise ConfigError(
+            f"the graphs of model.factory {factory} do not pass: {found[0].code}, {found[0].message}",
+            expected="a module of static shapes that never looks at a value",
+            next_command=f"{found[0].remedy}; trnpipe doctor --hlo names the places",
+        )
 
 
 def _already(ctx: StageContext, known: GraphManifest, started: datetime) -> StageResult:

@@ -117,6 +117,7 @@ def _embed(
             filter=tuple(plan.catalogue.columns.filter.items()),
             index=index,
             prefix=checkpoint.state.inputs.product_prefix,
+            chunks=settings.embed.chunks,
         ),
         windows=worker_processes(settings.embed.tokenise_processes, ctx.stop),
         earlier=earlier,
@@ -159,10 +160,11 @@ def _tell_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> Non
         ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
     bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
     deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
+    chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
     Console().info(  # also where another rank than the first was last
         f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
         f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
-        f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut | "
+        f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "
         f"{format_duration((result.finished - result.started).total_seconds())} | "
         f"{ctx.workspace.uri(vectors.prefix)}"
     )

@@ -22,6 +22,7 @@ from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.sampler import MinedProducts, TrainingPools
 from pipeline.data.shards import TokenRows
+from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.tokens import Split, open_rows
 from pipeline.health.device import informed
 from pipeline.mine.negatives import open_negatives
@@ -164,7 +165,9 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
                 next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
             )
 
-        model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch)
+        folder = settings.model.init_from
+        same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
+        model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
         watch: GraphWatch = NoWatch()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.compile.watch import GraphWatch
 from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.errors import ConfigError
 from pipeline.model.losses import Temperature
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
@@ -34,6 +35,7 @@ def open_program(
 ) -> TrainProgram:
     """The program of one rank of a run, or of the trial of one: both have the same graphs. Takes the model over."""
     plan, layout = config.parallel, gang.layout
+    model.encoder.longest_text = max(side for one in buckets for side in (one.query_tokens, one.product_tokens))
     strategy: Strategy
     spread = layout.tensor_size > 1 or plan.offload_horizon or (plan.shard == "all" and layout.shard_size > 1)
     if spread or backend.compiles_steps:
@@ -108,7 +110,14 @@ def flat_strategy(
 
 def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
     """Give a model, in place, what its loss learns and the form of its operators. Raises ConfigError for its width."""
-    config.loss.check_width(model.encoder.word_embeddings.embedding_dim)
+    config.loss.check_width(model.encoder.width)
+    if config.optimizer.by_layer and not len(model.encoder.layers):
+        raise ConfigError(
+            f"train.optimizer.layer_decay {config.optimizer.layer_decay} with model.factory, whose layers have no names"
+            " here",
+            expected="one rate for the whole encoder",
+            next_command="--train.optimizer.layer-decay 1",
+        )
     if config.loss.learn_temperature:
         model.temperature = Temperature(config.loss.temperature)
     choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)

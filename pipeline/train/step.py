@@ -48,7 +48,7 @@ class TrainProgram:
         self.backend, self.config, self.strategy = backend, config, strategy
         self._watch: GraphWatch = watch or NoWatch()
         self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
-        self.has_dropout = strategy.model.encoder.dropout > 0
+        self.has_dropout = strategy.model.encoder.is_random
         self._masters = strategy.masters
         self._copies = strategy.weights if strategy.weights is not strategy.masters else ()
         num_layers = len(strategy.model.encoder.layers)

@@ -53,6 +53,7 @@ def embedder(
     *,
     rows: bool = False,
     limit: int = 80,
+    chunk: int | None = None,
     stop: StopSignal | None = None,
 ) -> Embedder:
     """On the CPU; `rows`: with the engine of devices with static shapes."""
@@ -61,7 +62,7 @@ def embedder(
         RowEngine(encoder(), device, config, NoWatch()) if rows else open_engine(encoder(), device, config, NoWatch())
     )
     assert rows or backend is not None or isinstance(engine, CpuEngine)
-    return Embedder(engine, device, limit=limit, sep_id=SEP, stop=stop or StopSignal())
+    return Embedder(engine, device, limit=limit, chunk=chunk, sep_id=SEP, stop=stop or StopSignal())
 
 
 def vectors_of(made: Embedder, *windows: Tokens) -> list[Float32s]:

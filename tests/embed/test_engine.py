@@ -46,6 +46,39 @@ def test_each_window_has_unit_vectors_in_the_order_of_its_texts(rows: bool) -> N
 
 
 @pytest.mark.parametrize("rows", [False, True])
+def test_a_text_of_two_chunks_is_their_mean_by_tokens(rows: bool) -> None:
+    """By hand; a text that fits has the vector it has without chunks."""
+    long, short = texts([70], 1), texts([5, 24, 24], 2)
+    ids = np.concatenate([short.ids, long.ids, short.ids[5:]])
+    window = Tokens(ids, np.array([0, 5, 29, 53, 123, 147, 171], dtype=np.int64))  # two are there twice
+    made = embedder(rows=rows, chunk=50)
+    (found,) = vectors_of(made, window)
+    inner = long.ids[1:-1]
+    parts = [np.concatenate([[1], part, [SEP]]).astype(np.int32) for part in (inner[:48], inner[48:])]
+    alone = [encoder()(torch.from_numpy(part)[None]) for part in parts]
+    mean = (alone[0] * len(parts[0]) + alone[1] * len(parts[1])) / (len(parts[0]) + len(parts[1]))
+    torch.testing.assert_close(torch.from_numpy(found[3:4]), torch.nn.functional.normalize(mean), rtol=0, atol=1e-5)
+    (without,) = vectors_of(embedder(rows=rows), short)
+    np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], without[[0, 1, 2, 1, 2]], rtol=0, atol=1e-6)
+    assert (made.figures.texts, made.figures.distinct) == (6, 4)
+    assert made.figures.tokens == 5 + 24 + 24 + len(parts[0]) + len(parts[1])
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_chunks_change_no_text_that_fits(rows: bool, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(2, 80), min_size=1, max_size=30))
+    limit, tokens = data.draw(st.integers(10, 80)), texts(lengths)
+    (found,) = vectors_of(embedder(rows=rows, chunk=limit), tokens)
+    (whole,) = vectors_of(embedder(rows=rows), tokens)
+    fits = np.array(lengths) <= limit
+    np.testing.assert_allclose(found[fits], whole[fits], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
+    assert fits.all() or np.abs(found[~fits] - whole[~fits]).max() > 1e-4
+
+
+@pytest.mark.parametrize("rows", [False, True])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_order_company_and_shapes_make_no_difference(rows: bool, data: st.DataObject) -> None:
@@ -192,6 +225,8 @@ def test_texts_are_read_as_far_as_the_model_has_learnt_to() -> None:
     assert config.text_limit(64, 512) == 64
     assert config.text_limit(None, 100) == 100
     assert config.text_limit(400, 512) == 256
+    chunked = EmbedConfig(buckets=(128, 256), chunks=3)
+    assert (chunked.chunk_limit(64, 512), chunked.text_limit(64, 512)) == (64, 3 * 62 + 2)
 
 
 def test_a_checkpoint_is_opened_with_its_weights_and_read_as_far_as_it_has_learnt(tmp_path: Path) -> None:

@@ -6,11 +6,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.data.rows import FILTER
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import RawWindow
-from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT, NO_ID, TextRules, cut_tokens, judge_rows, make_window
+from pipeline.embed.config import whole_limit
+from pipeline.embed.texts import (
+    DUPLICATE_ID,
+    EMPTY_TEXT,
+    NO_ID,
+    TextRules,
+    chunk_tokens,
+    cut_tokens,
+    judge_rows,
+    make_window,
+)
 from tests.embed.catalogues import Case, products, rows_of, tokenizer_json, write_catalogue
 
 RULES = TextRules(b"", 8, "string")
@@ -110,6 +122,35 @@ def test_cut_tokens() -> None:
     cut = cut_tokens(tokens, 4, 99)
     assert cut.ids.tolist() == [0, 1, 2, 3, 4, 99, 7, 8, 9, 99]
     assert cut.offsets.tolist() == [0, 2, 6, 10]
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), limit=st.integers(3, 70))
+@settings(max_examples=60, deadline=None)
+def test_chunks_hold_every_token_of_a_text_once(lengths: list[int], limit: int) -> None:
+    """Between a [CLS] and a [SEP] of their own; what fits stays as it is."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = Tokens(np.arange(100, 100 + offsets[-1], dtype=np.int32), offsets)
+    chunks, first = chunk_tokens(tokens, limit, 99)
+    assert chunks.lengths.max() <= limit and len(first) == len(lengths)
+    parts = np.split(chunks.ids, chunks.offsets[1:-1])
+    for text, (start, end) in enumerate(zip(first, [*first[1:], len(parts)], strict=True)):
+        whole = tokens.ids[offsets[text] : offsets[text + 1]]
+        if len(whole) <= limit:
+            assert end == start + 1 and np.array_equal(parts[start], whole)
+            continue
+        assert all(part[0] == whole[0] and part[-1] == 99 and len(part) > 2 for part in parts[start:end])
+        assert np.array_equal(np.concatenate([part[1:-1] for part in parts[start:end]]), whole[1:-1])
+        assert all(len(part) == limit for part in parts[start : end - 1])
+
+
+def test_what_is_chunked_and_what_is_cut_is_counted() -> None:
+    rules = TextRules(tokenizer_json(), whole_limit(12, 3), "string", chunks=3)
+    titles = [b"phone model " * 8500, b"phone " * 6, b"phone"]
+    window = make_window(rules, raw(id=[b"a", b"b", b"c"], title=titles))
+    assert (window.truncated.tolist(), window.chunked.tolist()) == ([True, False, False], [True, True, False])
+    assert window.tokens.lengths[0] == 32, "three times ten, [CLS] and [SEP]"
+    kept = window.keep(np.array([False, True, True]))
+    assert kept.chunked.tolist() == [True, False]
 
 
 ID_ARRAYS = {

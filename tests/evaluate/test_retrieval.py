@@ -255,6 +255,28 @@ def test_prefixes_are_for_the_encoder_alone(catalogue: Path, holdout: Holdout, t
     assert [title for window in task.texts() for title in window] == titles
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_items_are_read_as_far_as_their_chunks_go(
+    tmp_path: Path, holdout: Holdout, tokenizer: TextTokenizer, chunks: int
+) -> None:
+    """Queries are cut as ever. BM25 is given as much of a text."""
+    long = " ".join(["red shoe blue hat"] * 400)
+    path = tmp_path / "long.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerow(ROWS[0] | {"title": long, "label": long})
+    task = from_catalogue(open_catalogue(OFFERS, str(path), StopSignal()), holdout, tokenizer, SPEC, 9, chunks=chunks)
+    largest = holdout.rows.buckets[-1]
+    ((_, items),) = list(task.items(lambda number: True))
+    whole = tokenizer.encode([long]).ids
+    assert items.lengths.tolist() == [chunks * (largest.product_tokens - 2) + 2]
+    assert np.array_equal(items.ids[:-1], whole[: len(items.ids) - 1])
+    assert task.queries.tokens.lengths.tolist() == [largest.query_tokens]
+    ((text,),) = list(task.texts())
+    assert len(text) == chunks * 16 * largest.product_tokens
+
+
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]

@@ -199,12 +199,12 @@ class Place:
         return self.number("--train.evaluate-every")
 
     def start(self, stage: str, *flags: str, cycle: str = CYCLE) -> Run:
-        """Start `trnpipe <stage>`; later flags win over earlier ones."""
-        words = [stage, f"--workspace={self.workspace}", f"--cycle={cycle}"]
+        """Start `trnpipe <stage>` (or `embed verify`); later flags win over earlier ones."""
+        words = [*stage.split(), f"--workspace={self.workspace}", f"--cycle={cycle}"]
         words += _last_wins([f"--scratch={self.scratch}", *self.flags, *flags])
         env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         env = {**{k: v for k, v in env.items() if not k.startswith("TRNPIPE_")}, **ENV, **self.env}
-        log = self.folder / f"run-{len(self.runs)}-{stage}"
+        log = self.folder / f"run-{len(self.runs)}-{stage.replace(' ', '-')}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
             process: subprocess.Popen[bytes] | Forked
             if self.forked:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.encoder import BertEncoder
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
@@ -145,6 +146,7 @@ def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes
     model, inputs = model_of(), inputs_of(6, 9)
     whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
     assert torch.equal(whole, less)
+    assert isinstance(model.encoder, BertEncoder)
     head, encoder = model.head.weight, model.encoder.word_embeddings.weight
     expected = torch.autograd.grad(whole.square().sum(), (head, encoder))
     if share == 0.0:

@@ -1,10 +1,13 @@
 """The embed stage as a user runs it, on the CPU with a model of a few weights."""
 
 import json
+from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,13 +17,14 @@ from pipeline.compile.config import EstimateConfig
 from pipeline.context import StageContext, StageResult, load_result
 from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.embed.digest import VerifyDigest, digest_key
+from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.registry.serving import CHALLENGER, read_pair
 from pipeline.settings import Settings
 from pipeline.stages.embed import _price
-from tests.embed.catalogues import products, rows_of, write_catalogue
+from tests.embed.catalogues import KINDS, MAX_TOKENS, products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.stage
@@ -107,6 +111,39 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     workspace.delete(["cycles/c1/embed/result.json"])
     assert embed(workspace) == 0
     assert result_of(workspace).figures["rows"] == 100
+
+
+def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted, verified, made anew when the setting changes; without it a plan says nothing of chunks."""
+    long = pa.table(
+        {
+            "product_id": [f"p{n}" for n in range(6)],
+            "title": [" ".join(islice(cycle(KINDS), words)) for words in (1, 2, 12, 20, 200, 900)],
+        }
+    )
+    write_catalogue(tmp_path / "long", [long])
+    assert embed(workspace, catalogue="long") == 0
+    assert "4 texts cut |" in capsys.readouterr().out
+    plan = pinned_plan(workspace, "c1")
+    assert plan is not None and "chunks" not in plan.made_by and "embed.chunks" not in plan.asked
+    assert plan.max_tokens == MAX_TOKENS
+
+    chunked = ("--embed.chunks=8",)
+    assert embed(workspace, *chunked, cycle="c2", catalogue="long") == 0
+    out = capsys.readouterr().out
+    assert "6 embedded, 0 carried over" in out and "texts cut, 4 in chunks |" in out
+    figures = result_of(workspace, "c2").figures
+    assert (figures["rows_chunked"], figures["rows_truncated"]) == (4, 2)
+    before, after = rows_of(vectors_of(workspace)), rows_of(vectors_of(workspace, "c2"))
+    for name in ("p0", "p1"):
+        np.testing.assert_allclose(after[name], before[name], atol=1e-3)
+    assert np.abs(after["p3"] - before["p3"]).max() > 1e-3
+    assert embed(workspace, "--embed.verify.ann-queries=0", cycle="c2", catalogue="long", action="verify") == 0
+    assert "pass     sample" in capsys.readouterr().out, "verify goes by what the vectors were made with"
+    assert embed(workspace, *chunked, cycle="c3", catalogue="long") == 0
+    assert "0 embedded, 6 carried over" in capsys.readouterr().out
+    assert embed(workspace, "--embed.chunks=7", cycle="c3", catalogue="long") == 78
+    assert "embed.chunks is 7; cycle c3 was begun with 8" in capsys.readouterr().err
 
 
 def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline import cli
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.tokenizer import train_tokenizer
 from tests.fault.harness import TINY, Place, copy_of_prepared, forget
 from tests.s3 import MotoServer, lead_to
 
@@ -148,6 +152,55 @@ def test_a_checkpoint_of_another_architecture(refused: Refused, workspace: Path)
 def test_other_settings_for_a_cycle_that_is_done(refused: Refused) -> None:
     said = refused("train", "--model.hidden-size=64", code=78, cycle="c1")
     assert "model.hidden_size" in said and "--cycle" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "code", "seen"),
+    [
+        ({"config.json": b'{"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}'}, 0, 78, "deberta-v2"),
+        ({"model.safetensors": None}, 0, 74, "model.safetensors"),
+        ({"model.safetensors": b"not a file of tensors"}, 0, 74, "model.safetensors"),
+        ({"tokenizer.json": None}, 300, 74, "word_embeddings.weight: shape [300, 32], and the tokenizer has 400"),
+        ({"tokenizer.json": b"train"}, 0, 78, "tokens, the data was tokenised with 400; "),
+    ],
+)
+def test_weights_to_start_from_that_do_not_fit(
+    refused: Refused, workspace: Path, tmp_path: Path, changes: dict[str, bytes | None], rows: int, code: int, seen: str
+) -> None:
+    """An unknown model type, missing weights, a tokenizer of another vocabulary: one line, and what to do."""
+    assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *TINY]) == 0
+    folder = Path(shutil.copytree(workspace / "checkpoints/c1/step-10", tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    encoder = {name: one for name, one in weights.items() if name.startswith("bert.")}
+    if rows:
+        name = "bert.embeddings.word_embeddings.weight"
+        encoder[name] = encoder[name][:rows].clone()
+    save_file(encoder, folder / "model.safetensors")
+    for name, content in changes.items():
+        if content == b"train":
+            texts = [row["title"] for row in good_rows(40)] + [f"word{n}" for n in range(400)]
+            content = train_tokenizer(texts, TokenizerConfig(vocab_size=300))
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+    said = refused("train", f"--model.init-from={folder}", code=code)
+    assert seen in said.splitlines()[0] and "next:" in said
+
+
+def test_tables_filled_up_beyond_the_vocabulary(workspace: Path, tmp_path: Path) -> None:
+    """As published ones are: the rows that no token has are left out, where the tokenizer is the model's."""
+    assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *TINY]) == 0
+    folder = Path(shutil.copytree(workspace / "checkpoints/c1/step-10", tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    name = "bert.embeddings.word_embeddings.weight"
+    filled = torch.cat([weights[name], torch.full((24, weights[name].shape[1]), 9.0)])
+    encoder = {key: one for key, one in weights.items() if key.startswith("bert.")}
+    save_file({**encoder, name: filled}, folder / "model.safetensors")
+    words = {flag.partition("=")[0]: flag for flag in (*TINY, "--train.max-steps=2", f"--model.init-from={folder}")}
+    assert cli.main(["train", f"--workspace={workspace}", "--cycle=c2", "--backend=cpu", *words.values()]) == 0
+    trained = load_file(workspace / "checkpoints/c2/step-2/model.safetensors")[name]
+    assert trained.shape == weights[name].shape
+    assert float((trained - weights[name]).abs().max()) < 0.1
 
 
 def test_a_parent_that_is_no_checkpoint(refused: Refused, workspace: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.backends import Backend, HostGather, HostMean
-from pipeline.core.errors import CheckpointError
+from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.recompute import recomputed
@@ -215,6 +215,19 @@ def flat_forward(
     return outputs
 
 
+def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
+    """The model itself, its parameters on the meta device. Buffers, which a module of a factory may have, are kept."""
+    buffers = [
+        (child, name, buffer.to(backend.device))
+        for child in model.modules()
+        for name, buffer in child.named_buffers(recurse=False)
+    ]
+    model.to("meta")
+    for child, name, buffer in buffers:
+        setattr(child, name, buffer)
+    return model
+
+
 # The strategy.
 
 
@@ -243,8 +256,14 @@ class FlatStrategy:
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
-        self.model = model.to("meta")  # its tensors are the masters
+        self.model = structure(model, backend)  # its parameters are the masters
         if recompute:
+            if not len(model.encoder.layers):
+                raise ConfigError(
+                    "train.parallel.recompute units with model.factory, whose layers have no names here",
+                    expected="recompute none, or parameters in shards, whose program finds layers by itself",
+                    next_command="--train.parallel.recompute none, or --train.parallel.shard all",
+                )
             self.model.encoder.run_layer = partial(recomputed, backend)
 
     def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,269 @@
+"""Encoders that a function of the user builds: as exact as our own, and refused in one line where they are none."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from pipeline.backends import open_backend
+from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.model.config import InputSpec, ModelConfig, check_architecture
+from pipeline.model.encoder import BertEncoder
+from pipeline.model.factory import PREFIX, FactoryEncoder
+from pipeline.model.hf import from_hf, initial_model, to_hf
+from pipeline.model.hf_config import hf_config
+from pipeline.model.relevance import RelevanceModel, build_model
+from pipeline.parallel.strategies.flat import structure
+
+pytestmark = pytest.mark.stage
+PLACE = "tests.model.factories"
+PAD = 1
+# Of `used_fields` before there were factories.
+GOLDEN, GOLDEN_MODERN = "4b8c1d523aaba0022d05320e364e81e0", "a2f0245d47f55f312b9a8cc063fc3fdd"
+SPEC = InputSpec(vocab_size=50, pad_id=PAD, labels=("a", "b"), label_gains=(0.0, 1.0), numeric=("n",))
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    fields = {"factory": f"{PLACE}:{name}", "hidden_size": 16, "max_positions": 40, "mlp_sizes": (8,)}
+    return ModelConfig.model_validate({**fields, **changes})
+
+
+def encoder_of(name: str, **changes: Any) -> FactoryEncoder:
+    made = build_model(config_of(name, **changes), SPEC, 3).encoder.eval()
+    assert isinstance(made, FactoryEncoder)
+    return made
+
+
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def packed(lengths: list[int], rest: int) -> tuple[list[torch.Tensor], Row]:
+    """Texts alone [1, n], and all of them in one row with `rest` tokens of padding: tokens, positions, segments."""
+    generator = torch.Generator().manual_seed(5)
+    alone = [torch.randint(2, 50, (1, length), generator=generator, dtype=torch.int32) for length in lengths]
+    padding = torch.full((1, rest), PAD, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in [*lengths, rest]])[None]
+    segments = [torch.full((n,), number + 1, dtype=torch.int32) for number, n in enumerate(lengths)]
+    together = torch.cat([*segments, torch.zeros(rest, dtype=torch.int32)])[None]
+    return alone, (torch.cat([*alone, padding], dim=1), positions, together)
+
+
+@pytest.mark.parametrize("longest", [40, 11])
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("states", "mean"), ("states", "cls"), ("states", "last"), ("vectors", "mean")]
+)
+def test_texts_of_a_row_are_as_alone(name: str, pooling: str, longest: int) -> None:
+    made = encoder_of(name, pooling=pooling)
+    made.longest_text = longest
+    alone, row = packed([4, 11, 2, 7], 5)
+    with torch.no_grad():
+        together = made.rows(*row, 5)[0]
+        expected = torch.cat([made(text) for text in alone])
+    torch.testing.assert_close(together[:4], expected, rtol=1e-5, atol=1e-6)
+    assert not together[4].any()
+
+
+def test_one_text_a_row_and_a_row_without_a_text() -> None:
+    made = encoder_of("states", pooling="cls")
+    (text,), (tokens, positions, segments) = packed([6], 3)
+    blank = torch.zeros_like(tokens)
+    with torch.no_grad():
+        found = made.rows(torch.cat([tokens, blank]), torch.cat([positions, blank]), torch.cat([segments, blank]), 1)
+        torch.testing.assert_close(found[0], made(text))
+    assert found.shape == (2, 1, 16) and not found[1].any()
+
+
+def test_a_row_longer_than_the_module_has_positions_for() -> None:
+    """As embedding has them: its texts are no longer than that."""
+    made = encoder_of("positions", max_positions=12)
+    alone, row = packed([12, 7], 30)
+    with torch.no_grad():
+        torch.testing.assert_close(made.rows(*row, 2)[0], torch.cat([made(text) for text in alone]))
+
+
+def test_an_empty_text_gives_no_gradient_that_is_not_finite() -> None:
+    made = encoder_of("states").train()
+    _, row = packed([4, 3], 1)
+    made.rows(*row, 4).square().sum().backward()  # type: ignore[no-untyped-call]
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+def test_a_bert_by_way_of_transformers_is_ours(tmp_path: Path) -> None:
+    """Vectors, texts packed into rows, and the gradient of every weight, from the same file."""
+    pytest.importorskip("transformers")
+    own = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, max_positions=40)
+    ours = build_model(own, SPEC, 7)
+    assert isinstance(ours.encoder, BertEncoder)
+    weights = {name: one.contiguous() for name, one in to_hf(ours.state_dict()).items() if name.startswith("bert.")}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(hf_config(own, SPEC))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    options = {"model_type": "bert", "add_pooling_layer": False, "hidden_dropout_prob": 0.0, **sizes}
+    options |= {"attention_probs_dropout_prob": 0.0}
+    config = config_of(
+        "bert", factory_options=options, hidden_size=32, init_from=str(tmp_path), factory=f"{PLACE}:bert"
+    )
+    theirs = initial_model(config, SPEC, 1, tmp_path)
+    _, row = packed([4, 11, 2, 7], 5)
+    found = []
+    for model in (ours, theirs):
+        vectors = model.encoder.rows(*row, 4)
+        vectors.sin().sum().backward()  # type: ignore[no-untyped-call]
+        found.append(vectors)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert isinstance(theirs.encoder, FactoryEncoder)
+    grads = {name: one.grad for name, one in theirs.encoder.module.named_parameters()}
+    expected = to_hf(
+        {f"encoder.{name}": one.grad for name, one in ours.encoder.named_parameters() if one.grad is not None}
+    )
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name.removeprefix("bert.")], grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_moves() -> None:
+    config = config_of("states")
+    before = torch.get_rng_state()
+    first, again, other = (FactoryEncoder(config, 50, PAD, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["module.words.weight"], other["module.words.weight"])
+
+
+def test_made_whole_where_only_the_structure_is_asked_for() -> None:
+    with torch.device("meta"):
+        model = RelevanceModel(config_of("states"), SPEC)
+    assert {tensor.device.type for tensor in model.encoder.state_dict().values()} == {"cpu"}
+    backend = open_backend("cpu")
+    bare = structure(model, backend)
+    assert {tensor.device.type for tensor in bare.state_dict().values()} == {"meta"}
+    assert isinstance(bare.encoder, FactoryEncoder)
+    assert torch.equal(bare.encoder.module.get_buffer("share"), torch.full((16,), 0.5))
+
+
+def test_names_of_a_checkpoint_and_back() -> None:
+    state = build_model(config_of("states"), SPEC, 3).state_dict()
+    named = to_hf(state)
+    assert {name for name in named if "words" in name} == {"encoder.module.words.weight"}
+    back = from_hf(named, state, source="x")
+    assert all(torch.equal(tensor, back[name]) for name, tensor in state.items())
+    described = json.loads(hf_config(config_of("states", factory_options={"width": 16}), SPEC))
+    assert described["model_type"] == "trnpipe-factory" and described["factory_options"] == '{"width": 16}'
+
+
+# What it takes from a file.
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "bert.encoder."])
+def test_weights_with_a_prefix_and_heads_beside_them(tmp_path: Path, prefix: str) -> None:
+    given = encoder_of("states").module.state_dict()
+    weights = {prefix + name: tensor + 1.0 for name, tensor in given.items()} | {"cls.bias": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    found = initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path).state_dict()
+    for name, tensor in given.items():
+        assert torch.equal(found[PREFIX + name], tensor + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"mix.bias": None}, "mix.bias: no such tensor"),
+        ({"words.weight": torch.zeros(60, 16)}, r"words.weight: shape \[60, 16\]"),
+        ({"words.weight": None, "mix.bias": None, "mix.weight": None}, "words.weight: no such tensor"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path: Path, changes: dict[str, torch.Tensor | None], seen: str) -> None:
+    weights: dict[str, Any] = {**encoder_of("states").module.state_dict(), "other": torch.zeros(1), **changes}
+    save_file({name: one for name, one in weights.items() if one is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=seen) as caught:
+        initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path)
+    assert caught.value.exit_code == 74 and f"{PLACE}:states" in str(caught.value)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
+        initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path)
+    assert caught.value.exit_code == 74
+
+
+# What is refused, in one line.
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        (
+            {"factory": "no_such_package.encoders:build"},
+            "raised ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ({"factory": f"{PLACE}:nothing"}, "has no function nothing"),
+        ({"factory": f"{PLACE}:no_arguments"}, r"has no_arguments\(\)"),
+        ({"factory": f"{PLACE}:raises"}, r"raised KeyError: 'layers' \(.*factories.py:\d+\)"),
+        ({"factory": f"{PLACE}:states", "factory_options": {"depth": 2}}, "raised TypeError: .*'depth'"),
+        ({"factory": f"{PLACE}:no_module"}, "returned a str"),
+        ({"change": "tuple"}, "returned a tuple for 2 texts of 8 tokens"),
+        ({"change": "scores"}, r"returned shape \[2\]"),
+        ({"change": "integers"}, "returned a tensor of torch.int64"),
+        ({"change": "nan"}, "returned numbers that are not finite"),
+        ({"change": "raise"}, r"raised RuntimeError: no such head \(.*factories.py:\d+\)$"),
+        ({"change": "padding"}, "changes by .* when its row is padded from 8 to 40 tokens"),
+        ({"factory": f"{PLACE}:states", "hidden_size": 24}, r"returned shape \[2, 8, 16\]"),
+        ({"factory": f"{PLACE}:few_words"}, "given 2 texts of 8 tokens, raised IndexError"),
+        ({"factory": f"{PLACE}:few_positions"}, "given 1 texts of 40 tokens, raised IndexError"),
+        ({"factory": f"{PLACE}:tied"}, "words.weight and again.weight, which are one parameter"),
+        ({"factory": f"{PLACE}:frozen"}, "words.weight, which does not require a gradient"),
+        ({"factory": f"{PLACE}:running"}, "norm.num_batches_tracked, a buffer that is saved"),
+        ({"factory": f"{PLACE}:empty"}, "its module has no parameter"),
+    ],
+)
+def test_a_factory_that_is_none(changes: dict[str, Any], seen: str) -> None:
+    changes = dict(changes)
+    change = changes.pop("change", "")
+    config = config_of("returns", **({"factory_options": {"change": change}} if change else {}), **changes)
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, SPEC, 1)
+    first, *_ = str(caught.value).splitlines()
+    assert first.startswith("model.factory ")
+    assert re.search(seen, first), first
+    assert caught.value.exit_code == 78 and caught.value.next_command
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"hidden_size": None}, "factory without hidden_size"),
+        ({"dropout": 0.1}, "dropout with a factory"),
+        ({"architecture": "mpnet"}, "architecture with a factory"),
+        ({"factory": None, "factory_options": {"a": 1}}, "factory_options without a factory"),
+        ({"factory": "os.system"}, "pattern"),
+    ],
+)
+def test_settings_that_say_nothing_to_a_factory(changes: dict[str, Any], seen: str) -> None:
+    with pytest.raises(ValidationError, match=seen):
+        config_of("states", **changes)
+
+
+def test_what_an_identity_holds() -> None:
+    """Nothing new without a factory; its name and options with one, and no size that is of our own encoders."""
+    assert fingerprint(ModelConfig().used_fields()) == GOLDEN
+    assert fingerprint(ModelConfig(architecture="modernbert").used_fields()) == GOLDEN_MODERN
+    plain = config_of("states")
+    assert {"factory", "factory_options"} <= plain.used_fields().keys()
+    assert plain.model_copy(update={"num_layers": 9}).used_fields() == plain.used_fields()
+    assert config_of("states", factory_options={"width": 16}).used_fields() != plain.used_fields()
+    assert plain.model_copy(update={"num_layers": 9}).shape() == plain.shape()
+
+
+def test_a_parent_of_another_factory() -> None:
+    ours = config_of("states")
+    check_architecture(ours.model_copy(update={"num_layers": 9}), ours, where="x")
+    with pytest.raises(ConfigError, match=r"x has model\.factory None"):
+        check_architecture(ModelConfig(hidden_size=16, max_positions=40, mlp_sizes=(8,)), ours, where="x")
+    with pytest.raises(ConfigError, match=r"model\.factory_options"):
+        check_architecture(config_of("states", factory_options={"width": 16}), ours, where="x")
