@@ -65,6 +65,32 @@ class Eager:
         return ""
 
 
+class Accelerator(Eager):
+    """The same of a device with memory of its own and a library for its collectives."""
+
+    device: torch.device
+    shares_host_memory = False
+    can_compile = True
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.fetch(tensors)()
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        del host_gather
+        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
+
+    @contextmanager
+    def uploaded(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """Made by the prefetch thread, moved asynchronously on the step's stream."""
+        with prefetched(batches, depth=4) as ready:
+            yield (
+                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
+            )
+
+
 _State = TypeVar("_State", Tensor, int)
 
 
