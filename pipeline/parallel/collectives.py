@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Not public (torch 2.9); tests/parallel/test_collectives.py fails when one of them goes.
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+from pipeline.backends.c10d import (
+    GROUP_DEVICES,
     AllgatherOptions,
     AllreduceOptions,
+    GroupOptions,
+    Libraries,
     PrefixStore,
     ReduceScatterOptions,
     Store,
     Work,
-    _create_work_from_future,
-    _DistributedBackendOptions,
+    open_groups,
+    timeout_of,
+    work_from_future,
 )
-
-from pipeline.backends import GROUP_DEVICES, Libraries, open_groups
 from pipeline.core.fabrics import FABRICS, Fabric, Group, choose_algorithm
 from pipeline.core.format import format_bytes
 from pipeline.core.machines import MACHINES
@@ -78,7 +79,7 @@ def _is_faster(group: Group, num_bytes: int, fabric: Fabric) -> bool:
 class HierarchicalGroup(dist.ProcessGroup):
     """What init_process_group and new_group make for the name "topo"."""
 
-    def __init__(self, given: _DistributedBackendOptions, options: Options) -> None:
+    def __init__(self, given: GroupOptions, options: Options) -> None:
         rank, ranks, store = given.group_rank, given.global_ranks_in_group or range(given.group_size), given.store
         # The constructor that the stubs know, with a store, makes no subclasses (torch 2.9, PyProcessGroup.hpp).
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
@@ -140,7 +141,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         """Whether it does; then both stages have the group's time-out, which may have been set after its making."""
         if not self._stages or whole.nbytes > self.largest_in_stages:
             return False
-        timeout = self._get_backend(whole.device).options._timeout
+        timeout = timeout_of(self._get_backend(whole.device))
         for stage in self._stages:
             stage._get_backend(whole.device)._set_default_timeout(timeout)
         return True
@@ -180,7 +181,7 @@ for _name in (
     setattr(HierarchicalGroup, _name, _forwarded(_name))
 
 
-def _stage(store: Store, rank: int, size: int, given: _DistributedBackendOptions, name: str) -> dist.ProcessGroup:
+def _stage(store: Store, rank: int, size: int, given: GroupOptions, name: str) -> dist.ProcessGroup:
     libraries = open_groups(store, rank, size, given.timeout)
     return _with(libraries, dist.ProcessGroup(store, rank, size), f"{given.group_id}-{name}")
 
@@ -205,7 +206,7 @@ def _done(result: Tensor) -> Work:
     """What a caller may wait for: on a GPU what is queued so far on the current stream, on the host nothing."""
     future: Any = torch.futures.Future(devices=[] if result.device.index is None else [result.device])
     future.set_result(result)
-    work: Work = _create_work_from_future(future)
+    work: Work = work_from_future(future)
     return work
 
 
@@ -220,7 +221,7 @@ def describe(group: dist.ProcessGroup) -> str:
     return f"collectives: hierarchical {place}{most}"
 
 
-def _create(given: _DistributedBackendOptions, options: Options | None) -> HierarchicalGroup:
+def _create(given: GroupOptions, options: Options | None) -> HierarchicalGroup:
     """What torch.distributed calls in each member of a new group."""
     world = dist.group.WORLD
     inherited = world.options if isinstance(world, HierarchicalGroup) else Options()
