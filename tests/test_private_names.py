@@ -44,6 +44,11 @@ def of(file: str, purpose: str, *paths: str) -> Iterator[Use]:
         yield Use(file, path.rpartition(".")[2], purpose, (path,))
 
 
+def either(file: str, purpose: str, public: str, before: str) -> Iterator[Use]:
+    """One that is public in newer versions."""
+    yield Use(file, before.rpartition(".")[2], purpose, (f"{public}|{before}",))
+
+
 def imported(file: str, purpose: str, module: str, *names: str) -> Iterator[Use]:
     for name in names:
         yield Use(file, f"{module}.{name}", purpose)
@@ -63,15 +68,16 @@ USES = (
     *imported(C10D, "parts of a process group", _C10D, "Backend", "PrefixStore", "Store", "Work", *_GROUP_PARTS),
     *imported(C10D, "what a collective is asked for", _C10D, *_OPTIONS),
     *of(C10D, "the time-out of a group", f"{_C10D}.Backend.Options._timeout"),
-    *of(TOPO, "the two collectives that go in stages", f"{_GROUP}._allgather_base", f"{_GROUP}._reduce_scatter_base"),
+    *either(C10D, "all-gather of one tensor", f"{_GROUP}.all_gather_single", f"{_GROUP}._allgather_base"),
+    *either(C10D, "reduce-scatter of one", f"{_GROUP}.reduce_scatter_single", f"{_GROUP}._reduce_scatter_base"),
     *of(TOPO, "a group made of libraries", f"{_GROUP}._register_backend", f"{_GROUP}._set_default_backend"),
     *of(TOPO, "a group made of libraries", f"{_GROUP}._set_group_name", f"{_GROUP}._get_backend"),
     *of(TOPO, "the stages' time-out", "torch.distributed.ProcessGroupGloo._set_default_timeout"),
-    Use(
+    *either(
         MESH,
-        "_set_pg_timeout",
         "the time-out of sub-groups",
-        ("torch.distributed.set_timeout|torch.distributed.distributed_c10d._set_pg_timeout",),
+        "torch.distributed.set_timeout",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
     ),
     Use(
         NEURON,

@@ -4,7 +4,9 @@ The only file that asks for them by their private names (torch 2.9 to 2.15); tes
 of them goes.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,11 @@ __all__ = [
     "ReduceScatterOptions",
     "Store",
     "Work",
+    "all_gather_single",
+    "group_all_gather",
+    "group_reduce_scatter",
     "open_groups",
+    "reduce_scatter_single",
     "timeout_of",
     "work_from_future",
 ]
@@ -39,6 +45,16 @@ GROUP_DEVICES = ("cpu", "cuda")
 """Devices whose tensors a process group of torch.distributed takes."""
 Libraries = dict[str, tuple[dist.ProcessGroup.BackendType, Library]]
 """The process group of torch.distributed for each device."""
+
+# Public under these names since torch 2.14, which warns of the ones before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_Group: Any = dist.ProcessGroup
+group_all_gather: Callable[..., Work] = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
+"""Of a group (its first argument), of one tensor."""
+group_reduce_scatter: Callable[..., Work] = (
+    getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
+)
 
 
 def open_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Libraries:

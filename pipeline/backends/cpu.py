@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup
+from pipeline.backends.c10d import all_gather_single, reduce_scatter_single
 from pipeline.backends.prefetch import prefetched
 
 
@@ -119,7 +120,7 @@ def gathered(tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         return tensor
     size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
     found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(found, tensor, group=group)
+    all_gather_single(found, tensor, group=group)
     return found
 
 
@@ -131,7 +132,7 @@ def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
 
 def scattered(tensor: Tensor, ranks: RankGroup, scale: float) -> Tensor:
     found = tensor.new_empty(len(tensor) // ranks.size)
-    dist.reduce_scatter_tensor(found, tensor, group=ranks.process_group)
+    reduce_scatter_single(found, tensor, group=ranks.process_group)
     return found.mul_(scale)
 
 
