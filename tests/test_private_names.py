@@ -22,8 +22,8 @@ import pytest
 from tests.backends.xla_process import needs_xla
 
 ROOT = Path(__file__).parents[1]
-CONVENTIONS = frozenset({"_asdict", "_exit", "_fields"})
-"""Public by their documentation: of namedtuple, of os."""
+CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe"})
+"""Public by their documentation: of namedtuple, of os and sys."""
 OURS = frozenset({("pipeline/parallel/strategies/sharded.py", "_held")})
 
 
@@ -94,6 +94,7 @@ USES = (
     *imported(MEMORY, "ranks that are not there", "torch.testing._internal.distributed.fake_pg", "FakeStore"),
     *imported(DELAYED, "operations on meta, as they come", "torch.utils._python_dispatch", "TorchDispatchMode"),
     *imported(DELAYED, "arguments of an operation", "torch.utils._pytree", "tree_map_only"),
+    *of(DELAYED, "values within bounds, which nobody draws on meta", "torch.nn.init._no_grad_trunc_normal_"),
     *of(DELAYED, "what an operation writes", "torch.ops.aten.add.Tensor._schema"),
     *of(DELAYED, "one storage from another", "torch.UntypedStorage._cdata"),
     *of(STYLES, "columns of fused products", "torch.distributed.tensor.parallel.ColwiseParallel._apply"),
