@@ -20,25 +20,15 @@ from pipeline.backends.base import (
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import Backend as Library
-    from torch._C._distributed_c10d import Store
-
-Libraries = dict[str, "tuple[dist.ProcessGroup.BackendType, Library]"]
-"""The process group of torch.distributed for each device."""
 
 __all__ = [
-    "GROUP_DEVICES",
     "NAMES",
     "TRACED",
     "Backend",
     "Batch",
     "HostGather",
     "HostMean",
-    "Libraries",
     "Name",
     "RankGroup",
     "compiled_cache",
@@ -50,7 +40,6 @@ __all__ = [
     "module_device",
     "on_neuron",
     "open_backend",
-    "open_groups",
     "open_host",
     "open_tracer",
     "process_group",
@@ -60,8 +49,6 @@ Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"
 """The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
-GROUP_DEVICES = ("cpu", "cuda")
-"""Devices whose tensors a process group of torch.distributed takes."""
 
 
 # What is asked before a device is open, or without one. After that Backend answers.
@@ -106,23 +93,6 @@ def process_group(name: str) -> str | None:
         load_package()  # registers the process group
         return "neuron:neuron"
     return "cuda:nccl" if name == "cuda" else None
-
-
-def open_groups(store: "Store", rank: int, size: int, timeout: "timedelta") -> "Libraries":
-    """The libraries that "cpu:gloo,cuda:nccl" stands for, by device, for one group of ranks; those of this machine."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    kinds = dist.ProcessGroup.BackendType
-    host = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
-    found: Libraries = {"cpu": (kinds.GLOO, host)}
-    if torch.cuda.is_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        gpus = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
-        found["cuda"] = (kinds.NCCL, gpus)
-    return found
 
 
 def module_device() -> str:

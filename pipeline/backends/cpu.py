@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup
+from pipeline.backends.c10d import all_gather_single, reduce_scatter_single
 from pipeline.backends.prefetch import prefetched
 
 
@@ -65,6 +66,32 @@ class Eager:
         return ""
 
 
+class Accelerator(Eager):
+    """The same of a device with memory of its own and a library for its collectives."""
+
+    device: torch.device
+    shares_host_memory = False
+    can_compile = True
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.fetch(tensors)()
+
+    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
+        del host_gather
+        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
+
+    @contextmanager
+    def uploaded(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """Made by the prefetch thread, moved asynchronously on the step's stream."""
+        with prefetched(batches, depth=4) as ready:
+            yield (
+                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
+            )
+
+
 _State = TypeVar("_State", Tensor, int)
 
 
@@ -93,7 +120,7 @@ def gathered(tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         return tensor
     size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
     found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(found, tensor, group=group)
+    all_gather_single(found, tensor, group=group)
     return found
 
 
@@ -105,7 +132,7 @@ def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
 
 def scattered(tensor: Tensor, ranks: RankGroup, scale: float) -> Tensor:
     found = tensor.new_empty(len(tensor) // ranks.size)
-    dist.reduce_scatter_tensor(found, tensor, group=ranks.process_group)
+    reduce_scatter_single(found, tensor, group=ranks.process_group)
     return found.mul_(scale)
 
 

@@ -2,25 +2,22 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Function, HostGather, HostMean
-from pipeline.backends.cpu import Eager, replayed
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends.base import Batch, Function, HostMean
+from pipeline.backends.cpu import Accelerator, replayed
 from pipeline.core.errors import ConfigError
 
 
-class CudaBackend(Eager):
+class CudaBackend(Accelerator):
     """One GPU of this node, chosen by local rank."""
 
     name = "cuda"
-    shares_host_memory = False
-    can_compile = True
     default_tokens = 32_768
 
     def __init__(self, local_rank: int) -> None:
@@ -46,29 +43,13 @@ class CudaBackend(Eager):
         return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        return self._moved(batches)
-
-    @contextmanager
-    def _moved(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """Pinned copies made by the prefetch thread, moved asynchronously on the step's stream."""
-        pinned = ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
-        with prefetched(pinned, depth=4) as ready:
-            yield (
-                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
-            )
+        return self.uploaded({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         del host_mean
         if dist.is_initialized():
             for tensor in tensors:
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-
-    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
-        del host_gather
-        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """On a stream of its own, beside what is computed next."""

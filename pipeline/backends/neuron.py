@@ -10,7 +10,7 @@ torch/guides/memory-profiling-guide (memory_allocated), torch/reference/env-vars
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any, cast
 
@@ -20,9 +20,8 @@ from torch import Tensor
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
-from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostGather, HostMean, native_version
-from pipeline.backends.cpu import Eager, replayed
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostMean, native_version
+from pipeline.backends.cpu import Accelerator, replayed
 from pipeline.core.errors import ConfigError
 
 _REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
@@ -60,13 +59,11 @@ def load_package() -> Any:
         ) from error
 
 
-class NeuronBackend(Eager):
+class NeuronBackend(Accelerator):
     """One logical NeuronCore. Each rank sees its own alone, so the device has no index."""
 
     name = "neuron"
     is_neuron = True
-    shares_host_memory = False
-    can_compile = True
     compiles_steps = True
     # AWS states FSDP2 and tensor parallelism, and not offloading or other collectives. Here none of it was tested yet.
     spreads: frozenset[str] = frozenset()
@@ -91,15 +88,8 @@ class NeuronBackend(Eager):
         return cast(Function, found)
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        return self._moved(batches)
-
-    @contextmanager
-    def _moved(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
         """From pageable memory: the device does not know pinned memory."""
-        with prefetched(batches, depth=4) as ready:
-            yield (
-                {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
-            )
+        return self.uploaded(batches)
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
         """Some at once, since a collective costs the same for a bias as for a matrix; AVG is not stated, SUM is."""
@@ -112,16 +102,6 @@ class NeuronBackend(Eager):
             parts = torch.split(whole / dist.get_world_size(), [tensor.numel() for tensor in together])
             for tensor, part in zip(together, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-    def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
-        del host_gather
-        return [self.all_gather(tensor.detach().contiguous()) for tensor in tensors]
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.fetch(tensors)()
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
         raise ConfigError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends import Backend, device_guard
+from pipeline.backends.c10d import all_gather_single
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import one_line
 from pipeline.health.report import CheckResult, Verdict
@@ -144,7 +145,7 @@ def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
 def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
     found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
     mine = contents(ranks.rank, turn, count).to(ranks.device)
-    return _run(ranks, found, dist.all_gather_into_tensor, found, mine), _from_all(ranks, turn, count)
+    return _run(ranks, found, all_gather_single, found, mine), _from_all(ranks, turn, count)
 
 
 COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}

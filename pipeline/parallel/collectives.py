@@ -10,25 +10,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Not public (torch 2.9); tests/parallel/test_collectives.py fails when one of them goes.
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+from pipeline.backends.c10d import (
+    GROUP_DEVICES,
     AllgatherOptions,
     AllreduceOptions,
+    GroupOptions,
+    Libraries,
     PrefixStore,
     ReduceScatterOptions,
     Store,
     Work,
-    _create_work_from_future,
-    _DistributedBackendOptions,
+    group_all_gather,
+    group_reduce_scatter,
+    open_groups,
+    timeout_of,
+    work_from_future,
 )
-
-from pipeline.backends import GROUP_DEVICES, Libraries, open_groups
 from pipeline.core.fabrics import FABRICS, Fabric, Group, choose_algorithm
 from pipeline.core.format import format_bytes
 from pipeline.core.machines import MACHINES
@@ -44,6 +47,8 @@ class Options:
     algorithm: Literal["hierarchical", "auto"] = "hierarchical"
     ranks_per_node: int | None = None
     """None: LOCAL_WORLD_SIZE, as torchrun and `trnpipe launch` set it."""
+    _timeout: ClassVar[None] = None
+    """What DeviceMesh asks options for since torch 2.14; None: that of the library, which set_timeouts replaces."""
 
 
 def group_of(ranks: Sequence[int], ranks_per_node: int) -> Group | None:
@@ -78,7 +83,7 @@ def _is_faster(group: Group, num_bytes: int, fabric: Fabric) -> bool:
 class HierarchicalGroup(dist.ProcessGroup):
     """What init_process_group and new_group make for the name "topo"."""
 
-    def __init__(self, given: _DistributedBackendOptions, options: Options) -> None:
+    def __init__(self, given: GroupOptions, options: Options) -> None:
         rank, ranks, store = given.group_rank, given.global_ranks_in_group or range(given.group_size), given.store
         # The constructor that the stubs know, with a store, makes no subclasses (torch 2.9, PyProcessGroup.hpp).
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
@@ -97,33 +102,35 @@ class HierarchicalGroup(dist.ProcessGroup):
                 _stage(within, place, self.nodes.local, given, f"node-{node}"),
             )
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Between nodes first, where each rank moves its own part alone; then whole lanes within the node."""
         if self.nodes is None or not self._goes_in_stages(output):
-            return self.flat._allgather_base(output, input, opts or AllgatherOptions())
+            return group_all_gather(self.flat, output, input, opts or AllgatherOptions())
         between, within = self._stages
         lane = input.new_empty(self.nodes.nodes, input.numel())
-        between._allgather_base(lane.view(-1), input.contiguous().view(-1)).wait()
+        group_all_gather(between, lane.view(-1), input.contiguous().view(-1)).wait()
         lanes = input.new_empty(self.nodes.local, *lane.shape)
-        within._allgather_base(lanes.view(-1), lane.view(-1)).wait()
+        group_all_gather(within, lanes.view(-1), lane.view(-1)).wait()
         output.view(*lanes.shape[1::-1], -1).copy_(lanes.transpose(0, 1))
         return _done(output)
 
-    def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         """Within the node first, so that between nodes each rank moves its lane alone."""
         opts = opts or ReduceScatterOptions()
         # Other operations, such as a sum with a factor, are not the same when done twice.
-        is_staged = opts.reduceOp in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and self._goes_in_stages(inputTensor)
-        if self.nodes is None or not is_staged:
-            return self.flat._reduce_scatter_base(outputTensor, inputTensor, opts)
+        is_sum = opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG  # `in` finds neither
+        if self.nodes is None or not (is_sum and self._goes_in_stages(inputTensor)):
+            return group_reduce_scatter(self.flat, outputTensor, inputTensor, opts)
         between, within = self._stages
         lanes = inputTensor.view(self.nodes.nodes, self.nodes.local, -1).transpose(0, 1).contiguous()
         lane = torch.empty_like(lanes[0])
-        within._reduce_scatter_base(lane.view(-1), lanes.view(-1), _same_operation(opts)).wait()
+        group_reduce_scatter(within, lane.view(-1), lanes.view(-1), _same_operation(opts)).wait()
         part = torch.empty_like(lane[0])
-        between._reduce_scatter_base(part, lane.view(-1), _same_operation(opts)).wait()
+        group_reduce_scatter(between, part, lane.view(-1), _same_operation(opts)).wait()
         outputTensor.view(-1).copy_(part)
         return _done(outputTensor)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.14
 
     def allreduce(self, *args: Any, **options: Any) -> Work:
         """Means of whole numbers too, rounded to zero, as nccl has them and Lightning asks for; gloo raises there."""
@@ -140,7 +147,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         """Whether it does; then both stages have the group's time-out, which may have been set after its making."""
         if not self._stages or whole.nbytes > self.largest_in_stages:
             return False
-        timeout = self._get_backend(whole.device).options._timeout
+        timeout = timeout_of(self._get_backend(whole.device))
         for stage in self._stages:
             stage._get_backend(whole.device)._set_default_timeout(timeout)
         return True
@@ -165,22 +172,32 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 # Methods that torch lets a subclass override. Inherited, they run with the interpreter's lock (PyProcessGroup.hpp),
 # and wait with it for gloo's own, while gloo's thread holds that one and waits for the interpreter's to free a tensor.
+# Of several names torch looks for the newest first (2.14).
 for _name in (
+    "all_gather_single_coalesced",
+    "all_to_all_single",
     "allgather",
     "allgather_into_tensor_coalesced",
     "allreduce_coalesced",
+    "alltoall",
     "alltoall_base",
     "barrier",
     "broadcast",
+    "gather",
     "recv",
+    "recv_anysource",
+    "reduce",
     "reduce_scatter",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
+    "scatter",
     "send",
 ):
     setattr(HierarchicalGroup, _name, _forwarded(_name))
+HierarchicalGroup.recvAnysource = _forwarded("recv_anysource")  # type: ignore[attr-defined]
 
 
-def _stage(store: Store, rank: int, size: int, given: _DistributedBackendOptions, name: str) -> dist.ProcessGroup:
+def _stage(store: Store, rank: int, size: int, given: GroupOptions, name: str) -> dist.ProcessGroup:
     libraries = open_groups(store, rank, size, given.timeout)
     return _with(libraries, dist.ProcessGroup(store, rank, size), f"{given.group_id}-{name}")
 
@@ -205,7 +222,7 @@ def _done(result: Tensor) -> Work:
     """What a caller may wait for: on a GPU what is queued so far on the current stream, on the host nothing."""
     future: Any = torch.futures.Future(devices=[] if result.device.index is None else [result.device])
     future.set_result(result)
-    work: Work = _create_work_from_future(future)
+    work: Work = work_from_future(future)
     return work
 
 
@@ -220,7 +237,7 @@ def describe(group: dist.ProcessGroup) -> str:
     return f"collectives: hierarchical {place}{most}"
 
 
-def _create(given: _DistributedBackendOptions, options: Options | None) -> HierarchicalGroup:
+def _create(given: GroupOptions, options: Options | None) -> HierarchicalGroup:
     """What torch.distributed calls in each member of a new group."""
     world = dist.group.WORLD
     inherited = world.options if isinstance(world, HierarchicalGroup) else Options()

@@ -5,20 +5,24 @@ random numbers that it had; so the weights are to the bit those of a model that 
 of the generators afterwards. Buffers are real from the start: most are computed once, in the constructor.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 _RECIPE, _DELAYED_AS = "trnpipe_recipe", "trnpipe_delayed_as"  # attributes of parameters
 _KEPT_BYTES = 2**20
 """Up to this a parameter with values before it is registered (`nn.Parameter(torch.randn(...))`) keeps them."""
+_COMPUTED = "{} sets it from other values on meta"
+_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _OVERWRITING = (
     "normal_",
     "uniform_",
@@ -29,6 +33,7 @@ _OVERWRITING = (
     "random_",
     "bernoulli_",
     "log_normal_",
+    "trunc_normal_",
 )
 
 
@@ -90,12 +95,23 @@ def delayed_init(weights: str | Path | None = None) -> Iterator[None]:
     def register_delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter if parameter is None or parameter.is_meta else recorder.delayed(parameter))
 
+    truncated: Any = nn.init._no_grad_trunc_normal_  # which draws until all fit, and nothing on meta since torch 2.14
+
+    def truncated_delayed(tensor: Tensor, *words: Any, generator: torch.Generator | None = None) -> Tensor:
+        if not tensor.is_meta:
+            return cast(Tensor, truncated(tensor, *words, generator=generator))
+        args, options = (tensor, *words), {"generator": generator}
+        recorder.record(tensor, "trunc_normal_", truncated, args, options, is_random=True)
+        return tensor
+
     nn.Module.register_parameter = register_delayed  # type: ignore[method-assign, assignment]
+    nn.init._no_grad_trunc_normal_ = truncated_delayed  # type: ignore[assignment]
     try:
-        with recorder:
+        with recorder, _Skipped(recorder):
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = truncated
 
 
 def recipe_of(parameter: Tensor) -> Recipe:
@@ -137,10 +153,48 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         for written in _written(func, args, options):
-            recipe = self._recipes.get(_storage(written)) if written.is_meta else None
-            if recipe is not None and self._weights is None:
-                _record(recipe, func, args, options)
+            if written.is_meta:
+                name = func._schema.name.removeprefix("aten::")
+                is_random = any(argument.name == "generator" for argument in func._schema.arguments)
+                self.record(written, name, func, args, options, is_random=is_random)
         return func(*args, **options)
+
+    def record(
+        self,
+        written: Tensor,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        *,
+        is_random: bool,
+    ) -> None:
+        """What an operation does to a parameter on meta; nothing for other tensors."""
+        recipe = self._recipe(written)
+        if recipe is not None:
+            _record(recipe, name, function, args, options, is_random=is_random)
+
+    def lose(self, tensor: Tensor, name: str) -> None:
+        if (recipe := self._recipe(tensor)) is not None:
+            recipe.lost = _COMPUTED.format(name)
+
+    def _recipe(self, tensor: Tensor) -> Recipe | None:
+        return self._recipes.get(_storage(tensor)) if self._weights is None else None
+
+
+class _Skipped(TorchFunctionMode):
+    """Notes the functions of nn.init that do nothing on meta, which torch 2.14 has; it is there that they ask."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        asks = sys._getframe(1)
+        if func == _IS_META and found and asks.f_globals.get("__name__") == nn.init.__name__:
+            self._recorder.lose(args[0], asks.f_code.co_name)
+        return found
 
 
 def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
@@ -152,17 +206,18 @@ def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> I
                 yield value
 
 
-def _record(recipe: Recipe, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _record(
+    recipe: Recipe, name: str, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, is_random: bool
+) -> None:
     target, words = args[0], args[1:]
     computed: list[Tensor] = []
     words, options = tree_map_only(
         Tensor, lambda value: computed.append(value) if value.is_meta else value.clone(), (words, options)
     )
-    name = function._schema.name.removeprefix("aten::")
     is_whole = target.numel() == recipe.meta.numel()
     overwrites = is_whole and name in _OVERWRITING
     if computed or _storage(target) != _storage(recipe.meta):
-        recipe.lost = f"{name} sets it from other values on meta"
+        recipe.lost = _COMPUTED.format(name)
         return
     if overwrites:
         recipe.start, recipe.lost = None, ""
@@ -170,7 +225,6 @@ def _record(recipe: Recipe, function: Any, args: tuple[Any, ...], options: dict[
         recipe.states.clear()
     elif recipe.start is None and not recipe.steps and not recipe.lost:
         recipe.lost = f"it has its values before it is registered in a module, and {name} changes only some of them"
-    is_random = any(argument.name == "generator" for argument in function._schema.arguments)
     size, stride = target.size(), target.stride()
     if is_random:
         generator = options.pop("generator", None) or torch.default_generator

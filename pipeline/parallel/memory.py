@@ -95,12 +95,13 @@ def track(
     backend, on_device = open_host(), plan.model_copy(update={"offload_horizon": 0})  # here host and device are one
     with _no_peers(world_size):
         mesh = Mesh(on_device, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
-        with FakeTensorMode():
+        with FakeTensorMode() as without_data:
             model = build()
-            members = [unit for _, unit in units(model)]
-            styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
-            with torch.no_grad():
-                arrange(model, members, styles, mesh)
+        members = [unit for _, unit in units(model)]
+        styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
+        with torch.no_grad():  # of tensors without data, and of ranks, which have it (torch 2.14)
+            arrange(model, members, styles, mesh)
+        with without_data:
             optimizer = _Moments(model.parameters())
             tracker = FSDPMemTracker(model, optimizer)
             with tracker:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.parallel.tensor_plan import interleaved
@@ -49,7 +49,8 @@ def sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    axes = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    # A second cut of one dimension is no Shard any more (torch 2.14).
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 

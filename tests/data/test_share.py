@@ -25,6 +25,7 @@ from pipeline.data.share import prepare_share
 from pipeline.data.share_survey import SharedSurvey, share_files
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
+from pipeline.io.storage import TEMP_PREFIX
 
 Make = Callable[[str], Any]
 SYNTHETIC = SyntheticConfig(num_queries=60, num_days=2)
@@ -63,7 +64,8 @@ def tokens_of(place: Any) -> dict[str, bytes]:
     return {
         name: data
         for name, data in bytes_below(place.folder / "workspace" / "tokens").items()
-        if not name.endswith("/labels.json")  # what stays of the survey
+        # What stays of the survey, and of a file that a worker was killed in; nobody reads either.
+        if not name.endswith("/labels.json") and TEMP_PREFIX not in name
     }
 
 

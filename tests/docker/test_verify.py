@@ -9,6 +9,7 @@ import pytest
 
 import pipeline
 from pipeline.telemetry.code_version import code_version
+from tests.backends.xla_process import needs_xla
 from tests.docker.dockerfile import ROOT
 
 COMMANDS = str(Path(sys.executable).parent)
@@ -21,6 +22,7 @@ def verify(*words: str, path: str = COMMANDS) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False)
 
 
+@needs_xla
 @pytest.mark.stage
 def test_what_is_right_passes_and_what_is_wrong_is_all_told() -> None:
     right = verify("--expect", "torch==2.9.*", "--expect", "torch-xla==2.9.0", "--load", "torch_xla")

@@ -14,6 +14,7 @@ from pipeline.compile.config import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import TRACE_FILE
+from tests.backends.xla_process import needs_xla
 from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared
@@ -21,7 +22,7 @@ from tests.fault.s3_server import S3Server
 from tests.ports import free_port
 from tests.s3 import lead_to
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_xla, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_GRAPHS = 3
 SUFFIX = flags_hash(CompilerFlags().tokens(), compiler=VERSION, target="trn1")

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_xla, pytest.mark.slow, pytest.mark.timeout(600)]
 
 THREE_EPOCHS = (
     *ON_XLA,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, TINY, Place, Trace, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,6 +50,7 @@ def test_two_processes_stopped_then_one_then_three(place: Callable[..., Place]) 
     assert len(trace) == len(alone.trace)
 
 
+@needs_xla
 @pytest.mark.thorough
 def test_two_processes_on_xla(place: Callable[..., Place]) -> None:
     few = (*ON_XLA, "--train.max-steps=10", "--train.evaluate-every=0", "--train.candidates-per-query=4")
@@ -83,6 +85,7 @@ def test_broken_launch_variables(place: Callable[..., Place], variables: dict[st
     assert not here.steps_saved()
 
 
+@needs_xla
 def test_a_runtime_that_sees_another_world(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     here.env = {"CPU_NUM_DEVICES": "2"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, TINY, Place, reference
 from tests.fault.kills import Moment, finish, kill_at, lose_scratch
 from tests.fault.s3_server import S3Server
@@ -52,7 +53,7 @@ def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("backend", "flags"), [("cpu", TINY), ("xla", ON_XLA)])
+@pytest.mark.parametrize(("backend", "flags"), [("cpu", TINY), pytest.param("xla", ON_XLA, marks=needs_xla)])
 def test_two_processes_killed_together(place: Callable[..., Place], backend: str, flags: tuple[str, ...]) -> None:
     two = (*flags, "--launch.processes=2", "--train.candidates-per-query=2")
     here = place(backend, two)
@@ -63,6 +64,7 @@ def test_two_processes_killed_together(place: Callable[..., Place], backend: str
     assert {event["world_size"] for event in here.events("train_started")} == {2}
 
 
+@needs_xla
 @pytest.mark.thorough
 def test_killed_on_xla(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import EVALUATE_EVERY, MAX_STEPS, ON_XLA, Place, Run, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,6 +80,7 @@ def test_after_the_last_step(place: Callable[..., Place]) -> None:
     assert here.ended() == reference("cpu")
 
 
+@needs_xla
 @pytest.mark.thorough
 def test_in_the_first_compile(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)

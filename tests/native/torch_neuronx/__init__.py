@@ -140,6 +140,9 @@ def _forwarded(name: str) -> Callable[..., Any]:
 for _name in (
     "_allgather_base",
     "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
     "allgather",
     "allgather_into_tensor_coalesced",
     "allreduce",
@@ -151,11 +154,14 @@ for _name in (
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
 ):
-    setattr(Group, _name, _forwarded(_name))
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(Group, _name, _forwarded(_name))
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Group:

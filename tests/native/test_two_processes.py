@@ -1,0 +1,36 @@
+"""Training on the stand-in device with two processes: the losses of the CPU, and an operator on the host is named.
+
+A small part of test_cycle.py, which is among the thorough tests.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.native.cycle import TINY, Cycle
+from tests.native.standin import needs_compiler
+
+ONE_SHAPE = (
+    TINY.replace('["16x16", "32x32"]', '["16x16"]')
+    .replace("max_steps = 12", "max_steps = 4")
+    .replace("evaluate_every = 6", "evaluate_every = 0")
+)
+
+
+@needs_compiler
+@pytest.mark.stage
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # 20 s of a quiet machine of two cores
+def test_two_processes_train_as_the_cpu_does_and_name_what_ran_on_the_host(tmp_path: Path) -> None:
+    here, there = Cycle(tmp_path / "here", ONE_SHAPE, processes=2), Cycle(tmp_path / "there", ONE_SHAPE)
+    there.on_host("prepare")
+    shutil.copytree(there.workspace, here.workspace)
+    there.on_host("train")
+    said = here.run("train", STANDIN_MISSING="aten::gelu")
+    losses, expected = here.losses(), there.losses()
+    assert sorted(losses) == sorted(expected) == [1, 2, 3, 4]
+    assert max(abs(losses[step] - expected[step]) for step in losses) < 1e-5
+    assert "on 2 x neuron" in said
+    warnings = [line for line in said.splitlines() if "ran on the host" in line]
+    assert len(warnings) == 1 and "aten::gelu is not an operator of neuron" in warnings[0]
