@@ -243,6 +243,7 @@ def test_through_a_queue_any_dag_with_any_ends_ends_as_on_this_machine_though_dr
         assert of_sagemaker(at) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 2])
 def test_killed_after_each_call_the_next_driver_makes_every_service_job_once(tmp_path: Path, lag: int) -> None:
     calls, kills = 0, 0
