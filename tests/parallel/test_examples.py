@@ -14,7 +14,8 @@ from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.zygote import ROOT, Forked
 
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "ddp_script"]  # of trnjobs run
+OTHERS = ("ddp_script", "own_encoder")  # of trnjobs run and of model.factory
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")
 ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
 PLAIN_LIGHTNING = ("from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),")
