@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.native.cycle import Cycle
+from tests.native.cycle import TINY, Cycle
 from tests.native.standin import ROOT
 
 OTHER = os.environ.get("TRNPIPE_OTHER_LANE", "")
@@ -53,7 +53,7 @@ def test_a_checkpoint_of_one_continues_in_the_other(tmp_path: Path, is_ours_firs
     }
     assert len(versions) == 2, "the other lane has the same torch"
     first, second = (sys.executable, OTHER) if is_ours_first else (OTHER, sys.executable)
-    cycle = Cycle(tmp_path / "whole", env={})
+    cycle = Cycle(tmp_path / "whole", TINY.replace("every_steps = 4", "every_steps = 4\nkeep_last = 9"), env={})
     config = cycle.folder / "tiny.toml"
     run(first, cycle.workspace, config, "prepare")
     run(first, cycle.workspace, config, "train")

@@ -18,10 +18,10 @@ def refused(folder: Path, version: str | None, *flags: str) -> str:
     return run(command, env, code=78)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_the_package_of_another_torch_is_refused(tmp_path: Path, processes: str) -> None:
+@pytest.mark.parametrize(("processes", "backend"), [("1", "neuron"), ("2", "neuron"), ("1", "auto")])
+def test_the_package_of_another_torch_is_refused(tmp_path: Path, processes: str, backend: str) -> None:
     other = f"{NATIVE_SINCE[0]}.{max(OURS[1], NATIVE_SINCE[1]) + 1}.3.0"
-    text = refused(tmp_path, other, "--launch.processes", processes)
+    text = refused(tmp_path, other, "--launch.processes", processes, "--backend", backend)
     assert f"torch {torch.__version__} with torch-neuronx {other}" in text
     assert f"expected: torch-neuronx {OURS[0]}.{OURS[1]}" in text
     assert "Traceback" not in text
