@@ -1,6 +1,6 @@
 """Training on the stand-in device with two processes: the losses of the CPU, and an operator on the host is named.
 
-A small part of test_cycle.py, which is among the thorough tests.
+test_cycle.py has the whole cycle.
 """
 
 import shutil
@@ -20,8 +20,8 @@ ONE_SHAPE = (
 
 @needs_compiler
 @pytest.mark.stage
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # 20 s of a quiet machine of two cores
+@pytest.mark.thorough  # 50 s of processor time
+@pytest.mark.timeout(600)
 def test_two_processes_train_as_the_cpu_does_and_name_what_ran_on_the_host(tmp_path: Path) -> None:
     here, there = Cycle(tmp_path / "here", ONE_SHAPE, processes=2), Cycle(tmp_path / "there", ONE_SHAPE)
     there.on_host("prepare")
