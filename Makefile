@@ -107,16 +107,20 @@ test: $(STAMP)  ## lint, types, security rules and all tests
 # torch-neuronx 2.14 is for torch 2.14 and Python 3.12 to 3.14: every test that needs no XLA, as it would run there.
 NATIVE        := .venv-native
 NATIVE_TORCH  := torch==2.14.0
+NATIVE_LOCK   := tests/native/requirements.lock
+# Come with it too, named by CUDA 13 otherwise.
+NATIVE_CUDA   := cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvshmem-cu13 \
+  $(foreach name,cublas cuda-cupti cuda-nvrtc cuda-runtime cufft cufile curand cusolver cusparse nvjitlink nvtx,nvidia-$(name))
 NATIVE_PYTHON ?= $(firstword $(foreach version,3.14 3.13 3.12,$(shell command -v python$(version))))
 test-native: $(NATIVE)/.installed  ## all tests that need no XLA, on torch 2.14 and the newest Python of this machine, 3.12 to 3.14
 	PYTHONDONTWRITEBYTECODE= $(NATIVE)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
-$(NATIVE)/.installed: pyproject.toml
+$(NATIVE)/.installed: pyproject.toml $(NATIVE_LOCK)
 	test -n "$(NATIVE_PYTHON)" || { echo 'no python3.12 to python3.14 on the path, expected one: make test-native NATIVE_PYTHON=...'; exit 1; }
 	test -x $(NATIVE)/bin/python || $(NATIVE_PYTHON) -m venv $(NATIVE)
-	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check $(NATIVE_TORCH) setuptools ninja
-	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	  -e '.[hf,tensorboard,ann,baselines,tune,report,lightning,dev]'
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(NATIVE_LOCK)
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check $(NATIVE_TORCH)
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and its properties with many examples
@@ -209,6 +213,9 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	# pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
 	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
+	# The same versions beside a later torch, see test-native.
+	printf '%s\n' '$(NATIVE_TORCH)' ninja | $(UV_COMPILE) pyproject.toml - $(patsubst %,--extra %,$(filter-out xla,$(EXTRAS))) --python-version 3.13 \
+	  -c build/constraints.txt --no-emit-package torch --no-emit-package triton $(NATIVE_CUDA:%=--no-emit-package %) -o $(NATIVE_LOCK)
 	# Its pins disagree with ours: an environment of its own, see scan.
 	echo checkov | $(UV_COMPILE) - --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o infra/scan.lock
 

@@ -64,6 +64,13 @@ def test_pytorch_is_the_same_everywhere() -> None:
     assert re.search(r"^TORCH +:= torch==2\.9\.1$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+def test_the_lane_of_a_later_pytorch_differs_in_pytorch_alone() -> None:
+    tested, locked = pins(ROOT / "requirements.lock"), pins(ROOT / "tests" / "native" / "requirements.lock")
+    assert {name for name, version in locked.items() if tested.get(name) != version} == {"ninja"}  # builds the stand-in
+    assert tested.keys() - locked.keys() == {"torch-xla"}
+    assert "torch" not in locked
+
+
 def needs() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [Requirement(text) for text in project["dependencies"]]
