@@ -3,7 +3,7 @@
 Every trained side starts from the same MiniLM weights (`--model FOLDER`), sees the same number of pairs in the same
 precision, and is scored by the same search and metric code. A part keeps its result as a small file in
 bench/results/quality (`--keep`), so the bench may be run in parts, over days. `table` makes the results of what is
-there. `changes` runs the recipe with one setting changed at a time, on valid; `incremental` five daily cycles beside
+there. `changes` runs the recipe with one thing changed at a time, on valid; `incremental` five daily cycles beside
 one training on all. Both go on where they ended. Choices are made with `--split valid`; each run with `--split test` is
 counted, and the table tells how many.
 """

@@ -1,4 +1,4 @@
-"""Ours by the real commands, as a user would run them: prepare, train, evaluate."""
+"""Ours by the real commands, as a user would run them: prepare, mine, train, evaluate."""
 
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from pipeline.io.storage import open_storage
 CONFIG = ROOT / "configs" / "small.toml"
 BUCKETS = ("16x24", "24x32", "32x48", "64x64")
 CYCLE = "bench"
+MINED = "--train.mined-per-query"
 OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
@@ -59,8 +60,9 @@ def flags_of(
 
 
 def run(flags: Sequence[str], more: Sequence[str]) -> None:
-    """All three stages. Raises CalledProcessError; a refusal of the gate (80) is none."""
-    for stage in ("prepare", "train", "evaluate"):
+    """All stages, `mine` where `more` asks for mined negatives. Raises CalledProcessError; a refusal of the gate (80)
+    is none."""
+    for stage in ("prepare", *(["mine"] if MINED in more else []), "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, *flags, *more]
         code = subprocess.run(command, check=False, cwd=ROOT).returncode
         if code and not (stage == "evaluate" and code == 80):
