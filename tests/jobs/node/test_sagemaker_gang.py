@@ -1,17 +1,21 @@
 """A gang of twelve hosts as SageMaker describes them, on the loopback addresses of this machine."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.jobs.node.entries import entry, free_port
+from tests.jobs.node.entries import Entry, entry, free_port, read_until
 from tests.jobs.node.gang_of_twelve import train
 from tests.jobs.node.test_sagemaker import ml_root
 
 HOSTS = [f"127.0.0.{number}" for number in range(1, 13)]
 SCRIPT = Path(__file__).with_name("gang_of_twelve.py")
+ROOT = Path(__file__).parents[3]
+STEPS = 12
 
 
 @pytest.mark.fault
@@ -36,3 +40,50 @@ def test_twelve_hosts_meet_two_train_and_all_tell_why_the_job_failed(tmp_path: P
     lines = {(tmp_path / own / "output" / "failure").read_text() for own in HOSTS}
     (line,) = lines
     assert line.startswith("exit 65 DataError: ")
+
+
+def _start(tmp_path: Path, name: str, start: int, step_s: float) -> list[Entry]:
+    """Two nodes with a rank each of examples/ddp_script.py, as one start of the training job `name`."""
+    words = ["-m", "pipeline", "launch", "--launch.processes", "1", "--", str(ROOT / "examples" / "ddp_script.py")]
+    words += ["--steps", str(STEPS), "--every", "1", "--step-s", str(step_s)]
+    port, nodes = str(free_port()), []
+    for own in HOSTS[:2]:
+        env = ml_root(tmp_path / name / str(start) / own, own, HOSTS[:2], "lo") | {"TRAINING_JOB_NAME": name}
+        env |= {"TRNPIPE_WORKSPACE": str(tmp_path / "workspace"), "TRNPIPE_CYCLE": f"run-{name}", "TRNJOBS_JOB": "ddp"}
+        env |= {"TRNJOBS_STARTS": "ddp-r1", "TRNJOBS_CHECKPOINT_URI": (tmp_path / name / "checkpoints").as_uri()}
+        env |= {"TRNJOBS_GATHER_S": "60", "TRNJOBS_LOST_AFTER_S": "30", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        env |= {"PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")}
+        nodes.append(entry(sys.executable, *words, env=env))
+    return nodes
+
+
+def _weights(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True)["model"]
+    return found
+
+
+@pytest.mark.fault
+@pytest.mark.thorough  # 40 s of processor time
+@pytest.mark.timeout(600)
+def test_a_gang_whose_spot_capacity_is_taken_away_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
+    """SageMaker says SIGTERM to all nodes, takes them away, and starts the same training job again on others."""
+    alone = _start(tmp_path, "alone", 1, 0.0)
+    said = [node.finish() for node in alone]
+    assert [node.returncode for node in alone] == [0, 0], said
+    for start in (1, 2):
+        nodes = _start(tmp_path, "taken", start, 0.5)
+        read_until(nodes[0], f"step {3 * start} ")
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        for node in nodes:
+            if start == 2:
+                node.kill()
+            node.finish()
+    last = _start(tmp_path, "taken", 3, 0.0)
+    said = [node.finish() for node in last]
+    assert [node.returncode for node in last] == [0, 0], said
+    assert "continuing at step" in said[0][0]
+    starts = tmp_path / "workspace" / "cycles" / "run-taken" / "jobs" / "starts" / "ddp-r1"
+    assert {path.name for path in starts.iterdir()} == {"1", "2", "3"}
+    expected = _weights(tmp_path, "alone")
+    assert all(torch.equal(expected[name], found) for name, found in _weights(tmp_path, "taken").items())
