@@ -18,7 +18,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import train_tokenizer
 
 NAME = "prepare_rows"
-TITLE = "Rows a second of each core, and memory, of preparing judgements as an array of two"
+TITLE = "Memory of preparing judgements as an array of two, from 1 to 50 million rows"
 METHOD = """
 Made-up judgements (queries of 1 to 4 words with 20 products each, titles of 3 to 15 words, four labels with gains; 1 %
 without a title) in Parquet files of 500,000 rows, all of one day. Each size by two workers of an array at once, each a
