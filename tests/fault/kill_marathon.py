@@ -1,7 +1,8 @@
 """`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--processes 2] [--mesh 2:shard_degree=2 ...]`.
 
 Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
-that nobody touched. Exit 0 when all of them do. With several meshes (processes and a plan) cycles take turns.
+that nobody touched. Exit 0 when all of them do. With several meshes (processes and a plan) cycles take turns, and each
+mesh has its share of the kills; `--mesh all`: those of MATRIX.
 """
 
 import argparse
@@ -20,6 +21,21 @@ from tests.fault.kills import PREPARE_PHASES, S3_PHASES, TRAIN_PHASES, finish, k
 from tests.fault.s3_server import S3Server
 
 
+MATRIX = (
+    "2:shard_degree=1",
+    "2:shard=state,shard_degree=2",
+    "2:shard_degree=2,recompute=units",
+    "2:tensor_degree=2",
+    "4:shard=state,shard_degree=4",
+    "4:shard=state,shard_degree=2",
+    "4:shard_degree=4",
+    "4:shard_degree=2",
+    "4:shard_degree=1,tensor_degree=2",
+    "4:shard_degree=2,tensor_degree=2,offload_horizon=2",
+)
+OVER_RANKS = ("--train.candidates-per-query=2", "--train.max-steps=60", "--train.evaluate-every=20")
+
+
 def main() -> int:
     """Parse, kill, compare, tell."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -27,7 +43,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("cpu", "xla"), default="cpu")
     parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
     parser.add_argument("--processes", type=int, default=1, help="ranks that train together")
-    parser.add_argument("--mesh", nargs="*", default=[], help="PROCESSES:key=value,... of train.parallel, in turns")
+    parser.add_argument("--mesh", nargs="*", default=[], help="PROCESSES:key=value,... of train.parallel, or all")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with ExitStack() as stack:
@@ -41,7 +57,9 @@ def main() -> int:
 
 def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
     started = time.monotonic()
-    cases = [_flags(arguments.backend, mesh) for mesh in arguments.mesh or [f"{arguments.processes}:"]]
+    meshes = MATRIX if arguments.mesh == ["all"] else arguments.mesh or [f"{arguments.processes}:"]
+    cases = [_flags(arguments.backend, mesh) for mesh in meshes]
+    most = max(1, min(5, -(-arguments.kills // len(cases))))
     wholes = [reference(arguments.backend, flags) for flags in cases]
     start_s = (time.monotonic() - started) / len(cases)
     for whole in wholes:
@@ -54,13 +72,14 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
         home = folder / f"cycle-{cycles}"
         home.mkdir()
         place = _new_place(home, arguments.backend, flags, server, empty=rng.random() < 0.3)
-        hits = _kill_some(place, rng, min(rng.randint(2, 5), arguments.kills - kills), server, start_s, kills)
+        hits = _kill_some(place, rng, min(rng.randint(min(2, most), most), arguments.kills - kills), server, start_s, kills)
         finish(place)
         kills += len(hits)
         counts.update(hits)
         problem = _difference(whole, place)
         different += bool(problem)
-        print(f"cycle {cycles}: {problem or 'bit-identical'} after {len(hits)} kills {flags[-3:]}", flush=True)
+        mesh = meshes[(cycles - 1) % len(cases)]
+        print(f"cycle {cycles} of {mesh}: {problem or 'bit-identical'} after {len(hits)} kills", flush=True)
     verdict = "ALL BIT-IDENTICAL" if not different else f"{different} OF {cycles} CYCLES DIFFER"
     print(f"{verdict}: {kills} kills in {cycles} cycles on {arguments.backend}{' with s3' if server else ''}")
     for what, number in sorted(counts.items()):
@@ -72,7 +91,7 @@ def _flags(backend: str, mesh: str) -> tuple[str, ...]:
     flags: tuple[str, ...] = ON_XLA if backend == "xla" else TINY
     processes, _, plan = mesh.partition(":")
     if processes != "1":
-        flags += (f"--launch.processes={processes}", "--train.candidates-per-query=2")
+        flags += (f"--launch.processes={processes}", *OVER_RANKS)
     keys = (key.partition("=") for key in plan.split(",") if key)
     return flags + tuple(f"--train.parallel.{name.replace('_', '-')}={value}" for name, _, value in keys)
 

@@ -46,6 +46,7 @@ CALM = LossConfig(temperature=0.5)
 BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16, "loss": CALM})
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "recompute": {},  # of the encoder's layers, in backward
     "topo": {},  # hierarchical collectives
     "graded": {"loss": LossConfig(contrastive_weight=0.0)},
     "bf16": {"precision": "bf16"},
@@ -64,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss": LossConfig(temperature=0.5, learn_temperature=True),
     },
 }
+AS_A_RUN = ("plain", "recompute")
 BUCKET_BYTES = 3000
 """So small that a chunk is cut."""
 
@@ -72,14 +74,14 @@ Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
-    """`degree` 1: plain data parallel. Variant "plain": as a run opens it, with no bucket smaller than a chunk."""
-    collectives = "hierarchical" if variant == "topo" else "default"
-    plan = Plan.read({"shard": "state", "shard_degree": degree, "collectives": collectives})
+    """`degree` 1: plain data parallel. AS_A_RUN: as a run opens it, with no bucket smaller than a chunk."""
+    asked = {"topo": {"collectives": "hierarchical"}, "recompute": {"recompute": "units"}}
+    plan = Plan.read({"shard": "state", "shard_degree": degree, **asked.get(variant, {})})
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = gang.world
     gang.layout = run_layout(config, world.world_size, world.rank)
     share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
-    if degree == 1 or variant == "plain":
+    if degree == 1 or variant in AS_A_RUN:
         program = open_program(model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=NoWatch())
         return program, share
     mesh = open_mesh(plan, backend, timeout_s=60.0)
@@ -195,6 +197,8 @@ def check_modes(folder: Path, ranks: int, *modes: str, device: str = "cpu") -> N
         assert_alike(result["crossed"], figures[HALF:], f"{mode}, from one process", bound)
         if f"{variant}/1" in found:
             assert_alike(result["figures"], found[f"{variant}/1"][0]["figures"], f"{mode} and plain")
+        if variant == "recompute" and (plain := found.get(f"plain/{degree}")):
+            assert result["figures"] == plain[0]["figures"], f"{mode}: bit for bit as without"
         files = torch.load(folder / f"{variant}-{degree}.pt")
         for (weights, state), theirs in zip(files, (half, end, end), strict=True):
             assert furthest(weights, theirs[0]) <= of_weights and furthest(state, theirs[1]) <= of_weights, mode
@@ -213,7 +217,7 @@ def slices(variant: str, shards: int) -> int:
     layout = FlatLayout.of(model, config.chunk_mib, by_layer=config.optimizer.by_layer)
     if shards == 1:
         return layout.size
-    buckets = buckets_of(layout, shards, LARGEST_BYTES if variant == "plain" else BUCKET_BYTES)
+    buckets = buckets_of(layout, shards, LARGEST_BYTES if variant in AS_A_RUN else BUCKET_BYTES)
     padding = sum(bucket.padding for bucket in buckets)
     assert padding < ALIGNED * shards * len(buckets)
     count, rest = divmod(layout.size + padding, shards)
@@ -223,18 +227,18 @@ def slices(variant: str, shards: int) -> int:
 
 @pytest.mark.stage
 def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path) -> None:
-    check_modes(tmp_path, 2, "plain/2", "rich/2", "bf16/1", "bf16/2")
+    check_modes(tmp_path, 2, "plain/1", "recompute/1", "plain/2", "recompute/2", "rich/2", "bf16/1", "bf16/2")
 
 
 @pytest.mark.stage
 def test_four_ranks_with_one_state_or_two(tmp_path: Path) -> None:
-    check_modes(tmp_path, 4, "plain/4", "rich/2", "topo/4")
+    check_modes(tmp_path, 4, "plain/4", "recompute/4", "plain/2", "recompute/2", "rich/2", "topo/4")
 
 
 @pytest.mark.stage
 @pytest.mark.thorough
 def test_eight_ranks(tmp_path: Path) -> None:
-    check_modes(tmp_path, 8, "plain/8", "rich/4", "rich-bf16/1", "rich-bf16/2")
+    check_modes(tmp_path, 8, "plain/8", "recompute/8", "recompute/2", "rich/4", "rich-bf16/1", "rich-bf16/2")
 
 
 @pytest.mark.stage

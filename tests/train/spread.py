@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -172,6 +172,41 @@ def over_ranks(folder: str, cases: str, dropout: str) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def to_the_end(folder: str, cases: str) -> list[list[dict[str, float]]]:
+    """For each plan (JSON: name -> plan), in the program that a run of it has: figures of the steps after HALF, where
+    it leaves its files."""
+    found = []
+    for name, place in _places(cases):
+        program = place.program()
+        place.train(program, 0, HALF)
+        save(program, Path(folder) / f"{name}-half")
+        found.append(place.train(program, HALF, STEPS).figures)
+    return found
+
+
+def from_each(folder: str, cases: str, *sources: str) -> list[dict[str, list[dict[str, float]]]]:
+    """For each plan: figures of the steps after HALF, by whose files it goes on from."""
+    found = []
+    for _, place in _places(cases):
+        figures = {}
+        for source in sources:
+            program = place.program()
+            restore(program, Path(folder) / f"{source}-half")
+            figures[source] = place.train(program, HALF, STEPS).figures
+        found.append(figures)
+    return found
+
+
+def _places(cases: str) -> Iterator[tuple[str, Place]]:
+    world = world_from_env()
+    torch.set_num_threads(1)
+    with open_ranks("cpu", world, timeout_s=60) as (gang, backend), TemporaryDirectory() as rows:
+        for name, plan in json.loads(cases).items():
+            config = config_of(plan)
+            gang.layout = run_layout(config, world.world_size, world.rank)
+            yield name, Place(gang, backend, config, rows, SMALL)
 
 
 def hung(folder: str, timeout_s: str) -> None:

@@ -65,6 +65,35 @@ def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> No
     assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole + 1, "the temperature is whole"
 
 
+MESHES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {"shard_degree": 1}},
+    2: {"state 2": {"shard": "state", "shard_degree": 2}},
+    4: {
+        "all 4": {"shard_degree": 4},
+        "hybrid 2x2": {"shard_degree": 2},
+        "tensor 2x2": {"shard_degree": 2, "tensor_degree": 2},
+    },
+}
+"""By the number of ranks: flat vectors, flat vectors with state in slices, modules."""
+
+
+@pytest.mark.stage
+def test_a_run_goes_on_from_every_mesh_on_every_other(tmp_path: Path) -> None:
+    names = [name for cases in MESHES.values() for name in cases]
+    whole: dict[str, list[dict[str, float]]] = {}
+    for ranks, cases in MESHES.items():
+        words = (str(tmp_path), json.dumps(cases))
+        found = run_ranks("tests.train.spread:to_the_end", ranks, tmp_path / f"first-{ranks}", *words)
+        whole |= dict(zip(cases, found[0], strict=True))
+    for ranks, cases in MESHES.items():
+        words = (str(tmp_path), json.dumps(cases), *names)
+        for rank in run_ranks("tests.train.spread:from_each", ranks, tmp_path / f"second-{ranks}", *words):
+            for name, figures in zip(cases, rank, strict=True):
+                assert figures[name] == whole[name], f"{name}: a resume is the same to the bit"
+                for source in names:
+                    check_alike(figures[source], whole["one"])
+
+
 @pytest.mark.thorough
 def test_two_ranks(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
