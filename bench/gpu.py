@@ -24,8 +24,15 @@ in a plain loop under DDP and autocast; the same under Hugging Face Trainer. All
 clipping at 1.0, no dropout. {FORMULA} (PaLM, appendix B; embeddings and heads not counted), the same for all sides;
 MFU is that over the step's time and the dense bf16 peak of the data sheet. Warm-up and compilation are left out.
 """
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
-"""Dense bf16, NVIDIA's data sheets (SXM)."""
+PEAK_TFLOPS = {
+    "H200 NVL": 835.5,
+    "H200": 989.0,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+}
+"""Dense bf16, NVIDIA's data sheets; the first that the device's name holds, so SXM where it says no more."""
 BATCHES = {128: 64, 512: 16}
 TARGET = Target(figure="mfu_128", comparison=">=", value=0.5)
 FURTHER = (

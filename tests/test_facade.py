@@ -21,6 +21,13 @@ def test_every_name_is_there(name: str) -> None:
     assert name in dir(trnpipe)
 
 
+def test_the_names_of_parallelism_are_these_ten() -> None:
+    homes = trnpipe._HOME.items()
+    found = {name for name, home in homes if home.startswith("pipeline.parallel.")}
+    expected = {"Plan", "init", "layout", "transform", "delayed_init", "clip_grad_norm", "save", "load"}
+    assert found == expected | {"Strategy", "Environment"}
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Setings'"):
         trnpipe.Setings  # noqa: B018

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jobs.settings import CycleSettings
     from pipeline.context import StageContext, StageResult, open_context
     from pipeline.core.errors import TrnpipeError
-    from pipeline.core.layout import Layout
     from pipeline.core.stop import StopSignal
     from pipeline.embed.mapped import open_vectors
     from pipeline.parallel.adopt import init, layout, transform
@@ -41,7 +40,6 @@ __all__ = [
     "CycleSettings",
     "CycleStatus",
     "Environment",
-    "Layout",
     "Plan",
     "Registry",
     "Settings",
@@ -69,7 +67,6 @@ _HOME = {
     "CycleSettings": "jobs.settings",
     "CycleStatus": "jobs.api",
     "Environment": "pipeline.parallel.lightning",
-    "Layout": "pipeline.core.layout",
     "Plan": "pipeline.parallel.config",
     "Registry": "pipeline.registry.model",
     "Settings": "pipeline.settings",

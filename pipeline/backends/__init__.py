@@ -85,14 +85,22 @@ def is_lazy_host(device_name: str) -> bool:
 
 
 def process_group(name: str) -> str | None:
-    """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device."""
+    """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device.
+
+    Raises ConfigError for a GPU on a machine without one.
+    """
     name = _resolved(name)
     if name == "neuron":
         from pipeline.backends.neuron import load_package
 
         load_package()  # registers the process group
         return "neuron:neuron"
-    return "cuda:nccl" if name == "cuda" else None
+    if name != "cuda":
+        return None
+    from pipeline.backends.cuda import check_visible
+
+    check_visible()  # before nccl says so in words of its own
+    return "cuda:nccl"
 
 
 def module_device() -> str:

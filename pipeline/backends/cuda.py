@@ -14,6 +14,16 @@ from pipeline.backends.cpu import Accelerator, replayed
 from pipeline.core.errors import ConfigError
 
 
+def check_visible() -> None:
+    """Raises ConfigError on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "no CUDA device is visible",
+            expected="an NVIDIA GPU and driver",
+            next_command="--backend cpu, or in a script trnpipe.init(device='cpu')",
+        )
+
+
 class CudaBackend(Accelerator):
     """One GPU of this node, chosen by local rank."""
 
@@ -21,10 +31,7 @@ class CudaBackend(Accelerator):
     default_tokens = 32_768
 
     def __init__(self, local_rank: int) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "no CUDA device is visible", expected="an NVIDIA GPU and driver", next_command="--backend cpu"
-            )
+        check_visible()
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {local_rank} with {torch.cuda.device_count()} GPUs", expected="one process per GPU"

@@ -47,6 +47,11 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
         f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "
         f"with {largest.num_instructions:,} operations in {largest.hlo_bytes / 1e6:.1f} MB of text"
     )
+    if settings.launch.processes > 1:
+        say(
+            f"these are one core's: what {settings.launch.processes} ranks exchange in a step is in the graphs that"
+            " `trnpipe compile` meets, and lints, on the device"
+        )
     findings = (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         say(str(finding))

@@ -25,6 +25,8 @@ SMP_NAMES = {
 _SMP_OFFLOAD = "sm_activation_offloading"
 _SMP_HORIZON = 2  # its default
 _SMP_ABSENT = ("context_parallel_degree", "expert_parallel_degree")
+_SMP_IDLE = ("allow_empty_shards", "fsdp_cache_flush_warnings")
+"""Switches without a use here: a rank's part may always be empty, and torch.cuda.memory_stats counts cache flushes."""
 
 
 class Plan(BaseModel):
@@ -111,6 +113,9 @@ def in_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
         degree = values.pop(name, 1)
         if degree != 1:
             raise ValueError(f"{name} {degree}: there is no such parallelism here, expected 1 or nothing")
+    for name in _SMP_IDLE:
+        if not isinstance(switch := values.pop(name, False), bool):
+            raise ValueError(f"{name} is {switch!r}, expected true or false")
     offload = values.pop(_SMP_OFFLOAD, None)
     for theirs, ours in SMP_NAMES.items():
         if theirs in values:

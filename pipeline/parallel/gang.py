@@ -123,9 +123,18 @@ _OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by pee
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:
     """The process group of all ranks, by torchrun's variables: gloo, and `device_backend` where there is one."""
-    kind = f"cpu:gloo,{device_backend}" if device_backend else "gloo"
     with peers("joining the other ranks"):
-        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(_libraries(device_backend), timeout=timedelta(seconds=timeout_s))
+
+
+def open_group_of_one(device_backend: str | None) -> None:
+    """A process group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_libraries(device_backend), store=store, rank=0, world_size=1)
+
+
+def _libraries(device_backend: str | None) -> str:
+    return f"cpu:gloo,{device_backend}" if device_backend else "gloo"
 
 
 def exchanged(value: Any, doing: str) -> list[Any]:

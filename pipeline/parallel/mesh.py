@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.backends import Backend, RankGroup
+from pipeline.backends import Backend, RankGroup, process_group
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import exchanged, peers
+from pipeline.parallel.gang import exchanged, open_group_of_one, peers
 
 REPLICATE: Axis = "replicate"
 SHARD: Axis = "shard"
@@ -89,7 +89,10 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
     Raises ConfigError, on every rank the same, for a plan that does not fit the ranks or the device.
     """
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        # fully_shard reduces over groups of one as well (torch 2.9): by gloo, gradients on a GPU would go through the
+        # host. Devices that compile their steps meet nobody when they are alone.
+        eager = not (backend.is_lazy or backend.compiles_steps)
+        open_group_of_one(process_group(backend.name) if eager else None)
     check_plan(plan, backend)
     layout = layout_of(
         dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree

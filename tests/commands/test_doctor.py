@@ -70,10 +70,12 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
 def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) -> None:
     small = ("--model.num-layers=1", "--data.buckets=8x16", "--model.max-positions=16")
     done = doctor(
-        tmp_path, "--hlo", *small, "--model.dropout=0.1", "--train.micro-batch-size=16", "--train.step-boundary=split"
+        *(tmp_path, "--hlo", *small, "--model.dropout=0.1", "--train.micro-batch-size=16"),
+        *("--train.step-boundary=split", "--launch.processes=2", "--train.parallel.shard=state"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # The start, the contrastive loss over all, the update, the evaluation; of rows of two lengths the embeddings of a
     # micro-batch, first and further micro-steps; rows of texts to embed of two lengths.
     assert "traced 12 graphs" in done.stdout
+    assert "what 2 ranks exchange in a step is in the graphs that `trnpipe compile` meets" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout

@@ -110,17 +110,18 @@ class Run:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def wait(self, limit_s: float = WAIT_S) -> int:
-        """The exit code; fails the test, and ends the process, when it does not come."""
+    def wait(self, limit_s: float | None = None) -> int:
+        """The exit code; fails the test, and ends the process, when it does not come (None: in WAIT_S)."""
+        limit_s = WAIT_S if limit_s is None else limit_s
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still running after {limit_s:g} s\n{self.out[-2000:]}\n{self.err[-4000:]}") from None
 
-    def until(self, condition: Callable[[], bool], *, every_s: float = 0.001, limit_s: float = WAIT_S) -> bool:
+    def until(self, condition: Callable[[], bool], *, every_s: float = 0.001) -> bool:
         """Poll until the condition holds (True) or the process has ended (False)."""
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + WAIT_S
         while not condition():
             if not self.is_alive:
                 return condition()

@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.fault import harness
 from tests.fault.harness import ON_XLA, TINY, Ended, Place, copy_of_prepared, empty_place, forget, reference
 from tests.fault.kills import PREPARE_PHASES, S3_PHASES, TRAIN_PHASES, finish, kill_at, lose_scratch, random_moment
 from tests.fault.s3_server import S3Server
-
 
 MATRIX = (
     "2:shard_degree=1",
@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="ranks that train together")
     parser.add_argument("--mesh", nargs="*", default=[], help="PROCESSES:key=value,... of train.parallel, or all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--wait-s", type=float, default=harness.WAIT_S, help="longest wait, more on a loaded machine")
     arguments = parser.parse_args()
+    harness.WAIT_S = arguments.wait_s
     with ExitStack() as stack:
         server = stack.enter_context(S3Server()) if arguments.s3 else None
         if server is not None:
@@ -72,7 +74,9 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
         home = folder / f"cycle-{cycles}"
         home.mkdir()
         place = _new_place(home, arguments.backend, flags, server, empty=rng.random() < 0.3)
-        hits = _kill_some(place, rng, min(rng.randint(min(2, most), most), arguments.kills - kills), server, start_s, kills)
+        hits = _kill_some(
+            place, rng, min(rng.randint(min(2, most), most), arguments.kills - kills), server, start_s, kills
+        )
         finish(place)
         kills += len(hits)
         counts.update(hits)

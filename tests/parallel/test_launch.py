@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.proc.children import RANK_S
 from tests.parallel.test_examples import losses
 from tests.ports import free_port
 from tests.zygote import ROOT, Forked
@@ -140,14 +141,19 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[2])))
 if dist.get_rank() == 1:
     Path("here").touch()
     os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(300)
-Path(f"waits-{dist.get_rank()}").touch()
-dist.all_reduce(torch.ones(4))
+started = time.time()
+try:
+    dist.all_reduce(torch.ones(4))
+finally:
+    Path(f"waited-{dist.get_rank()}").write_text(str(time.time() - started))
 """
 
 
 @pytest.mark.parametrize("mode", ["killed", "asleep"])
 def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> None:
-    """At once, or after its time-out: in both cases its process has ended 5 s after that at most."""
+    """At once, or 5 s after its time-out at most; what comes then, its own end, takes what this machine's load makes it
+    take, and is not the 15 s after which a rank that hangs is ended.
+    """
     (tmp_path / "losing.py").write_text(LOSING)
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     ranks = []
@@ -161,9 +167,11 @@ def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> Non
         while not (tmp_path / "here").exists():
             assert ranks[1].poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
             time.sleep(0.02)
-        left = {rank: ranks[rank].wait(WITHIN_S) and time.time() for rank in (0, 2)}
-        assert [ranks[rank].poll() for rank in left] == [75, 75], (tmp_path / "log").read_text()
-        assert all(at - (tmp_path / f"waits-{rank}").stat().st_mtime < TIMEOUT_S + 5 for rank, at in left.items())
+        assert ranks[0].wait(WITHIN_S) == ranks[2].wait(WITHIN_S) == 75, (tmp_path / "log").read_text()
+        for rank in (0, 2):
+            waited = tmp_path / f"waited-{rank}"
+            assert float(waited.read_text()) < (5 if mode == "killed" else TIMEOUT_S + 5)
+            assert time.time() - waited.stat().st_mtime < RANK_S - 2
         assert ranks[1].poll() == (-9 if mode == "killed" else None)
     finally:
         for one in ranks:

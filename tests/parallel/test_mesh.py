@@ -1,5 +1,6 @@
 """Plans, layouts of ranks, and the groups that are made of them."""
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.core.layout import Layout, layout_of
 from pipeline.parallel import adopt
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import peers
-from pipeline.parallel.mesh import AXES, check_plan, set_timeouts
+from pipeline.parallel.mesh import AXES, check_plan, open_mesh, set_timeouts
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_mesh"
@@ -60,6 +61,7 @@ def test_the_keys_of_the_articles() -> None:
     smp = {"hybrid_shard_degree": 16, "tensor_parallel_degree": 8, "tensor_parallel_seed": 0}
     assert Plan.read(smp) == Plan(shard_degree=16, tensor_degree=8, seed=0)
     assert Plan.read({"context_parallel_degree": 1, "expert_parallel_degree": 1}) == Plan()
+    assert Plan.read('{"allow_empty_shards": False, "fsdp_cache_flush_warnings": True}') == Plan()
 
 
 def test_where_a_plan_is_read_from(tmp_path: Path) -> None:
@@ -79,6 +81,7 @@ def test_where_a_plan_is_read_from(tmp_path: Path) -> None:
         ({"hybrid_shard_degree": 2, "shard_degree": 2}, "the same thing"),
         ({"offload_horizon": 1, "recompute": "none"}, "expected recompute units"),
         ({"sm_activation_offloading": "yes"}, "expected true or false"),
+        ({"allow_empty_shards": "yes"}, "allow_empty_shards is 'yes', expected true or false"),
         ({"shard": "state", "tensor_degree": 2}, "expected shard all"),
         ("{x", "no JSON"),
         ("no/such/file.json", "cannot be read"),
@@ -111,6 +114,29 @@ def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any
         check_plan(Plan.read(plan), Traced())  # type: ignore[arg-type]
     check_plan(Plan.read(plan), open_host())
     check_plan(Plan(shard="state"), Traced())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_lazy", "kind"),
+    [("cuda", False, "cpu:gloo,cuda:nccl"), ("cpu", False, "gloo"), ("xla", True, "gloo")],
+)
+def test_a_process_alone_has_the_library_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_lazy: bool, kind: str
+) -> None:
+    """fully_shard reduces over a group of one too: not through the host of a GPU."""
+
+    class Device:
+        compiles_steps = False
+
+    def made(kind: str, **options: Any) -> None:
+        raise InterruptedError(kind)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Device, "name", name, raising=False)
+    monkeypatch.setattr(Device, "is_lazy", is_lazy, raising=False)
+    monkeypatch.setattr(dist, "init_process_group", made)
+    with pytest.raises(InterruptedError, match=f"^{kind}$"):
+        open_mesh(Plan(), Device(), timeout_s=1.0)  # type: ignore[arg-type]
 
 
 def groups(plan: str) -> list[list[int]]:
@@ -146,10 +172,8 @@ def test_sub_groups_time_out_as_the_run_does(tmp_path: Path) -> None:
     assert all(seconds > 1.5 for seconds in waited[1::2])  # and this test ends
 
 
-def apart(*plans: str) -> str:
-    import os
-
-    adopt.init(plans[int(os.environ["RANK"])])
+def apart(device: str, *plans: str) -> str:
+    adopt.init(plans[int(os.environ["RANK"])], device=device)
     return "joined"
 
 
@@ -162,8 +186,14 @@ def apart(*plans: str) -> str:
     ],
 )
 def test_every_rank_says_what_is_wrong(tmp_path: Path, plans: tuple[str, str], match: str) -> None:
-    errors = run_ranks(f"{CASES}:apart", 2, tmp_path, *plans, code=78)
+    errors = run_ranks(f"{CASES}:apart", 2, tmp_path, "cpu", *plans, code=78)
     assert all(match in text and "Traceback" not in text for text in errors)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_a_device_that_is_not_there_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    errors = run_ranks(f"{CASES}:apart", 2, tmp_path, "cuda", "{}", "{}", code=78)
+    assert all("no CUDA device is visible" in text and "Traceback" not in text for text in errors)
 
 
 def alone(_: str) -> list[int]:

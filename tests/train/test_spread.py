@@ -82,12 +82,12 @@ def test_a_run_goes_on_from_every_mesh_on_every_other(tmp_path: Path) -> None:
     names = [name for cases in MESHES.values() for name in cases]
     whole: dict[str, list[dict[str, float]]] = {}
     for ranks, cases in MESHES.items():
-        words = (str(tmp_path), json.dumps(cases))
-        found = run_ranks("tests.train.spread:to_the_end", ranks, tmp_path / f"first-{ranks}", *words)
+        case, folder = "tests.train.spread:to_the_end", tmp_path / f"first-{ranks}"
+        found = run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases))
         whole |= dict(zip(cases, found[0], strict=True))
     for ranks, cases in MESHES.items():
-        words = (str(tmp_path), json.dumps(cases), *names)
-        for rank in run_ranks("tests.train.spread:from_each", ranks, tmp_path / f"second-{ranks}", *words):
+        case, folder = "tests.train.spread:from_each", tmp_path / f"second-{ranks}"
+        for rank in run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases), *names):
             for name, figures in zip(cases, rank, strict=True):
                 assert figures[name] == whole[name], f"{name}: a resume is the same to the bit"
                 for source in names:
