@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.shuffle import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute, permute_runs, stream_key
 
 
 @dataclass(frozen=True, order=True)
@@ -197,11 +197,13 @@ class BatchPlan:
         pool_sizes: samples per bucket, smallest bucket first.
         batch_size: samples of a global batch.
         seed: of the order.
+        run: neighbours in a pool that stay together: whole runs of so many are shuffled.
     """
 
     pool_sizes: tuple[int, ...]
     batch_size: int
     seed: int
+    run: int = 1
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch < 1:
@@ -245,7 +247,7 @@ class BatchPlan:
         """Places in a bucket's sequence (own samples and those carried in, shuffled together) to (pool, row)."""
         carried = self._filled[bucket][0]
         own = self.pool_sizes[bucket]
-        shuffled = permute(places, own + carried, stream_key(self.seed, _ORDER_IN_POOL, epoch, bucket))
+        shuffled = permute_runs(places, own + carried, stream_key(self.seed, _ORDER_IN_POOL, epoch, bucket), self.run)
         pools = np.full(places.shape, bucket, dtype=np.int64)
         rows = shuffled.copy()
         from_smaller = shuffled >= own

@@ -52,6 +52,22 @@ def permute(positions: Int64s, size: int, key: int) -> Int64s:
     return result.astype(np.int64)
 
 
+def permute_runs(positions: Int64s, size: int, key: int, run: int) -> Int64s:
+    """`permute` of whole runs of `run` neighbouring items, which stay in order. O(1) memory.
+
+    Runs are counted from an item that the key chooses, and around the end, so that with another key other items stay
+    together. Items that fill no whole run come last.
+    """
+    if run == 1 or size <= run:
+        return permute(positions, size, key)
+    runs = size // run
+    number, place = np.divmod(positions, run)
+    whole = number < runs
+    number[whole] = permute(number[whole], runs, key)
+    result: Int64s = (number * run + place + stream_key(key, size) % size) % size
+    return result
+
+
 def _encrypt(values: UInt64s, half_bits: int, key: int) -> UInt64s:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask

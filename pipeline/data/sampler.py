@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
 from pipeline.core.batching import EMPTY, Groups, deal_groups, locate, place_among_equals
-from pipeline.core.shuffle import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
@@ -150,10 +150,12 @@ class GroupedRows:
         positive_gain: float,
         seed: int,
         mined: MinedProducts | None = None,
+        by_topic: bool = False,
     ) -> "GroupedRows":
         """Deal the rows of a source, see core/batching. Reads the judgement and the texts of every row once.
 
-        `lengths`: ascending, the last holds the longest texts there can be.
+        `lengths`: ascending, the last holds the longest texts there can be. `by_topic`: in the order of their queries'
+        first tokens, so that neighbours are alike; all queries stand there once before any comes again.
         """
         ids, gains = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
         for bucket, size in enumerate(source.sizes):
@@ -164,6 +166,8 @@ class GroupedRows:
                 gains.append(judged["gain"])
         query_id, is_positive = np.concatenate(ids), np.concatenate(gains) >= np.float32(positive_gain)
         members = deal_groups(query_id, is_positive, slots=slots, seed=seed)
+        if by_topic:
+            members = members[_topic_order(source, query_id, members[:, 0])]
         every = np.arange(len(query_id), dtype=np.int64)
         query, product = (text_lengths(source, source.pad_id, field, every) for field in ("query", "product"))
         first = members[:, 0]
@@ -227,13 +231,14 @@ class GroupedRows:
 class TrainingPools:
     """New groups first, then replayed ones, per length. Which old groups are replayed is a function of the seed alone.
 
-    `kept` is the number of old groups replayed of each length.
+    `kept` is the number of old groups replayed of each length, `topic` that of groups in order that stay together.
     """
 
     new: GroupedRows
     old: GroupedRows | None
     kept: tuple[int, ...]
     seed: int
+    topic: int = 1
 
     @staticmethod
     def build(
@@ -246,21 +251,31 @@ class TrainingPools:
         lengths: Sequence[int],
         positive_gain: float,
         mined: MinedProducts | None = None,
+        topic: int = 1,
     ) -> "TrainingPools":
-        """`replay_share` of the run's groups come from `old` (fewer when there are not so many)."""
+        """`replay_share` of the run's groups come from `old` (fewer when there are not so many).
+
+        `topic`: groups of like queries that stay together, see `GroupedRows.of`.
+        """
 
         def grouped_from(rows: TokenRows) -> GroupedRows:
             return GroupedRows.of(
-                rows, slots=slots, lengths=lengths, positive_gain=positive_gain, seed=seed, mined=mined
+                rows,
+                slots=slots,
+                lengths=lengths,
+                positive_gain=positive_gain,
+                seed=seed,
+                mined=mined,
+                by_topic=topic > 1,
             )
 
         grouped = grouped_from(new)
         if old is None or replay_share == 0.0:
-            return TrainingPools(grouped, None, (0,) * len(grouped.sizes), seed)
+            return TrainingPools(grouped, None, (0,) * len(grouped.sizes), seed, topic)
         before = grouped_from(old)
         wanted = sum(grouped.sizes) * replay_share / (1.0 - replay_share)
         share = min(1.0, wanted / max(1, sum(before.sizes)))
-        return TrainingPools(grouped, before, tuple(round(size * share) for size in before.sizes), seed)
+        return TrainingPools(grouped, before, tuple(round(size * share) for size in before.sizes), seed, topic)
 
     @property
     def slots(self) -> int:
@@ -282,7 +297,7 @@ class TrainingPools:
         for pool in np.unique(pools[replayed]):
             here = replayed & (pools == pool)
             key = stream_key(self.seed, _REPLAY, int(pool))
-            chosen[here] = permute(numbers[here] - new_sizes[pool], self.old.sizes[pool], key)
+            chosen[here] = permute_runs(numbers[here] - new_sizes[pool], self.old.sizes[pool], key, self.topic)
         result: Arrays = {}
         for mask, source in ((~replayed, self.new), (replayed, self.old)):
             if not mask.any():
@@ -304,6 +319,30 @@ def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> In
         texts = source.read(pools, numbers, int(pools.max()), (field,))[field]
         found.append((texts != pad_id).sum(axis=1))
     return np.concatenate(found)
+
+
+_TOPIC_TOKENS = 12
+"""First tokens of a query by which topics are told apart."""
+_TOKEN_BITS = 21
+"""Room for the id of a token: three of them in an integer, and no vocabulary has 2 million."""
+
+
+def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
+    """The order of groups by the number of a group among those of its query, then by the query's first tokens.
+
+    `first` [G]: a row of each.
+    """
+    place, _ = place_among_equals(query_id[first])
+    keys = np.zeros((_TOPIC_TOKENS // 3, len(first)), dtype=np.int64)
+    for start in range(0, len(first), _BLOCK_ROWS):
+        pools, numbers = locate(source.sizes, first[start : start + _BLOCK_ROWS])
+        query = source.read(pools, numbers, int(pools.max()), ("query",))["query"]
+        tokens = np.zeros((len(query), _TOPIC_TOKENS), dtype=np.int64)
+        shown = query[:, 1 : 1 + _TOPIC_TOKENS]  # the first one begins every text
+        tokens[:, : shown.shape[1]] = shown
+        words = tokens.reshape(len(query), -1, 3) << (np.arange(3)[::-1] * _TOKEN_BITS)
+        keys[:, start : start + len(query)] = words.sum(axis=2).T
+    return np.lexsort((*keys[::-1], place))
 
 
 def _lined_up(

@@ -92,6 +92,11 @@ class ModelConfig(BaseModel):
         128, ge=4, description="Width each text embedding is projected to for the interactions"
     )
     cross_layers: int = Field(2, ge=0, le=8, description="DCN-v2 cross layers")
+    token_match: bool = Field(
+        False,
+        description="The relevance head also sees how well the tokens of both texts find each other (late interaction);"
+        " embeddings are as without",
+    )
     mlp_sizes: tuple[int, ...] = Field((256, 128), description="Widths of the implicit MLP")
     feature_sizes: tuple[int, ...] = Field(
         (64, 64), description="Widths of the MLP over numeric and categorical features"
@@ -111,6 +116,8 @@ class ModelConfig(BaseModel):
             return self
         if self.hidden_size is None:
             raise ValueError("factory without hidden_size: expected the width of the states or vectors of its module")
+        if self.token_match:
+            raise ValueError("token_match with a factory: expected token_match false, its states are not seen here")
         if self.architecture != "bert" or self.dropout:
             name = "dropout" if self.dropout else "architecture"
             raise ValueError(f"{name} with a factory: expected it among factory_options, which its function reads")
@@ -123,6 +130,8 @@ class ModelConfig(BaseModel):
         before there were others.
         """
         unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
+        if not self.token_match:
+            unused.add("token_match")
         if self.factory is not None:
             unused |= _OF_OURS
         else:

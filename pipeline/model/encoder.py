@@ -81,9 +81,15 @@ class TextEncoder(nn.Module, ABC):
         Ids, positions in the text and numbers of the texts (from 1; 0: padding), all int32 [R, T]. Texts of a row do
         not see each other: attention is masked between them, positions start anew, pooling is per text.
         """
-        apart = segments[:, :, None] != segments[:, None, :]
-        hidden = self.states(tokens, positions, apart)
-        numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
+        return self.pool_rows(self.row_states(tokens, positions, segments), positions, segments, texts)
+
+    def row_states(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        """States of the last layer [R, T, D] of such rows."""
+        return self.states(tokens, positions, segments[:, :, None] != segments[:, None, :])
+
+    def pool_rows(self, hidden: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
+        """Such states to embeddings, see `rows`."""
+        numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=hidden.device)
         members = segments[:, None, :] == numbers[:, None]  # [R, texts, T]
         if self.pooling == "cls":
             members = members & (positions == 0)[:, None, :]

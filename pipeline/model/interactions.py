@@ -72,6 +72,52 @@ def _squashed(numeric: Tensor) -> Tensor:
     return torch.sign(numeric) * torch.log(1.0 + torch.abs(numeric))
 
 
+_MATCH_SIZE, _MATCH_WEIGHTS = 64, 8
+_FAR = 1e4  # over any cosine, and nothing overflows in bf16
+
+
+class TokenMatch(nn.Module):
+    """How well each token of one text is found in the other (late interaction).
+
+    Each token takes its best cosine over the other text's, as in ColBERT (Khattab and Zaharia, SIGIR 2020). Of these
+    both texts give the mean, the lowest, and means under weights that are learnt from the token: a number that differs
+    tells more than a word that does.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.encoder.hidden_size
+        self.projection = nn.Linear(width, _MATCH_SIZE)
+        self.weights = nn.Linear(width, _MATCH_WEIGHTS)
+        self.layer = nn.Linear(2 * (_MATCH_WEIGHTS + 2), _MATCH_SIZE)
+        self.width = _MATCH_SIZE
+
+    def forward(self, query: Tensor, is_query: Tensor, product: Tensor, is_product: Tensor) -> Tensor:
+        """States query [B, Tq, D] and product [B, Tp, D], and which of them are tokens of the query [B, Tq] and of each
+        of S products [B, S, Tp], 1 or 0 -> [B S, width]."""
+        cosines = torch.matmul(self._directions(query), self._directions(product).transpose(1, 2))[:, None]
+        asks, answers = is_query[:, None], is_product  # [B, 1, Tq], [B, S, Tp]
+        in_product = (cosines - (1.0 - answers[:, :, None]) * _FAR).amax(3) * answers.amax(2)[..., None]  # [B, S, Tq]
+        in_query = (cosines - (1.0 - asks[..., None]) * _FAR).amax(2)  # [B, 1, Tp]
+        found = [*self._summed(in_product, asks, query), *self._summed(in_query, answers, product)]
+        return F.gelu(self.layer(torch.cat(found, dim=2).flatten(0, 1).to(query.dtype)))
+
+    def _directions(self, states: Tensor) -> Tensor:
+        found = self.projection(states).float()
+        return found * torch.rsqrt((found * found).sum(2, keepdim=True) + 1e-12)
+
+    def _summed(self, best: Tensor, is_token: Tensor, states: Tensor) -> list[Tensor]:
+        """Of the best cosines [B, S or 1, T]: the learnt means, the mean and the lowest over tokens, [B, S, ...]."""
+        shape = torch.broadcast_shapes(best.shape, is_token.shape)
+        best, is_token = best.expand(shape), is_token.expand(shape)
+        best = best * is_token  # a text without tokens has zeros
+        scores = self.weights(states).float()[:, None] - (1.0 - is_token[..., None]) * _FAR  # [B, S, T, W]
+        learnt = (torch.softmax(scores, dim=2) * best[..., None]).sum(2)
+        mean = best.sum(2) / is_token.sum(2).clamp(min=1.0)
+        lowest = (best + (1.0 - is_token) * _FAR).amin(2) * is_token.amax(2)
+        return [learnt, mean[..., None], lowest[..., None]]
+
+
 class Interactions(nn.Module):
     """Both text embeddings and the features to one vector for the relevance head."""
 
@@ -83,8 +129,9 @@ class Interactions(nn.Module):
         self.query_projection = nn.Linear(config.encoder.hidden_size, size)
         self.product_projection = nn.Linear(config.encoder.hidden_size, size)
         self.features = FeatureEncoder(config, spec)
-        joint = 2 * size + self.features.width
-        self.width = self.features.width
+        self.match = TokenMatch(config) if config.token_match else None
+        self.width = self.features.width + (self.match.width if self.match else 0)
+        joint = 2 * size + self.width
         if self.explicit:
             self.cross = CrossNetwork(joint, config.cross_layers)
             self.width += joint + 2 * size + 1
@@ -93,10 +140,14 @@ class Interactions(nn.Module):
             self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
             self.width += widths[-1]
 
-    def forward(self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor) -> Tensor:
-        """query, product [B, D], numeric [B, F], categorical int [B, C] -> [B, width]."""
+    def forward(
+        self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor, match: Tensor | None = None
+    ) -> Tensor:
+        """query, product [B, D], numeric [B, F], categorical int [B, C], match of `self.match` -> [B, width]."""
         left, right = self.query_projection(query), self.product_projection(product)
         features = self.features(numeric, categorical)
+        if match is not None:
+            features = torch.cat([features, match], dim=1)
         joint = torch.cat([left, right, features], dim=1)
         parts = [features]
         if self.explicit:

@@ -79,30 +79,50 @@ class RelevanceModel(nn.Module):
 
     def forward(self, inputs: RelevanceInputs | GroupInputs, *, head_gradient: float = 1.0) -> RelevanceOutputs:
         """Embeddings and scores. `head_gradient` scales what the encoder hears of the head's gradient, no value."""
-        if isinstance(inputs, GroupInputs):
-            query, product = self.embed_groups(inputs)
-        else:
-            query, product = self.embed(inputs.query, inputs.product)
+        query, product, match = self._embedded(inputs)
         scored = [_scale_gradient(side, head_gradient) for side in (query, product)]
-        slots = product.shape[0] // query.shape[0]
-        if slots > 1:
-            scored[0] = scored[0][:, None, :].expand(-1, slots, -1).reshape(product.shape[0], -1)
-        mixed = self.interactions(*scored, inputs.numeric.to(query.dtype), inputs.categorical)
+        scored[0] = _for_each(scored[0], product.shape[0])
+        if match is not None:
+            match = _scale_gradient(match, head_gradient)
+        mixed = self.interactions(*scored, inputs.numeric.to(query.dtype), inputs.categorical, match)
         return RelevanceOutputs(self.head(mixed), query, product)
 
-    def embed(self, query: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens to embeddings. One encoder pass when both sides have the same length (half the graph), else two."""
-        if query.shape[1] == product.shape[1]:
-            both: Tensor = self.encoder(torch.cat([query, product], dim=0))
-            return both[: query.shape[0]], both[query.shape[0] :]
-        return self.encoder(query), self.encoder(product)
+    def _embedded(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Embeddings of queries [Q, D] and products [Q S, D], and how the tokens of both match [Q S, M], if asked."""
+        match, matched = self.interactions.match, None
+        if isinstance(inputs, GroupInputs):
+            tokens, positions, segments = inputs.tokens, inputs.positions, inputs.segments
+            texts = 1 + inputs.numeric.shape[0] // tokens.shape[0]
+            if match is None:
+                found = self.encoder.rows(tokens, positions, segments, texts)
+            else:
+                hidden = self.encoder.row_states(tokens, positions, segments)
+                found = self.encoder.pool_rows(hidden, positions, segments, texts)
+                numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
+                members = (segments[:, None, :] == numbers[:, None]).float()  # [Q, 1 + S, T]
+                matched = match(hidden, members[:, 0], hidden, members[:, 1:])
+            found = found.to(self.head.weight.dtype)  # bf16, where weights are
+            return found[:, 0], found[:, 1:].flatten(0, 1), matched
+        query, product = inputs.query, inputs.product
+        if query.shape[1] == product.shape[1]:  # one encoder pass is half the graph
+            both = self.encoder.hidden_states(torch.cat([query, product], dim=0))
+            states = both[: query.shape[0]], both[query.shape[0] :]
+        else:
+            states = self.encoder.hidden_states(query), self.encoder.hidden_states(product)
+        embedded = [self.encoder.pool(hidden, tokens) for hidden, tokens in zip(states, (query, product), strict=True)]
+        if match is not None:
+            is_query, is_product = ((tokens != self.encoder.pad_id).float() for tokens in (query, product))
+            asking = (_for_each(one, len(product)) for one in (states[0], is_query))
+            matched = match(*asking, states[1], is_product[:, None])
+        return embedded[0], embedded[1], matched
 
-    def embed_groups(self, inputs: GroupInputs) -> tuple[Tensor, Tensor]:
-        """Rows to embeddings of queries [Q, D] and products [Q S, D] in one encoder pass."""
-        texts = 1 + inputs.numeric.shape[0] // inputs.tokens.shape[0]
-        found = self.encoder.rows(inputs.tokens, inputs.positions, inputs.segments, texts)
-        found = found.to(self.head.weight.dtype)  # bf16, where weights are
-        return found[:, 0], found[:, 1:].flatten(0, 1)
+
+def _for_each(values: Tensor, products: int) -> Tensor:
+    """What queries have [Q, ...], for each of their products [Q S, ...]."""
+    slots = products // values.shape[0]
+    if slots == 1:
+        return values
+    return values[:, None].expand(-1, slots, *values.shape[1:]).reshape(products, *values.shape[1:])
 
 
 def _scale_gradient(values: Tensor, scale: float) -> Tensor:

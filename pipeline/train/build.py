@@ -155,7 +155,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         check_same(train.parallel.model_dump_json(), "plan")
         check_plan(train.parallel, backend)
         pools = _training_pools(train, ctx, inputs)
-        plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed)
+        plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
         valid = holdout_rows(ctx, inputs, "valid")
         if not sum(valid.sizes):
@@ -250,6 +250,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         lengths=rows_of_batch(train, buckets),
         positive_gain=train.loss.positive_gain,
         mined=mined,
+        topic=train.queries_per_topic,
     )
 
 

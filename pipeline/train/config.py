@@ -97,6 +97,12 @@ class TrainConfig(BaseModel):
         description="Slots for mined negatives behind each query's products in a batch (trnpipe mine); 0: none. They"
         " are no samples of a batch, but take memory and time as its products do",
     )
+    queries_per_topic: int = Field(
+        1,
+        ge=1,
+        description="Queries alike in their first words that ride in a batch together, so that their products are each"
+        " other's hard negatives; 1: queries come as they fall",
+    )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
     )

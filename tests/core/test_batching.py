@@ -144,15 +144,15 @@ POOLS = st.lists(st.integers(0, 60), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**31)
 
 
-def plan_of(pools: list[int], batch_size: int, seed: int) -> BatchPlan | None:
-    return BatchPlan(tuple(pools), batch_size, seed) if sum(pools) >= batch_size else None
+def plan_of(pools: list[int], batch_size: int, seed: int, run: int = 1) -> BatchPlan | None:
+    return BatchPlan(tuple(pools), batch_size, seed, run) if sum(pools) >= batch_size else None
 
 
-@given(POOLS, st.integers(1, 17), SEEDS, st.integers(0, 3))
+@given(POOLS, st.integers(1, 17), SEEDS, st.integers(0, 3), st.integers(1, 9))
 def test_an_epoch_uses_each_sample_at_most_once_and_leaves_out_less_than_a_batch(
-    pools: list[int], batch_size: int, seed: int, epoch: int
+    pools: list[int], batch_size: int, seed: int, epoch: int, run: int
 ) -> None:
-    plan = plan_of(pools, batch_size, seed)
+    plan = plan_of(pools, batch_size, seed, run)
     if plan is None:
         return
     first = epoch * plan.batches_per_epoch
@@ -205,6 +205,16 @@ def test_a_position_far_out_in_a_huge_data_set_needs_no_walk() -> None:
     plan = BatchPlan((700_000_000, 300_000_000), 1024, seed=1)
     batch = plan.batch(50 * plan.batches_per_epoch - 1)
     assert len({*zip(batch.pools.tolist(), batch.rows.tolist(), strict=True)}) == 1024
+
+
+def test_neighbours_ride_together_and_other_ones_in_the_next_epoch() -> None:
+    plan = BatchPlan((96,), 8, seed=2, run=4)
+    epochs = []
+    for epoch in range(2):
+        batches = [plan.batch(epoch * 12 + number).rows.reshape(2, 4) for number in range(12)]
+        assert all(((part - part[:, :1]) % 96 == np.arange(4)).all() for part in batches)
+        epochs.append({int(first) % 4 for part in batches for first in part[:, 0]})
+    assert [len(starts) for starts in epochs] == [1, 1] and epochs[0] != epochs[1]
 
 
 def test_too_few_samples_for_one_batch_are_refused() -> None:

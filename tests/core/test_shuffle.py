@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.shuffle import mix64, permute, stream_key
+from pipeline.core.shuffle import mix64, permute, permute_runs, stream_key
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -70,3 +70,25 @@ def test_every_place_is_equally_likely_over_keys(size: int) -> None:
     counts = np.array([np.bincount(images[:, place], minlength=size) for place in range(size)])
     expected = draws / size
     assert np.abs(counts - expected).max() < 6 * np.sqrt(expected)
+
+
+@given(st.integers(0, 700), KEYS, st.integers(1, 40))
+def test_permute_runs_is_a_bijection_that_keeps_neighbours(size: int, key: int, run: int) -> None:
+    found = permute_runs(np.arange(size), size, key, run)
+    assert sorted(found.tolist()) == list(range(size))
+    if run == 1:
+        assert found.tolist() == permute(np.arange(size), size, key).tolist()
+    elif size > run:
+        whole = found[: size // run * run].reshape(-1, run)
+        assert ((whole - whole[:, :1]) % size == np.arange(run)).all()
+
+
+def test_another_key_keeps_other_neighbours_together() -> None:
+    kept = {
+        tuple(sorted(row)) for key in (1, 2) for row in permute_runs(np.arange(64), 64, key, 8).reshape(-1, 8).tolist()
+    }
+    assert len(kept) == 16
+
+
+def test_the_order_of_runs_never_changes() -> None:
+    assert permute_runs(np.arange(11), 11, 7, 3).tolist() == [4, 5, 6, 1, 2, 3, 7, 8, 9, 10, 0]

@@ -1,5 +1,6 @@
 """What a run trains on: groups of all new rows, and a chosen share of old ones."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def ids_of(pools: TrainingPools | GroupedRows) -> list[list[list[int]]]:
     """Sample ids of the groups of every length, in pool order."""
     found = []
     for pool, size in enumerate(pools.sizes):
-        arrays = pools.read(np.full(size, pool), np.arange(size), 2) if size else None
+        arrays = pools.read(np.full(size, pool), np.arange(size), len(pools.sizes) - 1) if size else None
         groups = [] if arrays is None else np.split(arrays["sample_id"], size)
         real = [] if arrays is None else np.split(arrays["is_row"], size)
         found.append([ids[mask].tolist() for ids, mask in zip(groups, real, strict=True)])
@@ -134,6 +135,30 @@ def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
     of_old = mined.places(arrays["query_id"])
     assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
     assert filled.any() and not filled.all()
+
+
+def test_groups_of_like_queries_are_neighbours(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(90, 70)])
+    by_topic, as_dealt = (
+        GroupedRows.of(rows, slots=2, lengths=(60,), positive_gain=0.99, seed=1, by_topic=ordered)
+        for ordered in (True, False)
+    )
+    assert sorted(ids_of(by_topic)[0]) == sorted(ids_of(as_dealt)[0])
+    arrays = by_topic.read(np.zeros(by_topic.sizes[0], dtype=np.int64), np.arange(by_topic.sizes[0]), 0)
+    ids = arrays["query_id"].tolist()
+    keys = [(ids[:place].count(query), text_of(arrays, place, 1)) for place, query in enumerate(ids)]
+    assert keys == sorted(keys) and len({place for place, _ in keys}) > 1
+
+
+def test_replayed_groups_of_like_queries_stay_together(tmp_path: Path) -> None:
+    new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(90, 90)], first_id=1004)
+    pools = TrainingPools.build(new, old, 0.3, 1, slots=SLOTS, lengths=LENGTHS, positive_gain=0.99, topic=4)
+    assert pools.old is not None
+    before = ids_of(pools.old)
+    for pool, groups in enumerate(ids_of(pools)):
+        replayed = [before[pool].index(group) for group in groups[pools.new.sizes[pool] :]]
+        steps = [(b - a) % len(before[pool]) for a, b in pairwise(replayed)]
+        assert len(set(replayed)) == len(replayed) and steps.count(1) >= len(steps) * 3 // 4
 
 
 def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
 from pipeline.model.hf import from_hf, to_hf
-from pipeline.model.interactions import CrossNetwork
+from pipeline.model.interactions import CrossNetwork, TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
 
 CONFIG = ModelConfig(
@@ -21,7 +22,7 @@ SPEC = InputSpec(
     numeric=("x", "y"),
     categorical_ids=(4, 6),
 )
-MODES = ("explicit", "implicit", "both")
+MODES = ("explicit", "implicit", "both", "match")
 
 
 def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> RelevanceInputs:
@@ -39,8 +40,13 @@ def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> Relevan
     )
 
 
+def config_of(mode: str) -> ModelConfig:
+    """`match`: both kinds of interactions, and token_match."""
+    return CONFIG.model_copy(update={"token_match": True} if mode == "match" else {"interactions": mode})
+
+
 def model_of(mode: str = "both", spec: InputSpec = SPEC) -> RelevanceModel:
-    return build_model(CONFIG.model_copy(update={"interactions": mode}), spec, seed=2).eval()
+    return build_model(config_of(mode), spec, seed=2).eval()
 
 
 def in_rows(query: list[list[int]], products: list[list[list[int]]], length: int) -> list[Tensor]:
@@ -54,8 +60,9 @@ def in_rows(query: list[list[int]], products: list[list[list[int]]], length: int
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("length", [14, 20])
-def test_texts_in_a_row_have_the_embeddings_and_gradients_they_have_alone(pooling: str, length: int) -> None:
-    config = CONFIG.model_copy(update={"pooling": pooling})
+@pytest.mark.parametrize("mode", ["both", "match"])
+def test_texts_in_a_row_have_the_embeddings_and_gradients_they_have_alone(pooling: str, length: int, mode: str) -> None:
+    config = config_of(mode).model_copy(update={"pooling": pooling})
     alone, together = build_model(config, SPEC, seed=2), build_model(config, SPEC, seed=2)
     query = [[3, 4, 5], [6, 7]]
     products = [[[8, 9], [10, 11, 12, 13], []], [[14, 15, 16], [17], [18, 19, 20]]]
@@ -109,8 +116,9 @@ def test_without_features(mode: str) -> None:
     assert torch.isfinite(model(inputs).logits).all()
 
 
-def test_samples_do_not_see_each_other() -> None:
-    model, inputs = model_of(), inputs_of(6, 9)
+@pytest.mark.parametrize("mode", ["both", "match"])
+def test_samples_do_not_see_each_other(mode: str) -> None:
+    model, inputs = model_of(mode), inputs_of(6, 9)
     alone = model(RelevanceInputs(*(field[2:3] for field in inputs)))
     torch.testing.assert_close(alone.logits, model(inputs).logits[2:3], rtol=1e-5, atol=1e-6)
 
@@ -131,8 +139,9 @@ def test_huge_numbers_in_features_stay_finite() -> None:
     assert torch.isfinite(model_of()(inputs._replace(numeric=torch.full((5, 2), -3e38))).logits).all()
 
 
-def test_a_query_with_several_products_scores_as_each_pair_alone() -> None:
-    model, inputs = model_of(), inputs_of(6, 9, batch=6)
+@pytest.mark.parametrize("mode", ["both", "match"])
+def test_a_query_with_several_products_scores_as_each_pair_alone(mode: str) -> None:
+    model, inputs = model_of(mode), inputs_of(6, 9, batch=6)
     grouped = inputs._replace(query=inputs.query[::3])
     pairs = inputs._replace(query=grouped.query.repeat_interleave(3, dim=0))
     together, alone = model(grouped), model(pairs)
@@ -141,9 +150,10 @@ def test_a_query_with_several_products_scores_as_each_pair_alone() -> None:
     assert together.query.shape == (2, 16)
 
 
+@pytest.mark.parametrize("mode", ["both", "match"])
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(share: float) -> None:
-    model, inputs = model_of(), inputs_of(6, 9)
+def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(share: float, mode: str) -> None:
+    model, inputs = model_of(mode), inputs_of(6, 9)
     whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
     assert torch.equal(whole, less)
     assert isinstance(model.encoder, BertEncoder)
@@ -156,6 +166,29 @@ def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes
         found = torch.autograd.grad(less.square().sum(), (head, encoder))
         torch.testing.assert_close(found[1], expected[1] * share, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(found[0], expected[0])
+
+
+def test_tokens_are_matched_as_written_out() -> None:
+    """The means and the lowest of each token's best cosine, of both texts, by loops."""
+    match = TokenMatch(CONFIG)
+    generator = torch.Generator().manual_seed(3)
+    query, product = (torch.randn(1, length, 16, generator=generator) for length in (3, 5))
+    is_query, is_product = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[[1.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 1]]])
+    found = match(query, is_query, product, is_product)
+    for number, (first, last) in enumerate([(0, 2), (2, 5)]):
+        sides = []
+        for one, other in ((query[0, :2], product[0, first:last]), (product[0, first:last], query[0, :2])):
+            best = torch.stack(
+                [max(F.cosine_similarity(match.projection(a), match.projection(b), dim=0) for b in other) for a in one]
+            )
+            weights = torch.softmax(match.weights(one), dim=0)
+            sides += [weights.t() @ best, best.mean()[None], best.min()[None]]
+        torch.testing.assert_close(found[number], F.gelu(match.layer(torch.cat(sides))), rtol=1e-4, atol=1e-6)
+
+
+def test_models_without_it_keep_their_identity() -> None:
+    assert "token_match" not in CONFIG.used_fields()
+    assert config_of("match").used_fields()["token_match"] is True
 
 
 def test_features_are_scaled_by_the_rows_they_were_fitted_on() -> None:
