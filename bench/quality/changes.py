@@ -41,6 +41,8 @@ CHANGES = (
     *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1"),
     *_values("graded", "--train.loss.graded-weight", "1", "2"),
     *_values("slots", "--train.candidates-per-query", "1", "4", "8"),
+    *_values("topic", "--train.queries-per-topic", "1", "4", "16"),
+    *_values("match", "--model.token-match", "false"),
     *_values("head-rate", "--train.optimizer.head-rate", "1", "10", "20"),
     *_values("rate", "--train.optimizer.learning-rate", "5e-5", "1e-4", "2e-4", "4e-4"),
     *_values("temperature", "--train.loss.temperature", "0.02", "0.05"),

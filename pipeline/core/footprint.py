@@ -86,6 +86,8 @@ class Workload:
     """Only what goes into a layer is kept for the backward pass, which computes one layer after the other again."""
     shards: int = 1
     """Cores that share one state of the optimizer (parallel/strategies/sharded.py)."""
+    match_bytes: int = 0
+    """Kept by model/interactions.TokenMatch for the backward pass."""
 
     @staticmethod
     def of_groups(
@@ -101,15 +103,20 @@ class Workload:
         contrastive: ContrastiveBatch | None = None,
         recompute: bool = False,
         shards: int = 1,
+        token_match: bool = False,
     ) -> "Workload":
         """`samples` products, each `slots` of them with their query in one row of `row_tokens` tokens.
 
-        `mined`: further products of each query, mined negatives.
+        `mined`: further products of each query, mined negatives. `token_match`: fp32 cosines of all tokens of a row,
+        masked for the query and for each product.
         """
         groups = samples // slots
         passes = (EncoderPass(groups, row_tokens),)
         samples += groups * mined
-        return Workload(passes, samples, accumulation, precision, dropout, moments, contrastive, recompute, shards)
+        match_bytes = 4 * (samples + groups) * row_tokens**2 if token_match else 0
+        return Workload(
+            passes, samples, accumulation, precision, dropout, moments, contrastive, recompute, shards, match_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
-    activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes)
+    activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes) + workload.match_bytes
     product, other = _bytes_of(workload.precision)
     wide = max(product * encoder.intermediate, product * 3 * encoder.width)
     workspace = max(

@@ -103,14 +103,13 @@ class TokenMatch(nn.Module):
         return F.gelu(self.layer(torch.cat(found, dim=2).flatten(0, 1).to(query.dtype)))
 
     def _directions(self, states: Tensor) -> Tensor:
-        found = self.projection(states).float()
+        found: Tensor = self.projection(states).float()
         return found * torch.rsqrt((found * found).sum(2, keepdim=True) + 1e-12)
 
     def _summed(self, best: Tensor, is_token: Tensor, states: Tensor) -> list[Tensor]:
         """Of the best cosines [B, S or 1, T]: the learnt means, the mean and the lowest over tokens, [B, S, ...]."""
-        shape = torch.broadcast_shapes(best.shape, is_token.shape)
-        best, is_token = best.expand(shape), is_token.expand(shape)
         best = best * is_token  # a text without tokens has zeros
+        is_token = is_token.expand_as(best)
         scores = self.weights(states).float()[:, None] - (1.0 - is_token[..., None]) * _FAR  # [B, S, T, W]
         learnt = (torch.softmax(scores, dim=2) * best[..., None]).sum(2)
         mean = best.sum(2) / is_token.sum(2).clamp(min=1.0)

@@ -100,8 +100,8 @@ class TrainConfig(BaseModel):
     queries_per_topic: int = Field(
         1,
         ge=1,
-        description="Queries alike in their first words that ride in a batch together, so that their products are each"
-        " other's hard negatives; 1: queries come as they fall",
+        description="Queries that begin with the same words and ride in a batch together, so that their products are"
+        " each other's hard negatives; 1: any queries",
     )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"

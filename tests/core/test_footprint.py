@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +26,7 @@ from pipeline.core.footprint import (
 from pipeline.core.machines import GIB, MACHINES
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
+from pipeline.model.interactions import TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.recompute import recompute_units
 
@@ -68,6 +70,26 @@ def test_mined_products_are_products_of_their_query() -> None:
     work = Workload.of_groups(12, 24, slots=4, mined=2)
     assert work.passes == (EncoderPass(3, 24),) and work.samples == 18
     assert Workload.of_groups(12, 24, slots=4, mined=0) == Workload.of_groups(12, 24, slots=4)
+
+
+def test_what_matched_tokens_keep_for_the_backward_pass() -> None:
+    groups, slots, tokens = 3, 4, 24
+    match = TokenMatch(ModelConfig(preset="tiny"))
+    states = torch.randn(groups, tokens, 128, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape[-2:] == (tokens, tokens):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = match(states, torch.ones(groups, tokens), states, torch.ones(groups, slots, tokens))
+    assert found.requires_grad
+    work = Workload.of_groups(groups * slots, tokens, slots=slots, token_match=True)
+    assert work.match_bytes == sum(kept.values())
+    without = footprint(1000, TINY, Workload.of_groups(groups * slots, tokens, slots=slots))
+    assert footprint(1000, TINY, work).activation_bytes - without.activation_bytes == work.match_bytes
 
 
 def test_flops_of_groups_with_the_heads() -> None:
