@@ -15,9 +15,8 @@ from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
-from jobs.targets.batch.placement import placed
 from jobs.targets.local.engine import Slots
-from jobs.targets.sagemaker.placement import placed_on_sagemaker
+from jobs.targets.placement import placed
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
@@ -67,14 +66,14 @@ def make_plan(settings: CycleSettings) -> Plan:
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
-    return placed_on_sagemaker(placed(plan, settings.jobs), settings.jobs)
+    return placed(plan, settings.jobs)
 
 
 def make_run(settings: CycleSettings) -> Plan:
     """The plan of the one script in the settings. Raises ConfigError."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
-    return placed_on_sagemaker(placed(plan, settings.jobs), settings.jobs)
+    return placed(plan, settings.jobs)
 
 
 def _workspace_uri(settings: CycleSettings) -> str:
@@ -181,16 +180,14 @@ def open_target(
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
-        from jobs.targets.sagemaker.client import SageMakerClient
-        from jobs.targets.sagemaker.direct import DirectRoad
-        from jobs.targets.sagemaker.queue import ByPlacement, QueueRoad, ServiceJobClient
+        from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
+        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
         from jobs.targets.sagemaker.target import SageMakerTarget
 
         training = SageMakerClient(connect("sagemaker"), stop=stop)
-        queue = QueueRoad(ServiceJobClient(connect("batch"), stop=stop), training, say)
-        return SageMakerTarget(
-            ByPlacement(DirectRoad(training), queue), logs, store, say, stop, settings.jobs.sagemaker.poll_s
-        )
+        queue = QueueRoute(ServiceJobClient(connect("batch"), stop=stop), training, say)
+        poll_s = settings.jobs.sagemaker.poll_s
+        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop, poll_s)
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

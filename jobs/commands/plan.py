@@ -22,7 +22,7 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
-from jobs.targets.sagemaker.service_jobs import sagemaker_requests
+from jobs.targets.sagemaker.requests import sagemaker_requests
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say

@@ -38,3 +38,8 @@ class Target(Protocol):
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""
+
+
+def seconds_of(milliseconds: float | None) -> float | None:
+    """A time of AWS Batch, as records have it."""
+    return milliseconds / 1000 if milliseconds else None

@@ -13,8 +13,8 @@ from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.states import Leaf
 from jobs.plan.spec import Retry
 from jobs.settings import CycleSettings
-from jobs.targets.sagemaker.requests import Cycle, direct_request
-from jobs.targets.sagemaker.service_jobs import RECEIVED, retry_rules, service_job_request
+from jobs.targets.sagemaker.describe import RECEIVED
+from jobs.targets.sagemaker.requests import Cycle, direct_request, retry_rules, service_job_request
 from jobs.targets.sagemaker.target import LOG_GROUP
 from pipeline.settings import resolve
 from tests.infra.events import job_event, matches

@@ -14,7 +14,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.placement import placement_of
+from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 
 

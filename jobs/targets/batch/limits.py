@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from jobs.plan.dag import Plan, dag_problems, refuse
 from jobs.plan.spec import JobSpec
-from jobs.targets.batch.placement import placement_of
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.placement import placement_of
 from pipeline.core.machines import NODES
 
 MAX_ATTEMPTS, MAX_RULES, MIN_TIMEOUT_S, MAX_DEPENDENCIES, MAX_NODES = 10, 5, 60, 20, 1000

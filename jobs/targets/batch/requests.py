@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import DependencyType, JobSpec
-from jobs.targets.batch.placement import placement_of
+from jobs.targets.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 
 Request = dict[str, Any]

@@ -7,12 +7,13 @@ from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
+from jobs.targets.base import seconds_of
 from jobs.targets.batch.account import preflight
 from jobs.targets.batch.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
-from jobs.targets.batch.placement import placement_of
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
+from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 
 # Jobs that exist already, found by their names: of a driver that died before it could record them.
@@ -267,9 +268,9 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
         id=str(detail["jobId"]),
         state=JobState(detail["status"]),
         status_reason=str(detail.get("statusReason") or ""),
-        created_at=_seconds(detail.get("createdAt")) or 0.0,
-        started_at=_seconds(detail.get("startedAt")),
-        stopped_at=_seconds(detail.get("stoppedAt")),
+        created_at=seconds_of(detail.get("createdAt")) or 0.0,
+        started_at=seconds_of(detail.get("startedAt")),
+        stopped_at=seconds_of(detail.get("stoppedAt")),
         attempts=tuple(attempts),
         children=tuple(children),
         num_nodes=_num_nodes(detail),
@@ -280,8 +281,8 @@ def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptReco
     container = detail.get("container") or {}
     code = container.get("exitCode")
     return AttemptRecord(
-        started_at=_seconds(detail.get("startedAt")),
-        stopped_at=_seconds(detail.get("stoppedAt")),
+        started_at=seconds_of(detail.get("startedAt")),
+        stopped_at=seconds_of(detail.get("stoppedAt")),
         exit_code=None if code is None else int(code),
         status_reason=str(detail.get("statusReason") or ""),
         reason=str(container.get("reason") or ""),
@@ -294,7 +295,3 @@ def _log_stream(node: Detail, index: int) -> str:
     ended = node.get("attempts") or ()
     one = ended[index] if index < len(ended) else node
     return str((one.get("container") or {}).get("logStreamName") or "")
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return milliseconds / 1000 if milliseconds else None

@@ -1,22 +1,39 @@
-"""The calls to SageMaker that we use. CreateTrainingJob refuses a name that exists: every call may be repeated.
+"""The calls to SageMaker, and to AWS Batch for service jobs. A name or a token makes each one safe to repeat.
 
-Rights: sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags on the cycle's training jobs, and
-iam:PassRole on their execution roles.
+Rights, without a queue: sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags on the cycle's
+training jobs, and iam:PassRole on their execution roles.
+
+With one: batch:SubmitServiceJob, TerminateServiceJob and TagResource on the queue and its jobs; DescribeServiceJob,
+ListServiceJobs, DescribeJobQueues, DescribeSchedulingPolicies and DescribeServiceEnvironments on *;
+sagemaker:DescribeTrainingJob on training-job/AWSBatch*; iam:PassRole on the execution roles.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from botocore import exceptions as boto
 
-from jobs.targets.batch.client import AWS_ERRORS, AwsClient, Detail, is_retryable, name_of, translate
+from jobs.targets.batch.client import (
+    AWS_ERRORS,
+    MAX_REASON_CHARACTERS,
+    AwsClient,
+    BatchClient,
+    Detail,
+    is_retryable,
+    name_of,
+    translate,
+)
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 
 RIGHTS = "sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags and iam:PassRole on the roles"
+SERVICE_RIGHTS = (
+    "batch:SubmitServiceJob, DescribeServiceJob, ListServiceJobs, TerminateServiceJob, TagResource and iam:PassRole on"
+    " the roles"
+)
 QUOTA = "ResourceLimitExceeded"
 """Begins the reason of a job that may start and for which the account has no machine left."""
 CALLS_PER_S = 2.0  # what AWS allows is not published; a cycle needs no more
@@ -92,6 +109,53 @@ def _check_ours(name: str, detail: Detail, request: Request) -> None:
             expected=f"that of plan {ours}",
             next_command="another jobs.name or --cycle",
         )
+
+
+class ServiceJobClient(BatchClient):
+    """`raw` is boto3's client of AWS Batch, or what answers like it."""
+
+    def submit_service_job(self, request: Request) -> None:
+        """Make it, unless it is there. Repeated freely: the token of the request makes one job of any number of them.
+
+        The API reference says both that equal requests are the same and that the second is rejected; either is fine.
+        """
+        doing = f"submitting {request['jobName']}"
+        try:
+            self.repeat(lambda: self._raw.submit_service_job(**request), doing=doing, retryable=is_retryable)
+        except AWS_ERRORS as error:
+            is_known = name_of(error) == "Client" and "token" in message_of(error).casefold()
+            if not (is_known or self.service_job_named(request["jobQueue"], request["jobName"])):
+                raise translate(error, doing, rights=SERVICE_RIGHTS) from error
+
+    def service_job_named(self, queue: str, name: str) -> Detail | None:
+        """The oldest of exactly this name in any state; None while there is none, or it is not described yet."""
+        wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
+        listed = self._pages("listing service jobs", "list_service_jobs", "jobSummaryList", wanted)
+        ours = [one for one in listed if one["jobName"] == name]  # the filter ignores case
+        oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
+        return oldest and self.describe_service_job(oldest["jobId"])
+
+    def describe_service_job(self, job_id: str) -> Detail | None:
+        """None for one that does not exist, or not yet."""
+        doing = f"describing service job {job_id}"
+        try:
+            found: Detail = self.repeat(
+                lambda: self._raw.describe_service_job(jobId=job_id), doing=doing, retryable=is_retryable
+            )
+        except AWS_ERRORS as error:
+            if is_missing(error):
+                return None
+            raise translate(error, doing, rights=SERVICE_RIGHTS) from error
+        return found
+
+    def terminate_service_job(self, job_id: str, reason: str) -> None:
+        """End it in whatever state; one that has ended stays as it is."""
+        text = reason[:MAX_REASON_CHARACTERS]
+        self._call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
+
+    def service_environments(self, names: Sequence[str]) -> list[Detail]:
+        doing, operation = "describing service environments", "describe_service_environments"
+        return self._described(doing, operation, "serviceEnvironments", names)
 
 
 def is_missing(error: BaseException) -> bool:

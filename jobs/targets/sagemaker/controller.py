@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jobs.cycle import states
 from jobs.cycle.records import JobRecord, JobState
 from jobs.cycle.states import AttemptEnd, Leaf
-from jobs.targets.sagemaker.describe import Seen
+from jobs.targets.sagemaker.describe import QUEUED, Seen
 from pipeline.core.record import Record
 
 ACTIVE = (JobState.STARTING, JobState.RUNNING)
@@ -27,8 +27,6 @@ class Cancel(Record):
 
 LAG_S = 600.0
 """A training job that was made and is not described for so long is there no more."""
-QUEUED = "in queue"
-"""Begins the reason of a job that was handed over to a queue and waits there."""
 
 
 @dataclass(frozen=True)

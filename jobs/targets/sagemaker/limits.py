@@ -17,19 +17,22 @@ from botocore.validate import ParamValidator
 from jobs.cycle.states import Leaf
 from jobs.plan.dag import Plan, dag_problems, refuse
 from jobs.plan.spec import JobSpec
-from jobs.targets.sagemaker.placement import role_of, sagemaker_placement_of
+from jobs.targets.batch.limits import MAX_ATTEMPTS, MAX_RULES, MAX_SUBMIT_BYTES, SHARE
+from jobs.targets.placement import role_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
+    MAX_PAYLOAD_NAME,
     Cycle,
     Request,
     direct_request,
+    service_job_request,
     training_job_request,
 )
-from jobs.targets.sagemaker.service_jobs import service_job_problems, service_job_request
 
 MAX_CHILDREN = 50
 """Of an array: each is a training job of its own."""
 MAX_RUNTIME_S = 28 * 86_400
+MAX_PAYLOAD_BYTES = 10 * 1024
 MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
 
@@ -98,6 +101,24 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield from service_job_problems(queued)
     if len(name) > MAX_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_NAME}"
+
+
+def service_job_problems(request: Request) -> Iterator[str]:
+    """What Batch refuses, or takes and never runs; it does not look into the payload, and botocore has no bounds."""
+    share, retry, payload = request["shareIdentifier"], request["retryStrategy"], request["serviceRequestPayload"]
+    if not SHARE.match(share):
+        yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
+    if not 1 <= retry["attempts"] <= MAX_ATTEMPTS:
+        yield f"{retry['attempts']} attempts; expected 1 to {MAX_ATTEMPTS}"
+    if (number := len(retry["evaluateOnExit"])) > MAX_RULES:
+        yield f"{number} retry rules; expected at most {MAX_RULES}"
+    if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
+        yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
+    if (size := len(json.dumps(request).encode())) > MAX_SUBMIT_BYTES:
+        yield f"a SubmitServiceJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
+    name = json.loads(payload)["TrainingJobName"]
+    if len(name) > MAX_PAYLOAD_NAME:
+        yield f"training job name {name} of {len(name)} characters; expected at most {MAX_PAYLOAD_NAME}"
 
 
 @cache

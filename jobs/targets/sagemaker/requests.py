@@ -1,24 +1,34 @@
-"""From a job to the requests of SageMaker, and the names that make them idempotent. Pure.
+"""From a job to a training job, with SageMaker's own calls or as a service job of AWS Batch, and their names. Pure.
 
 CreateTrainingJob refuses a name that exists, so the name of a try is all that has to be the same whoever makes it.
+
+A service job is all tries of one leaf in one round. Batch starts them, each as a training job of its own name. It knows
+no exit codes: its rules look at the beginning of the reason, where `trnjobs-entry` has put the code.
+
+Sources: API reference of AWS Batch (SubmitServiceJob), its user guide (service jobs: payload, retries; `AWSBatch`, the
+name in the payload and 32 characters name a training job).
 """
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.states import Leaf, leaves_of
 from jobs.node.starts import STARTS
 from jobs.plan.dag import Plan
 from jobs.plan.ml_machines import ml_machine
 from jobs.plan.script import ENTRY
-from jobs.targets.sagemaker.placement import role_of, sagemaker_placement_of
+from jobs.plan.spec import Retry
+from jobs.targets.placement import placement_of, role_of, sagemaker_placement_of
+from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 
 Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """In the environment of every job: whose it is."""
+SERVICE_JOB_TYPE = "SAGEMAKER_TRAINING"
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
 HASH_CHARACTERS, MAX_FIRST = 8, 31
 
@@ -36,19 +46,19 @@ class Cycle:
 
     def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
         """The name of one try, the same on every machine and different for any other try of any cycle."""
-        index = [] if leaf.index is None else [str(leaf.index)]
-        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, f"r{round_}a{attempt}"]
-        return _name(words, [self._key, leaf.name, round_, attempt], MAX_NAME)
+        return _name(self._words(leaf, f"r{round_}a{attempt}"), [self._key, leaf.name, round_, attempt], MAX_NAME)
 
     def leaf_id(self, leaf: Leaf, round_: int) -> str:
         """Of all tries of a leaf in a round: the name of its service job, and where its starts are counted."""
-        index = [] if leaf.index is None else [str(leaf.index)]
-        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, f"r{round_}"]
-        return _name(words, [self._key, leaf.name, round_], MAX_NAME)
+        return _name(self._words(leaf, f"r{round_}"), [self._key, leaf.name, round_], MAX_NAME)
 
     def payload_name(self, leaf: Leaf, round_: int) -> str:
         """What AWS Batch makes names of training jobs of: it needs 40 of their characters for itself."""
         return _name([leaf.spec.name], [self.leaf_id(leaf, round_)], MAX_PAYLOAD_NAME)
+
+    def _words(self, leaf: Leaf, last: str) -> list[str]:
+        index = [] if leaf.index is None else [str(leaf.index)]
+        return [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
 
     @property
     def _key(self) -> str:
@@ -115,6 +125,45 @@ def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Reque
     starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
     name = cycle.training_job(leaf, round_, attempt)
     return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts)
+
+
+def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
+    """SubmitServiceJob. The same token for the same job: Batch makes it once.
+
+    The time limit of a try is in the payload, and so SageMaker's, as without a queue.
+    """
+    plan, job, name = cycle.plan, leaf.spec, cycle.leaf_id(leaf, round_)
+    where, of_batch = sagemaker_placement_of(plan, job), placement_of(plan, job)
+    payload = training_job_request(cycle, leaf, name=cycle.payload_name(leaf, round_), attempt=None, starts=name)
+    return {
+        "jobName": name,
+        "jobQueue": where.queue,
+        "serviceJobType": SERVICE_JOB_TYPE,
+        "serviceRequestPayload": json.dumps(payload, separators=(",", ":")),
+        "shareIdentifier": of_batch.share_identifier,
+        "schedulingPriority": of_batch.priority,
+        "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": retry_rules(job.retry)},
+        "tags": tags(plan, leaf),
+        "clientToken": name,
+    }
+
+
+def sagemaker_requests(plan: Plan) -> list[Request]:
+    """The first request of every job of a cycle, of an array that of each child, as if it were claimed at 1970."""
+    cycle, shown = Cycle(plan, 0.0), list[Request]()
+    for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
+        if sagemaker_placement_of(plan, leaf.spec).queue:
+            shown.append({"SubmitServiceJob": service_job_request(cycle, leaf, 1)})
+        else:
+            shown.append({"CreateTrainingJob": direct_request(cycle, leaf, 1, 1)})
+    return shown
+
+
+def retry_rules(retry: Retry) -> list[Request]:
+    """The first that matches decides; without a match Batch would try again, so the last matches everything."""
+    causes = [*(f"AlgorithmError: exit {code} " for code in retry.exit_codes), "InternalServerError", "CapacityError"]
+    again = [{"action": "RETRY", "onStatusReason": f"{RECEIVED}{cause}*"} for cause in causes]
+    return [*again, {"action": "EXIT", "onStatusReason": "*"}]
 
 
 def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str) -> dict[str, str]:

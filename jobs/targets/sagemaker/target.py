@@ -5,7 +5,6 @@ Nothing but names holds a cycle together: whoever comes next describes the train
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pydantic import TypeAdapter
 
@@ -16,11 +15,13 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
+from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.client import QUOTA
 from jobs.targets.sagemaker.controller import ACTIVE, Advance, Cancel, Try, advance, observed
 from jobs.targets.sagemaker.describe import Seen
 from jobs.targets.sagemaker.limits import check_plan
 from jobs.targets.sagemaker.requests import Cycle
+from jobs.targets.sagemaker.routes import Route
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound
@@ -29,22 +30,6 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 PATIENCE_S = 900.0
 """How long neither AWS nor the workspace may answer before a process gives up looking after its jobs."""
 _CANCELS = TypeAdapter(dict[str, Cancel])
-
-
-class Road(Protocol):
-    """How training jobs are made and followed: by SageMaker's own calls, or through a queue of AWS Batch."""
-
-    def check(self, plan: Plan) -> None:
-        """Ask the account, where that can be; changes nothing. Raises ConfigError with what is wrong."""
-
-    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
-        """One try; None where it does not exist."""
-
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
-        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
-
-    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
-        """End it, if it runs or waits."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +44,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class SageMakerTarget:
-    """Implements `Target`. `stop`: this process is to end; the training jobs go on."""
+    """Implements `Target`. `stop`: this process is to end; the training jobs go on.
 
-    road: Road
+    Each job takes the route of its plan, whatever the settings of the process that follows it.
+    """
+
+    direct: Route
+    queue: Route
     logs_client: LogsClient
     store: CycleStore
     say: Callable[[str], object]
@@ -113,7 +102,7 @@ class SageMakerTarget:
         for leaf in again.stops:
             record = again.records[leaf.name]
             reason = cancelled[_job_id(record)].reason
-            self.road.stop(known.cycle, leaf, known.rounds[leaf.name], len(record.attempts), reason)
+            self._route(known, leaf).stop(known.cycle, leaf, known.rounds[leaf.name], len(record.attempts), reason)
         records = self._shown(plan, known, again.records)
         self.store.save_records(records)
         return records
@@ -124,7 +113,8 @@ class SageMakerTarget:
 
     def check(self, plan: Plan) -> None:
         check_plan(plan)
-        self.road.check(plan)
+        self.direct.check(plan)
+        self.queue.check(plan)
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
         """Quotas and capacity: both may come, so no job is ended for them."""
@@ -166,7 +156,7 @@ class SageMakerTarget:
 
     def _start(self, known: _Known, leaf: Leaf, record: JobRecord) -> JobRecord:
         attempt = len(record.attempts) + (record.state is JobState.RUNNABLE)
-        one = self.road.start(known.cycle, leaf, known.rounds[leaf.name], attempt)
+        one = self._route(known, leaf).start(known.cycle, leaf, known.rounds[leaf.name], attempt)
         return observed(leaf, record, one, None, self.store.clock())
 
     def _look(self, known: _Known) -> Advance:
@@ -186,7 +176,11 @@ class SageMakerTarget:
             if not step.looks:
                 return step
             for name, attempt in step.looks:
-                seen[name, attempt] = self.road.look(known.cycle, leaves[name], known.rounds[name], attempt)
+                leaf = leaves[name]
+                seen[name, attempt] = self._route(known, leaf).look(known.cycle, leaf, known.rounds[name], attempt)
+
+    def _route(self, known: _Known, leaf: Leaf) -> Route:
+        return self.queue if sagemaker_placement_of(known.cycle.plan, leaf.spec).queue else self.direct
 
     def _known(self, plan: Plan) -> _Known:
         saved = {leaf.id: leaf for record in self.store.records() for leaf in record.leaves()}

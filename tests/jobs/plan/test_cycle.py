@@ -14,7 +14,7 @@ from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.placement import placed, placement_of
+from jobs.targets.placement import placed, placement_of
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from tests.jobs.cycle.cases import job, plan

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.plan.dag import Plan, dag_problems
 from jobs.plan.spec import Dependency, DependencyType, JobSpec
-from jobs.targets.batch.placement import placement_of
+from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.plan.test_cycle import planned, trainium

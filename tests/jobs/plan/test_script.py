@@ -10,8 +10,8 @@ from jobs.plan.cycle import plan_cycle, stages
 from jobs.plan.dag import Plan
 from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.placement import placed
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.placement import placed
 from pipeline.core.errors import ConfigError
 
 ARGV = ("python", "train.py", "--lr", "1e-3")

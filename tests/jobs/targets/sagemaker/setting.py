@@ -10,9 +10,8 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import LogsClient
-from jobs.targets.sagemaker.client import SageMakerClient
-from jobs.targets.sagemaker.direct import DirectRoad
-from jobs.targets.sagemaker.queue import ByPlacement, QueueRoad, ServiceJobClient
+from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -74,10 +73,11 @@ class Setting:
 
     def target(self, store: CycleStore | None = None, stop: StopSignal | None = None) -> SageMakerTarget:
         client = SageMakerClient(self.ml, policy=FAST, calls_per_s=1e9)
-        queue = QueueRoad(ServiceJobClient(self.batch, policy=FAST), client, self.said.append)
-        road = ByPlacement(DirectRoad(client), queue)
+        queue = QueueRoute(ServiceJobClient(self.batch, policy=FAST), client, self.said.append)
         logs = LogsClient(self.logs, policy=FAST)
-        return SageMakerTarget(road, logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6)
+        return SageMakerTarget(
+            DirectRoute(client), queue, logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6
+        )
 
     def claim(self) -> None:
         with self.store().submitting(self.plan, "sagemaker", "driver"):

@@ -11,12 +11,10 @@ from jobs.cycle.show import target_cost_lines
 from jobs.cycle.states import Leaf
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
-from jobs.targets.batch.placement import placed
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.placement import placed, placed_on_sagemaker
 from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.placement import placed_on_sagemaker
-from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, training_job_request
-from jobs.targets.sagemaker.service_jobs import sagemaker_requests
+from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, sagemaker_requests, training_job_request
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
 

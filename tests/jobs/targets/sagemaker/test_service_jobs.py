@@ -11,10 +11,9 @@ from jobs.cycle.records import JobState
 from jobs.cycle.states import CANCELLED, Leaf, is_tried_again, outcome_of
 from jobs.plan.spec import Retry
 from jobs.targets.sagemaker.controller import LAG_S
-from jobs.targets.sagemaker.describe import failure_end
+from jobs.targets.sagemaker.describe import RECEIVED, failure_end
 from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.requests import Cycle
-from jobs.targets.sagemaker.service_jobs import RECEIVED, retry_rules, sagemaker_requests, service_job_request
+from jobs.targets.sagemaker.requests import Cycle, retry_rules, sagemaker_requests, service_job_request
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job
 from tests.jobs.targets.batch.faults import Faults

@@ -1,0 +1,104 @@
+"""Where the jobs of a plan run: queue, share, role and log of AWS Batch; network and capacity of SageMaker. Pure.
+
+A plan holds the placement of every job, whatever target it is given to, so that its id is the same on all of them.
+"""
+
+from pydantic import Field
+
+from jobs.config import JobsConfig, SageMakerConfig
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
+from pipeline.core.record import Record
+
+SAGEMAKER = "sagemaker"
+"""Key of its placement within that of a job; plans of settings without `[jobs.sagemaker]` have none."""
+
+
+class BatchPlacement(Record):
+    """As SubmitJob and RegisterJobDefinition need it."""
+
+    queue: str = Field("", description="Name or ARN")
+    share_identifier: str = ""
+    priority: int = Field(0, description="Among the jobs of the same share")
+    job_role: str = Field("", description="ARN of the credentials that the code sees; empty: none")
+    log_group: str = "/aws/batch/job"
+
+
+class SageMakerPlacement(Record):
+    """As CreateTrainingJob needs it; the role is that of the placement in AWS Batch."""
+
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+    volume_gib: int = 100
+    output: str = ""
+    spot_wait_s: int = 0
+    infra_check: bool = True
+    keep_alive_s: int = 0
+    queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
+
+
+def placed(plan: Plan, jobs: JobsConfig) -> Plan:
+    """The plan with the placements that the settings say."""
+    placements = {}
+    for job in plan.jobs:
+        wanted = jobs.stage(job.name)
+        placements[job.name] = BatchPlacement(
+            queue=wanted.queue or jobs.queue,
+            share_identifier=jobs.share_identifier,
+            priority=jobs.priority,
+            job_role=wanted.role or jobs.role,
+            log_group=jobs.log_group,
+        ).model_dump()
+    return placed_on_sagemaker(plan.model_copy(update={"placements": placements}), jobs)
+
+
+def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:
+    """The plan with what `[jobs.sagemaker]` says beside each placement; the plan itself where that says nothing."""
+    wanted = jobs.sagemaker
+    if wanted == SageMakerConfig():
+        return plan
+    fields = SageMakerPlacement.model_fields.keys()
+    where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
+    placements = {
+        job.name: {
+            **plan.placements.get(job.name, {}),
+            SAGEMAKER: where.model_copy(
+                update={  # warm pools know no Spot capacity
+                    "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
+                    "keep_alive_s": wanted.keep_alive_s if not wanted.spot and _keeps_warm(plan, job) else 0,
+                }
+            ).model_dump(mode="json", exclude_defaults=True),
+        }
+        for job in plan.jobs
+    }
+    return plan.model_copy(update={"placements": placements})
+
+
+def sagemaker_placement_of(plan: Plan, job: JobSpec) -> SageMakerPlacement:
+    return SageMakerPlacement.model_validate(plan.placements.get(job.name, {}).get(SAGEMAKER, {}))
+
+
+def role_of(plan: Plan, job: JobSpec) -> str:
+    """ARN of the execution role; empty where the settings name none."""
+    return str(plan.placements.get(job.name, {}).get("job_role", ""))
+
+
+def _keeps_warm(plan: Plan, job: JobSpec) -> bool:
+    """Whether a job right after this one takes over its machines: same role, machines and number of them.
+
+    Source: SageMaker developer guide, managed warm pools. A pool that nobody takes over is paid for nothing.
+    """
+    return any(
+        _pool(plan, job) == _pool(plan, other) for other in plan.jobs if job.name in [d.job for d in other.depends_on]
+    )
+
+
+def _pool(plan: Plan, job: JobSpec) -> tuple[object, ...]:
+    needs = job.resources
+    machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
+    return role_of(plan, job), machine, max(1, job.num_nodes), job.array_size
+
+
+def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:
+    where = plan.placements.get(job.name, {})  # another target may have its words beside ours
+    return BatchPlacement.model_validate({name: where[name] for name in BatchPlacement.model_fields if name in where})

@@ -1,0 +1,139 @@
+"""The two ways to a training job: SageMaker's own calls, or a queue of AWS Batch that teams share."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jobs.cycle.states import Leaf
+from jobs.plan.dag import Plan
+from jobs.targets.batch.account import queue_problems, share_warning
+from jobs.targets.batch.client import Detail
+from jobs.targets.placement import placement_of, sagemaker_placement_of
+from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
+from jobs.targets.sagemaker.describe import QUEUED, Seen, host_prefixes, queued, seen_of, seen_of_try, tries_of
+from jobs.targets.sagemaker.requests import SERVICE_JOB_TYPE, Cycle, direct_request, service_job_request
+from pipeline.core.errors import ConfigError
+from pipeline.core.progress import Say
+
+
+class Route(Protocol):
+    """How training jobs are made and followed: by SageMaker's own calls, or through a queue of AWS Batch."""
+
+    def check(self, plan: Plan) -> None:
+        """Ask the account, where that can be; changes nothing. Raises ConfigError with what is wrong."""
+
+    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+        """One try; None where it does not exist."""
+
+    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
+
+    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+        """End it, if it runs or waits."""
+
+
+@dataclass(frozen=True)
+class DirectRoute:
+    """SageMaker's own calls: one training job for each try."""
+
+    client: SageMakerClient
+
+    def check(self, plan: Plan) -> None:
+        """The account is not asked: SageMaker refuses a request that does not fit it."""
+
+    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+        name = cycle.training_job(leaf, round_, attempt)
+        detail = self.client.describe(name)
+        return None if detail is None else seen_of(detail, host_prefixes(name, leaf.spec.num_nodes))
+
+    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        name = cycle.training_job(leaf, round_, attempt)
+        refused = self.client.create(direct_request(cycle, leaf, round_, attempt))
+        if refused:
+            return Seen(is_queued=True, note=refused)
+        return Seen(streams=host_prefixes(name, leaf.spec.num_nodes))
+
+    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+        self.client.stop(cycle.training_job(leaf, round_, attempt))
+
+
+@dataclass(frozen=True)
+class QueueRoute:
+    """A fair-share queue of AWS Batch: one service job for all tries of a leaf. `warn` takes one line."""
+
+    client: ServiceJobClient
+    training: SageMakerClient
+    warn: Say
+    _ids: dict[str, str] = field(default_factory=dict)
+    """Of service jobs by name, once known."""
+
+    def check(self, plan: Plan) -> None:
+        """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
+        problems, warnings = list[str](), list[str]()
+        for name in dict.fromkeys(where for job in plan.jobs if (where := sagemaker_placement_of(plan, job).queue)):
+            queues = self.client.queues([name])
+            names = [one["serviceEnvironment"] for queue in queues for one in queue.get("serviceEnvironmentOrder", ())]
+            problems += _problems(plan, name, queues, self.client.service_environments(names))
+            policies = [arn for queue in queues if (arn := queue.get("schedulingPolicyArn"))]
+            for policy in self.client.scheduling_policies(policies):
+                if "fairsharePolicy" not in policy:
+                    problems.append(f"queue {name}: its scheduling policy has no fair shares")
+                for job in plan.jobs:
+                    warnings += share_warning(name, placement_of(plan, job).share_identifier, policy)
+        if problems:
+            raise ConfigError(
+                "\n  ".join(["AWS Batch in this account would not run this plan:", *dict.fromkeys(problems)]),
+                expected="an enabled fair-share queue of type SAGEMAKER_TRAINING that can hold every job",
+                next_command="aws batch describe-job-queues; correct jobs.sagemaker.queue, then trnjobs plan",
+            )
+        for line in dict.fromkeys(warnings):
+            self.warn(line)
+
+    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+        detail = self._find(cycle, leaf, round_)
+        if detail is None:
+            return None
+        tries = tries_of(detail)
+        if attempt > len(tries):
+            return queued(detail)
+        one = tries[attempt - 1]
+        training = self.training.describe(one.training_job) if one.training_job else None
+        return seen_of_try(one, training, num_nodes=leaf.spec.num_nodes)
+
+    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        """All its tries: Batch starts them."""
+        request = service_job_request(cycle, leaf, round_)
+        self.client.submit_service_job(request)
+        return Seen(is_queued=True, note=f"{QUEUED} {request['jobQueue'].rpartition('/')[2]}")
+
+    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+        if detail := self._find(cycle, leaf, round_):
+            self.client.terminate_service_job(detail["jobId"], reason)
+
+    def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
+        name = cycle.leaf_id(leaf, round_)
+        if known := self._ids.get(name):
+            return self.client.describe_service_job(known)
+        found = self.client.service_job_named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, name)
+        if found is not None:
+            self._ids[name] = str(found["jobId"])
+        return found
+
+
+def _problems(plan: Plan, name: str, queues: Sequence[Detail], environments: Sequence[Detail]) -> Iterator[str]:
+    if not queues:
+        yield f"queue {name}: does not exist in this account and region"
+        return
+    (queue,) = queues
+    yield from queue_problems(name, queue, is_shared=True)
+    if queue.get("jobQueueType") != SERVICE_JOB_TYPE:
+        yield f"queue {name}: of type {queue.get('jobQueueType', 'EC2')}; training jobs need one of {SERVICE_JOB_TYPE}"
+    usable = [one for one in environments if one.get("state") != "DISABLED" and one.get("status") != "INVALID"]
+    if not usable:
+        yield f"queue {name}: no enabled service environment"
+        return
+    limits = [limit for one in usable for limit in one["capacityLimits"] if limit["capacityUnit"] == "NUM_INSTANCES"]
+    most = max((int(limit["maxCapacity"]) for limit in limits), default=None)
+    for job in plan.jobs:
+        if most is not None and job.num_nodes > most and sagemaker_placement_of(plan, job).queue == name:
+            yield f"{job.name}: {job.num_nodes} nodes at once; the service environment of {name} has {most:,}"
