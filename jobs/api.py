@@ -27,16 +27,14 @@ from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.page.sections import sentence
 from jobs.cycle.records import Closed, JobRecord, Outcome
 from jobs.cycle.states import exit_code_of_cycle, outcome_of
-from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
-from jobs.setup import make_plan, open_cycle, open_target_of, submitted_plan
+from jobs.setup import make_plan, open_cycle
 from pipeline.context import Figure
 from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
-from pipeline.core.stop import StopSignal
 from pipeline.settings import resolve
 
 Config = str | Path | Sequence[str | Path] | None
@@ -144,10 +142,9 @@ class Cycle:
         self.settings: CycleSettings = resolve(
             [Path(file) for file in files], os.environ, model=CycleSettings, given=given
         ).settings
-        self._stop = StopSignal()
-        self._store: CycleStore = open_cycle(self.settings, self._stop)
-        self.settings = self.settings.model_copy(update={"cycle": self._store.cycle})  # today may end before the cycle
-        self._say: Say = say or (lambda _: None)
+        opened = open_cycle(self.settings, say or (lambda _: None))
+        self._cycle = opened.other(opened.name)  # today may end before the cycle
+        self.settings, self._store = self._cycle.settings, self._cycle.store
         self._running: _Running | None = None
 
     @property
@@ -170,9 +167,9 @@ class Cycle:
         target = target or self.settings.jobs.target
         plan = make_plan(self.settings)
         if target == "batch":
-            submit_plan(self.settings, plan, target, self._say, self._stop)
+            submit_plan(self._cycle, plan, target)
         elif self._running is None or self._running.has_ended:
-            self._running = _Running(lambda: submit_plan(self.settings, plan, target, self._say, self._stop))
+            self._running = _Running(lambda: submit_plan(self._cycle, plan, target))
             while self._store.plan() is None and not self._running.has_ended:
                 time.sleep(0.05)
             if self._running.has_ended:  # refused, or there was nothing to do
@@ -185,7 +182,7 @@ class Cycle:
         Raises TransientError after `timeout_s`, ConfigError when it was not submitted, and what ended its engine here.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        submitted_plan(self._store)
+        self._cycle.plan()
         while True:
             left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
             if self._running is not None:
@@ -194,7 +191,7 @@ class Cycle:
             is_mine = self._running is not None and not self._running.has_ended
             if status.has_ended and not is_mine:
                 if self._store.closed() is None:
-                    close_cycle(self.settings, self._store, self._say)
+                    close_cycle(self._cycle)
                 return self.status()
             if until is not None and time.monotonic() >= until:
                 raise TransientError(
@@ -210,7 +207,7 @@ class Cycle:
         if plan is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        records = self._records(plan)
+        records = self._cycle.records(plan)
         closed = self._store.closed() or outcome_of(plan, records)
         return CycleStatus(
             cycle=self.name,
@@ -238,21 +235,16 @@ class Cycle:
 
     def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:
         """Lines of one try (0: the last) of a job or of a child of an array (`embed:3`). Raises ConfigError."""
-        yield from log_lines(self.settings, self._store, self._say, job, attempt=attempt, node=node)
+        yield from log_lines(self._cycle, job, attempt=attempt, node=node)
 
     def cancel(self, reason: str = "by hand") -> CycleStatus:
         """End every job that is not final; what has finished stays. Raises ConfigError when it was not submitted."""
-        cancel_cycle(self.settings, self._store, reason, self._say)
+        cancel_cycle(self._cycle, reason)
         return self.wait()
 
-    def _records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        if self._store.closed() and (known := self._store.records()):
-            return known
-        return open_target_of(self.settings, self._store, self._say, self._stop).records(plan)
-
     def _ended(self) -> tuple[Plan, tuple[JobRecord, ...], Closed | None]:
-        plan = submitted_plan(self._store)
-        records = self._records(plan)
+        plan = self._cycle.plan()
+        records = self._cycle.records(plan)
         return plan, records, self._store.closed() or outcome_of(plan, records)
 
 

@@ -3,12 +3,17 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 from zoneinfo import ZoneInfo
 
 from jobs.config import StageJob
+from jobs.cycle.ledger import CycleLedger, read_ledger
+from jobs.cycle.records import JobRecord
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
@@ -25,6 +30,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
+from pipeline.proc.children import ENGINE_MARGIN_S
+from pipeline.proc.signals import stop_on_signals
 from pipeline.train.config import batch_share
 
 
@@ -35,10 +42,61 @@ def cycle_of(settings: CycleSettings) -> str:
     return settings.cycle or datetime.now(zone).date().isoformat()
 
 
-def open_cycle(settings: CycleSettings, stop: StopSignal) -> CycleStore:
-    """The jobs of a cycle in the workspace, whether there are any or not."""
+@dataclass(frozen=True)
+class OpenCycle:
+    """One cycle of a workspace as a command works on it, whether it has jobs or not. `say` takes lines for the user."""
+
+    settings: CycleSettings
+    store: CycleStore
+    say: Say
+    stop: StopSignal
+
+    @property
+    def name(self) -> str:
+        return self.store.cycle
+
+    def other(self, name: str) -> Self:
+        """Another cycle of the same workspace and settings."""
+        settings = self.settings.model_copy(update={"cycle": name})
+        return replace(self, settings=settings, store=replace(self.store, cycle=name))
+
+    def plan(self) -> Plan:
+        """The plan that was submitted. Raises ConfigError when none was."""
+        plan = self.store.plan()
+        if plan is None:
+            others = ", ".join(claimed_cycles(self.store.storage, runs=True)[-5:]) or "none"
+            raise ConfigError(
+                f"no jobs of cycle {self.name} in {self.store.storage.root} (cycles with jobs: {others})",
+                expected="a cycle that was submitted",
+                next_command="trnjobs submit, or another --cycle or --workspace",
+            )
+        return plan
+
+    def target(self) -> Target:
+        """Where the cycle was submitted to, whatever the settings say now."""
+        claim = self.store.claim()
+        return open_target(self, claim.target if claim else self.settings.jobs.target)
+
+    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+        """Of a cycle that has ended what is on record, else what its target tells."""
+        return (self.store.records() if self.store.closed() else ()) or self.target().records(plan)
+
+    def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
+        return read_ledger(self.store, plan, records, self.settings.jobs)
+
+
+def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:
+    stop = stop or StopSignal()
     storage = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    return CycleStore(storage, cycle_of(settings), time.time)
+    return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop)
+
+
+@contextmanager
+def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
+    """Signals set the stop that is given here; this process then has the time that local jobs need to end."""
+    stop = StopSignal()
+    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
+        yield stop
 
 
 def make_plan(settings: CycleSettings) -> Plan:
@@ -131,36 +189,17 @@ def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
     return may_use_neuron(settings.backend) and job.instance in NODES
 
 
-def submitted_plan(store: CycleStore) -> Plan:
-    """The plan that was submitted. Raises ConfigError when none was."""
-    plan = store.plan()
-    if plan is None:
-        others = ", ".join(claimed_cycles(store.storage, runs=True)[-5:]) or "none"
-        raise ConfigError(
-            f"no jobs of cycle {store.cycle} in {store.storage.root} (cycles with jobs: {others})",
-            expected="a cycle that was submitted",
-            next_command="trnjobs submit, or another --cycle or --workspace",
-        )
-    return plan
-
-
 def submitter() -> str:
     """Who submits, for others to read: the job, else this process."""
     return os.environ.get(JOB_ID) or f"{socket.gethostname()}:{os.getpid()}"
 
 
-def open_target(
-    settings: CycleSettings,
-    store: CycleStore,
-    name: str,
-    say: Say,
-    stop: StopSignal,
-    renew: Callable[[], None] = lambda: None,
-) -> Target:
+def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
     """The target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
 
     `renew` keeps the claim of the one who submits, while that takes long.
     """
+    settings, store, say, stop = cycle.settings, cycle.store, cycle.say, cycle.stop
     if name == "local":
         from jobs.targets.local.target import LocalTarget, this_machine
         from pipeline.context import scratch_folder
@@ -172,11 +211,7 @@ def open_target(
             gangs=machine.gangs,
         )
         return LocalTarget(store, scratch, machine, say, stop, jobs.stop_grace_s)
-    from jobs.targets.batch.client import (
-        BatchClient,  # boto3 takes a while to import
-        LogsClient,
-        connect,
-    )
+    from jobs.targets.batch.client import BatchClient, LogsClient, connect  # boto3 takes a while to import
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
@@ -191,9 +226,3 @@ def open_target(
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)
-
-
-def open_target_of(settings: CycleSettings, store: CycleStore, say: Say, stop: StopSignal) -> Target:
-    """Where the cycle was submitted to, whatever the settings say now."""
-    claim = store.claim()
-    return open_target(settings, store, claim.target if claim else settings.jobs.target, say, stop)

@@ -12,58 +12,48 @@ from datetime import UTC, datetime
 from jobs.commands.submit import finish, submit_plan
 from jobs.cycle.store import claimed_cycles
 from jobs.schedule import ScheduleConfig, cycle_name, due_cycles
-from jobs.settings import CycleSettings
-from jobs.setup import make_plan, open_cycle, open_target_of
+from jobs.setup import OpenCycle, make_plan, open_cycle, stopping_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, TransientError
 from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
-from pipeline.proc.children import ENGINE_MARGIN_S
-from pipeline.proc.signals import stop_on_signals
 
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 
 
 def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     """Start what is due. Raises ConfigError for a time that is not on the schedule, TransientError for an overlap."""
-    settings, stop, now = arguments.settings, StopSignal(), datetime.now(UTC)
+    settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
-    cycles = WorkspaceCycles(settings, arguments.target or settings.jobs.target, say, stop)
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
+    with stopping_jobs(settings) as stop:
+        cycles = WorkspaceCycles(open_cycle(settings, say, stop), arguments.target or settings.jobs.target)
         return drive(config, scheduled, now, cycles, say)
 
 
 @dataclass(frozen=True)
 class WorkspaceCycles:
-    """Cycles of the workspace of the settings."""
+    """Cycles of a workspace; `any`: one of them."""
 
-    settings: CycleSettings
+    any: OpenCycle
     target_name: str
-    say: Say
-    stop: StopSignal
 
     def claimed(self) -> Sequence[str]:
-        return claimed_cycles(open_cycle(self.settings, self.stop).storage)
+        return claimed_cycles(self.any.store.storage)
 
-    def has_ended(self, cycle: str) -> bool:
-        settings = self._of(cycle)
-        store = open_cycle(settings, self.stop)
-        if store.closed() is not None:
+    def has_ended(self, name: str) -> bool:
+        cycle = self.any.other(name)
+        if cycle.store.closed() is not None:
             return True
-        plan = store.plan()
+        plan = cycle.store.plan()
         if plan is None:  # claimed, and nothing submitted
             return False
-        records = open_target_of(settings, store, self.say, self.stop).records(plan)
-        store.save_records(records)
-        finish(settings, store, plan, records, self.say)
-        return store.closed() is not None
+        records = cycle.target().records(plan)
+        cycle.store.save_records(records)
+        finish(cycle, plan, records)
+        return cycle.store.closed() is not None
 
-    def submit(self, cycle: str) -> int:
-        settings = self._of(cycle)
-        return submit_plan(settings, make_plan(settings), self.target_name, self.say, self.stop)
-
-    def _of(self, cycle: str) -> CycleSettings:
-        return self.settings.model_copy(update={"cycle": cycle})
+    def submit(self, name: str) -> int:
+        cycle = self.any.other(name)
+        return submit_plan(cycle, make_plan(cycle.settings), self.target_name)
 
 
 def drive(

@@ -4,7 +4,6 @@ import argparse
 import os
 import time
 
-from jobs.config import NotifyConfig
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.messages import Message, messages_of
 from jobs.cycle.outbox import deliver, put_messages
@@ -12,13 +11,10 @@ from jobs.cycle.page.publish import report_key
 from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
-from jobs.settings import CycleSettings
-from jobs.setup import open_cycle
+from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TransientError
 from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage
 
 
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
@@ -26,8 +22,8 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError without a webhook, TransientError when one did not take everything.
     """
-    settings: CycleSettings = arguments.settings
-    store = open_cycle(settings, StopSignal())
+    cycle = open_cycle(arguments.settings, say)
+    settings, store = cycle.settings, cycle.store
     if not settings.jobs.notify.webhooks:
         raise ConfigError(
             "jobs.notify.webhooks is empty",
@@ -36,32 +32,25 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
         )
     if arguments.test:
         at = time.time()
-        test = _about(settings, store, at).model_copy(
+        test = _about(cycle, at).model_copy(
             update={"id": f"{settings.jobs.name}/{store.cycle}/test-{round(1000 * at)}", "text": "a test of trnjobs"}
         )
         put_messages(store, [test])
-    if waiting := send_messages(settings.jobs.notify, store.storage, say):
+    if waiting := send_messages(cycle):
         raise TransientError(f"{waiting} messages wait", next_command="trnjobs notify, once the webhook answers")
     say(f"every message was taken by {', '.join(settings.jobs.notify.webhooks)}")
     return EXIT_OK
 
 
-def make_messages(
-    settings: CycleSettings,
-    store: CycleStore,
-    plan: Plan,
-    records: tuple[JobRecord, ...],
-    closed: Closed | None,
-    say: Say,
-) -> None:
+def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], closed: Closed | None) -> None:
     """Put what there is to tell of a cycle into the outbox. No failure of it is one of the cycle."""
+    settings, store = cycle.settings, cycle.store
     if not settings.jobs.notify.webhooks:
         return
     try:
-        storage, cycle = store.storage, store.cycle
-        evaluated = load_result(storage, cycle, "evaluate")
+        evaluated = load_result(store.storage, store.cycle, "evaluate")
         found = messages_of(
-            _about(settings, store, store.clock()),
+            _about(cycle, store.clock()),
             read_ledger(store, plan, records, settings.jobs, closed=closed),
             records,
             closed=closed,
@@ -74,25 +63,27 @@ def make_messages(
     except Preempted:
         raise
     except Exception as error:  # also of a bug: a cycle ends as it ends, whoever is told
-        say(f"notify: nothing was put into the outbox: {type(error).__name__}: {error}")
+        cycle.say(f"notify: nothing was put into the outbox: {type(error).__name__}: {error}")
 
 
-def send_messages(config: NotifyConfig, storage: Storage, say: Say) -> int:
+def send_messages(cycle: OpenCycle) -> int:
     """Send what waits, of all cycles; how many messages still wait. No failure of it is one of the cycle."""
+    config = cycle.settings.jobs.notify
     if not config.webhooks:
         return 0
     from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
 
     try:
-        return deliver(storage, config, os.environ, secret_text, say)
+        return deliver(cycle.store.storage, config, os.environ, secret_text, cycle.say)
     except Preempted:
         raise
     except Exception as error:
-        say(f"notify: messages wait: {type(error).__name__}: {error}")
+        cycle.say(f"notify: messages wait: {type(error).__name__}: {error}")
         return 1
 
 
-def _about(settings: CycleSettings, store: CycleStore, at: float) -> Message:
+def _about(cycle: OpenCycle, at: float) -> Message:
+    settings, store = cycle.settings, cycle.store
     key, base = report_key(store.cycle), settings.jobs.notify.page_url.rstrip("/")
     return Message(
         id="",

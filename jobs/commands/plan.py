@@ -60,10 +60,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             shown.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
         say(json.dumps(shown, indent=1))
     elif arguments.diff:
-        from jobs.targets.batch.client import (
-            BatchClient,  # boto3 takes a while to import
-            connect,
-        )
+        from jobs.targets.batch.client import BatchClient, connect  # boto3 takes a while to import
         from jobs.targets.batch.definitions import change_lines
 
         for line in change_lines(BatchClient(connect("batch")), plan):
@@ -72,7 +69,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
         records: Sequence[tuple[JobRecord, ...]] = ()
         runs: Mapping[str, Sequence[EmbedRun]] = {}
         try:
-            records, runs = _earlier(open_cycle(settings, StopSignal()), target)
+            records, runs = _earlier(open_cycle(settings, say).store, target)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         prices, jobs = prices_of(settings.jobs, target), settings.jobs

@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jobs.cycle.ledger import CycleLedger, read_ledger, records_of, success_of
+from jobs.cycle.ledger import CycleLedger, success_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.records import JobState
 from jobs.cycle.show import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
 from jobs.cycle.states import outcome_of
 from jobs.cycle.store import CycleStore, claimed_cycles
-from jobs.plan.dag import Plan
-from jobs.settings import CycleSettings
-from jobs.setup import open_cycle, open_target_of, submitted_plan
+from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
 from pipeline.settings import as_json, table_text
 
 
@@ -32,13 +29,14 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    store = open_cycle(arguments.settings, StopSignal())
+    cycle = open_cycle(arguments.settings, say)
+    store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
 
-        return watch(arguments.settings, store, arguments.every, say)
-    plan = submitted_plan(store)
-    records = open_target_of(arguments.settings, store, say, StopSignal()).records(plan)
+        return watch(cycle, arguments.every)
+    plan = cycle.plan()
+    records = cycle.target().records(plan)
     closed = store.closed() or outcome_of(plan, records)
     if arguments.json:
         shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
@@ -46,26 +44,21 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     for line in status_lines(records):
         say(line)
-    state = "under way" if closed is None else closed.outcome + (f", {closed.reason}" if closed.reason else "")
-    say(f"cycle {store.cycle}: {state}")
+    say(f"cycle {store.cycle}: {closed.text if closed else 'under way'}")
     return EXIT_OK
 
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
     """Print one log: of a try of a job on one node. Raises ConfigError for a job, a try or a node that is unknown."""
-    store = open_cycle(arguments.settings, StopSignal())
-    wanted = {"attempt": arguments.attempt, "node": arguments.node}
-    for line in log_lines(arguments.settings, store, say, arguments.job, **wanted):
+    cycle = open_cycle(arguments.settings, say)
+    for line in log_lines(cycle, arguments.job, attempt=arguments.attempt, node=arguments.node):
         say(line)
     return EXIT_OK
 
 
-def log_lines(
-    settings: CycleSettings, store: CycleStore, say: Say, job: str, *, attempt: int, node: int
-) -> Iterator[str]:
+def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterator[str]:
     """Lines of one try (from 1; 0: the last) of a job on one node. Raises ConfigError for what is unknown."""
-    plan = submitted_plan(store)
-    target = open_target_of(settings, store, say, StopSignal())
+    plan, target = cycle.plan(), cycle.target()
     every = {one.name: one for record in target.records(plan) for one in (record, *record.children)}
     record = every.get(job)
     if record is None or record.children:
@@ -86,7 +79,7 @@ def log_lines(
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """The cycles of a workspace, newest last: one line each, from what is on record."""
-    newest = open_cycle(arguments.settings, StopSignal())
+    newest = open_cycle(arguments.settings, say).store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
     for name in claimed_cycles(newest.storage, runs=True)[-arguments.last :]:
         store = CycleStore(newest.storage, name, newest.clock)
@@ -113,20 +106,19 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
-    settings: CycleSettings = arguments.settings
-    asked = open_cycle(settings, StopSignal())
-    names = claimed_cycles(asked.storage)[-arguments.last :] if arguments.last else [asked.cycle]
+    asked = open_cycle(arguments.settings, say)
+    names = claimed_cycles(asked.store.storage)[-arguments.last :] if arguments.last else [asked.name]
     if not names:
         raise ConfigError(
-            f"no cycle with jobs in {asked.storage.root}",
+            f"no cycle with jobs in {asked.store.storage.root}",
             expected="one that was submitted",
             next_command="trnjobs submit",
         )
     ledgers: list[CycleLedger] = []
     for name in names:
-        store = CycleStore(asked.storage, name, asked.clock)
-        plan, records = _plan_and_records(settings, store, say)
-        ledgers.append(read_ledger(store, plan, records, settings.jobs))
+        cycle = asked.other(name)
+        plan = cycle.plan()
+        ledgers.append(cycle.ledger(plan, cycle.records(plan)))
     if arguments.json:
         shown = [
             ledger.model_dump(mode="json")
@@ -151,10 +143,10 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError when there are no jobs.
     """
-    settings: CycleSettings = arguments.settings
-    store = open_cycle(settings, StopSignal())
-    plan, records = _plan_and_records(settings, store, say)
-    report = write_page(store, plan, records, settings.jobs, store.closed() or outcome_of(plan, records))
+    cycle = open_cycle(arguments.settings, say)
+    plan, store = cycle.plan(), cycle.store
+    records = cycle.records(plan)
+    report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))
     for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
         say(line)
     key = report_key(store.cycle)
@@ -167,8 +159,3 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
         if not webbrowser.open(place.as_uri()):
             say(f"no browser here; the page is {place}")
     return EXIT_OK
-
-
-def _plan_and_records(settings: CycleSettings, store: CycleStore, say: Say) -> tuple[Plan, tuple[JobRecord, ...]]:
-    plan = submitted_plan(store)
-    return plan, records_of(store, lambda: open_target_of(settings, store, say, StopSignal()).records(plan))

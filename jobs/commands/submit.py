@@ -9,30 +9,26 @@ from pydantic import ValidationError
 
 from jobs.commands.notify import make_messages, send_messages
 from jobs.config import StageJob, Step
-from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.records import Closed, JobRecord, JobState
 from jobs.cycle.show import cost_lines, status_lines, summary
 from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
-from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.cycle.store import claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, is_python
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import make_plan, make_run, open_cycle, open_target, open_target_of, submitted_plan, submitter
+from jobs.setup import OpenCycle, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
-from pipeline.proc.children import ENGINE_MARGIN_S
-from pipeline.proc.signals import stop_on_signals
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     """Hand the jobs of a cycle over; run again, it goes on where it stopped. `batch` alone returns before its end."""
     settings: CycleSettings = arguments.settings
-    stop = StopSignal()
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
-        return submit_plan(settings, make_plan(settings), arguments.target or settings.jobs.target, say, stop)
+    with stopping_jobs(settings) as stop:
+        plan = make_plan(settings)
+        return submit_plan(open_cycle(settings, say, stop), plan, arguments.target or settings.jobs.target)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
@@ -61,29 +57,28 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     settings = settings.model_copy(
         update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
     )
-    stop = StopSignal()
-    with stop_on_signals(stop, grace_s=jobs.stop_grace_s + ENGINE_MARGIN_S):
-        return submit_plan(settings, make_run(settings), arguments.target or jobs.target, say, stop)
+    with stopping_jobs(settings) as stop:
+        plan = make_run(settings)
+        return submit_plan(open_cycle(settings, say, stop), plan, arguments.target or jobs.target)
 
 
-def submit_plan(settings: CycleSettings, plan: Plan, target_name: str, say: Say, stop: StopSignal) -> int:
+def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
     """Claim, submit. Twice, or killed in between: no job is started a second time.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
-    store = open_cycle(settings, stop)
-    closed = store.closed()
-    if closed is not None and store.plan() == plan:
-        say(f"cycle {store.cycle} has ended; to run again what failed: trnjobs retry")
-        return finish(settings, store, plan, store.records(), say)
+    store = cycle.store
+    if store.closed() is not None and store.plan() == plan:
+        cycle.say(f"cycle {cycle.name} has ended; to run again what failed: trnjobs retry")
+        return finish(cycle, plan, store.records())
     if target_name == "batch":
         check_plan(plan)
     elif target_name == "sagemaker":
         from jobs.targets.sagemaker import limits  # botocore takes a while to import
 
         limits.check_plan(plan)
-    open_target(settings, store, target_name, say, stop).check(plan)
-    return _hand_over(settings, store, target_name, plan, 1, [job.name for job in plan.jobs], say, stop)
+    open_target(cycle, target_name).check(plan)
+    return _hand_over(cycle, target_name, plan, 1, [job.name for job in plan.jobs])
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
@@ -91,71 +86,58 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError while jobs are under way, or when none failed.
     """
-    settings, stop = arguments.settings, StopSignal()
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
-        store = open_cycle(settings, stop)
-        plan = submitted_plan(store)
-        target = open_target_of(settings, store, say, stop)
+    with stopping_jobs(arguments.settings) as stop:
+        cycle = open_cycle(arguments.settings, say, stop)
+        plan, target = cycle.plan(), cycle.target()
         records = target.records(plan)
-        if (store.closed() or outcome_of(plan, records)) is None:
+        if (cycle.store.closed() or outcome_of(plan, records)) is None:
             raise ConfigError(
-                f"cycle {store.cycle} is under way", expected="one that ended", next_command="trnjobs status"
+                f"cycle {cycle.name} is under way", expected="one that ended", next_command="trnjobs status"
             )
         done = {record.name for record in records if record.state is JobState.SUCCEEDED}
         again = [job.name for job in plan.jobs if job.name not in done]
         if not again:
-            raise ConfigError(f"cycle {store.cycle}: no job failed", next_command="trnjobs status")
-        round_ = max(store.rounds(), default=0) + 1
-        return _hand_over(settings, store, target.name, plan, round_, again, say, stop)
+            raise ConfigError(f"cycle {cycle.name}: no job failed", next_command="trnjobs status")
+        return _hand_over(cycle, target.name, plan, max(cycle.store.rounds(), default=0) + 1, again)
 
 
-def _hand_over(
-    settings: CycleSettings,
-    store: CycleStore,
-    target_name: str,
-    plan: Plan,
-    round_: int,
-    jobs: Sequence[str],
-    say: Say,
-    stop: StopSignal,
-) -> int:
+def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs: Sequence[str]) -> int:
     """Claim the cycle and give `jobs` of it to the target.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
+    store = cycle.store
     with store.submitting(plan, target_name, submitter()) as renew:
-        store.save_settings(of_all_jobs(settings))
+        store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
-        target = open_target(settings, store, target_name, say, stop, renew)
+        target = open_target(cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, round_, jobs)
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         target.submit(plan, round_, jobs)
     records = target.records(plan)
     store.save_records(records)
-    code = finish(settings, store, plan, records, say)
+    code = finish(cycle, plan, records)
     if store.closed() is not None:
-        for line in cost_lines(read_ledger(store, plan, records, settings.jobs)):
-            say(line)
+        for line in cost_lines(cycle.ledger(plan, records)):
+            cycle.say(line)
     return code
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
     """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
-    cancel_cycle(arguments.settings, open_cycle(arguments.settings, StopSignal()), arguments.reason, say)
+    cancel_cycle(open_cycle(arguments.settings, say), arguments.reason)
     return EXIT_OK
 
 
-def cancel_cycle(settings: CycleSettings, store: CycleStore, reason: str, say: Say) -> None:
+def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
     """End a cycle and close it. Raises ConfigError when it has no jobs."""
-    plan = submitted_plan(store)
-    target = open_target_of(settings, store, say, StopSignal())
+    plan, target, store = cycle.plan(), cycle.target(), cycle.store
     with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     store.save_records(records)
-    cancelled = Closed(outcome="cancelled", at=store.clock(), reason=reason)
-    finish(settings, store, plan, records, say, cancelled)
+    finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
@@ -164,67 +146,59 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     Without a cycle it looks at all that are under way: what a second schedule starts, so that blocked queues and
     missed deadlines are noticed by themselves.
     """
-    settings: CycleSettings = arguments.settings
-    asked = open_cycle(settings, StopSignal())
-    if settings.cycle:
-        close_cycle(settings, asked, say)
+    asked = open_cycle(arguments.settings, say)
+    if asked.settings.cycle:
+        close_cycle(asked)
         return EXIT_OK
-    stores = [CycleStore(asked.storage, name, asked.clock) for name in claimed_cycles(asked.storage, runs=True)]
-    under_way = [store for store in stores if store.closed() is None]
+    cycles = [asked.other(name) for name in claimed_cycles(asked.store.storage, runs=True)]
+    under_way = [cycle for cycle in cycles if cycle.store.closed() is None]
     failed: TrnpipeError | None = None
-    for store in under_way:
+    for cycle in under_way:
         try:
-            if store.plan() is None:
-                say(f"cycle {store.cycle}: claimed, and nothing submitted; next: trnjobs submit --cycle {store.cycle}")
+            if cycle.store.plan() is None:
+                say(f"cycle {cycle.name}: claimed, and nothing submitted; next: trnjobs submit --cycle {cycle.name}")
             else:
-                close_cycle(settings, store, say)
+                close_cycle(cycle)
         except TrnpipeError as error:  # the others are looked at all the same
-            say(f"cycle {store.cycle}: {type(error).__name__}: {error}")
+            say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
     if not under_way:
-        say(f"no cycle is under way in {asked.storage.root}")
-        send_messages(settings.jobs.notify, asked.storage, say)
+        say(f"no cycle is under way in {asked.store.storage.root}")
+        send_messages(asked)
     if failed is not None:
         raise failed
     return EXIT_OK
 
 
-def close_cycle(settings: CycleSettings, store: CycleStore, say: Say) -> None:
+def close_cycle(cycle: OpenCycle) -> None:
     """Put on record what became of the jobs of a cycle, and close it if it has ended."""
-    plan = submitted_plan(store)
-    target = open_target_of(settings, store, say, StopSignal())
+    plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    store.save_records(records)
-    for line in target.check_blocked(records, dwell_s=settings.jobs.blocked_dwell_s):
-        say(line)
-    finish(settings, store, plan, records, say)
-    say(summary(read_ledger(store, plan, records, settings.jobs)))
+    cycle.store.save_records(records)
+    for line in target.check_blocked(records, dwell_s=cycle.settings.jobs.blocked_dwell_s):
+        cycle.say(line)
+    finish(cycle, plan, records)
+    cycle.say(summary(cycle.ledger(plan, records)))
 
 
-def finish(
-    settings: CycleSettings,
-    store: CycleStore,
-    plan: Plan,
-    records: tuple[JobRecord, ...],
-    say: Say,
-    cancelled: Closed | None = None,
-) -> int:
+def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
     """Say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
     """
+    store, say = cycle.store, cycle.say
     for line in status_lines(records):
         say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is None:
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
-        make_messages(settings, store, plan, records, None, say)
-        send_messages(settings.jobs.notify, store.storage, say)
+        make_messages(cycle, plan, records, None)
+        send_messages(cycle)
         return EXIT_OK
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
         try:
-            write_page(store, plan, records, settings.jobs, closed)
+            write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
         except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
@@ -234,8 +208,8 @@ def finish(
             )
         else:
             say(f"report: {store.storage.uri(report_key(store.cycle))}")
-        make_messages(settings, store, plan, records, closed, say)
+        make_messages(cycle, plan, records, closed)
         store.close(closed)
-    send_messages(settings.jobs.notify, store.storage, say)
-    say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
+    send_messages(cycle)
+    say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)

@@ -14,12 +14,8 @@ from jobs.cycle.ledger import read_ledger
 from jobs.cycle.live import LiveCycle, live_cycle, plain_lines
 from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.states import exit_code_of_cycle, outcome_of
-from jobs.cycle.store import CycleStore
-from jobs.settings import CycleSettings
-from jobs.setup import open_target_of, submitted_plan
+from jobs.setup import OpenCycle
 from pipeline.core.errors import EXIT_OK, TransientError
-from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
 from pipeline.telemetry.events import read_events
 
 NEWEST_BYTES = 256 * 1024
@@ -28,10 +24,8 @@ _STYLES = {"✓": "green", "✗": "red bold", "●": "cyan"}
 
 
 def watch(
-    settings: CycleSettings,
-    store: CycleStore,
+    cycle: OpenCycle,
     every_s: float,
-    say: Say,
     *,
     console: rich.console.Console | None = None,
     sleep: Callable[[float], object] = time.sleep,
@@ -41,8 +35,7 @@ def watch(
     On a terminal one picture that is drawn anew, elsewhere a line for what has changed. Raises ConfigError when the
     cycle has no jobs.
     """
-    plan = submitted_plan(store)
-    target = open_target_of(settings, store, say, StopSignal())
+    plan, target, store = cycle.plan(), cycle.target(), cycle.store
     console = console or rich.console.Console()
     before: LiveCycle | None = None
 
@@ -51,7 +44,7 @@ def watch(
         closed = store.closed() or outcome_of(plan, records)
         events = read_events(store.storage, f"cycles/{store.cycle}/events.jsonl", last_bytes=NEWEST_BYTES)
         moments = tuple(one for one in map(moment_of, events) if one is not None)
-        ledger = read_ledger(store, plan, records, settings.jobs, closed=closed, moments=moments)
+        ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed, moments=moments)
         view = live_cycle(plan, records, moments, ledger, target=target.name, closed=closed, now=store.clock())
         return view, closed, records
 
@@ -68,14 +61,14 @@ def watch(
                     live.update(picture(view), refresh=True)
                 else:
                     for line in plain_lines(view, before):
-                        say(line)
+                        cycle.say(line)
                 before = view
                 if closed is not None:
                     break
                 sleep(every_s)
     except KeyboardInterrupt:
         return EXIT_OK
-    say(f"cycle {store.cycle}: {closed.outcome}" + (f", {closed.reason}" if closed.reason else ""))
+    cycle.say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)
 
 

@@ -5,7 +5,7 @@ machine seconds of the cycle. A machine second is one second of one node. Waitin
 it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -284,8 +284,3 @@ def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float
         if name <= cycle:  # names sort as their times do
             return one.timestamp() if name == cycle else claimed_at
     return claimed_at
-
-
-def records_of(store: CycleStore, live: Callable[[], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
-    """Of a cycle that has ended what is on record, else what `live` tells."""
-    return (store.records() if store.closed() else ()) or live()

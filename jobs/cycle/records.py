@@ -86,6 +86,10 @@ class Closed(Record):
     at: float
     reason: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.outcome + (f", {self.reason}" if self.reason else "")
+
 
 class Sighting(Record):
     """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""

@@ -16,7 +16,7 @@ from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.schedule import MissedPolicy, ScheduleConfig
 from jobs.settings import CycleSettings
-from pipeline.core.stop import StopSignal
+from jobs.setup import OpenCycle, open_cycle
 from pipeline.io.storage import open_storage
 from pipeline.settings import resolve
 from tests.jobs.cycle.cases import cycle
@@ -24,7 +24,7 @@ from tests.jobs.cycle.cases import cycle
 
 def in_workspace(folder: Path, said: list[str]) -> driver.WorkspaceCycles:
     settings = resolve((), {}, [("--workspace", str(folder))], model=CycleSettings).settings
-    return driver.WorkspaceCycles(settings, "batch", said.append, StopSignal())
+    return driver.WorkspaceCycles(open_cycle(settings, said.append), "batch")
 
 
 def claim(folder: Path, name: str) -> CycleStore:
@@ -52,7 +52,7 @@ def test_claimed_cycles_and_those_that_have_ended(tmp_path: Path, monkeypatch: p
     assert cycles.claimed() == ["2026-11-18", "2026-11-19"]
     assert cycles.has_ended("2026-11-18")
     for state, ended in ((JobState.RUNNING, False), (JobState.SUCCEEDED, True)):
-        monkeypatch.setattr(driver, "open_target_of", lambda *_, state=state: Target(state))
+        monkeypatch.setattr("jobs.setup.open_target", lambda *_, state=state: Target(state))
         assert cycles.has_ended("2026-11-19") is ended
         assert {one.state for one in store.records()} == {state}
     assert store.closed() == Closed(outcome="succeeded", at=1.0)
@@ -67,7 +67,7 @@ def test_a_claim_without_a_plan_has_not_ended(tmp_path: Path) -> None:
 def test_a_cycle_is_submitted_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def submit(settings: Any, plan: Plan, target: str, say: Any, stop: StopSignal) -> int:
+    def submit(cycle: OpenCycle, plan: Plan, target: str) -> int:
         asked.append((plan.cycle, target))
         return 75
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import rich.console
 
-from jobs.commands import watch as module
 from jobs.commands.watch import watch
 from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
+from jobs.setup import OpenCycle
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -44,11 +44,12 @@ def watched(
 ) -> tuple[int, str, list[str]]:
     """Exit code, what was drawn, and the plain lines."""
     store = CycleStore(open_storage(str(tmp_path), stop=StopSignal()), "2026-11-20", lambda: 100.0)
-    monkeypatch.setattr(module, "submitted_plan", lambda store: SHAPE)
-    monkeypatch.setattr(module, "open_target_of", lambda *given: target)
+    monkeypatch.setattr(CycleStore, "plan", lambda store: SHAPE)
+    monkeypatch.setattr("jobs.setup.open_target", lambda *given: target)
     out, lines = io.StringIO(), list[str]()
     console = rich.console.Console(file=out, force_terminal=terminal, width=120)
-    code = watch(CycleSettings(), store, 1.0, lines.append, console=console, sleep=lambda seconds: None)
+    cycle = OpenCycle(CycleSettings(), store, lines.append, StopSignal())
+    code = watch(cycle, 1.0, console=console, sleep=lambda seconds: None)
     return code, out.getvalue(), lines
 
 

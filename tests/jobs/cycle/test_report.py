@@ -2,15 +2,19 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import Category
-from jobs.cycle.ledger import read_ledger, read_moments, records_of, scheduled_at
+from jobs.cycle.ledger import read_ledger, read_moments, scheduled_at
 from jobs.cycle.records import Closed, JobState
 from jobs.cycle.store import CycleStore
 from jobs.schedule import ScheduleConfig
+from jobs.settings import CycleSettings
+from jobs.setup import OpenCycle
+from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.test_ledger import attempt, record
@@ -63,12 +67,14 @@ def test_the_report_is_about_the_other_jobs(store: CycleStore) -> None:
     assert inside.total.usd == pytest.approx(2 * 0.05 * (60 + 330) / 3600)
 
 
-def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore) -> None:
+def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (record("prepare", attempt(0, 1)),), (record("prepare", attempt(0, 2)),)
     store.save_records(old)
-    assert records_of(store, lambda: new) == new, "under way"
+    monkeypatch.setattr("jobs.setup.open_target", lambda *_: SimpleNamespace(records=lambda plan: new))
+    cycle = OpenCycle(CycleSettings(), store, print, StopSignal())
+    assert cycle.records(SHAPE) == new, "under way"
     store.close(Closed(outcome="succeeded", at=300.0))
-    assert records_of(store, lambda: new) == old
+    assert cycle.records(SHAPE) == old
     assert read_ledger(store, SHAPE, old, CONFIG).outcome == "succeeded"
     lost = (record("prepare", attempt(100, None, None)),)
     assert read_ledger(store, SHAPE, lost, CONFIG).entries[0].length_ms == 200_000, "until the end, not now"

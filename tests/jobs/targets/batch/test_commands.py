@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from jobs import setup
 from jobs.commands import driver, submit
 from jobs.cycle.store import LEASE_S, CycleStore
 from jobs.settings import CycleSettings
-from jobs.setup import make_plan
+from jobs.setup import OpenCycle, make_plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
+from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.settings import resolve
@@ -49,10 +51,9 @@ class Commands:
         self.batch = FakeBatch(self.clock)
         self.faults = Faults()
         for module in (submit, driver):
-            self.monkeypatch.setattr(module, "open_cycle", self._open_cycle)
-        self.monkeypatch.setattr(submit, "open_target", lambda _, store, *rest: self._target(store, rest[-1]))
-        for module in (submit, driver):
-            self.monkeypatch.setattr(module, "open_target_of", lambda _, store, *_rest: self._target(store, _nothing))
+            self.monkeypatch.setattr(module, "open_cycle", self.open_cycle)
+        for module in (submit, setup):
+            self.monkeypatch.setattr(module, "open_target", self._open_target)
 
     def settings(self, **more: str) -> CycleSettings:
         flags = FLAGS | {f"--{name.replace('__', '.')}": value for name, value in more.items()}
@@ -66,7 +67,7 @@ class Commands:
         self.faults = self.batch.faults = faults or Faults()
         try:
             settings = self.settings(cycle="2026-11-20", **more)
-            assert submit.submit_plan(settings, make_plan(settings), "batch", self.said.append, StopSignal()) == 0
+            assert submit.submit_plan(self.open_cycle(settings, self.said.append), make_plan(settings), "batch") == 0
         except Killed:
             self.clock.now += LEASE_S + 1
             return False
@@ -86,12 +87,13 @@ class Commands:
     def page(self) -> str:
         return open_storage(str(self.folder)).read_bytes("reports/2026-11-20.html").decode()
 
-    def _open_cycle(self, settings: CycleSettings, stop: StopSignal) -> CycleStore:
-        return CycleStore(faulty(open_storage(settings.workspace), self.faults), settings.cycle, self.clock)
+    def open_cycle(self, settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:
+        store = CycleStore(faulty(open_storage(settings.workspace), self.faults), settings.cycle, self.clock)
+        return OpenCycle(settings, store, say, stop or StopSignal())
 
-    def _target(self, store: CycleStore, renew: Any) -> BatchTarget:
+    def _open_target(self, cycle: OpenCycle, _: str, renew: Any = _nothing) -> BatchTarget:
         client, logs = BatchClient(self.batch, policy=FAST), LogsClient(None, policy=FAST)
-        return BatchTarget(client, logs, store, renew, self.said.append)
+        return BatchTarget(client, logs, cycle.store, renew, cycle.say)
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_a_wrong_queue_is_corrected_and_submitted(commands: Commands) -> None:
 
 
 def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None:
-    cycles = driver.WorkspaceCycles(commands.settings(), "batch", commands.said.append, StopSignal())
+    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
     assert commands.submit()
     assert not cycles.has_ended("2026-11-20")
     for job in commands.batch.jobs.values():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from jobs import cli
 from jobs.cycle.records import JobState
-from jobs.cycle.store import CycleStore
 from jobs.settings import CycleSettings, of_all_jobs
+from jobs.setup import OpenCycle
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.errors import EXIT_OK, TransientError
 from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, small
@@ -34,8 +35,8 @@ def at(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
 def run(at: Setting, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A command on the cycle; the account is the fake."""
 
-    def opened(settings: CycleSettings, store: CycleStore, *_: Any) -> SageMakerTarget:
-        return at.target(CycleStore(store.storage, store.cycle, at.clock))
+    def opened(cycle: OpenCycle, *_: Any) -> SageMakerTarget:
+        return at.target(replace(cycle.store, clock=at.clock))
 
     monkeypatch.setattr("jobs.setup.open_target", opened)
     return lambda *words: cli.main([*words, "--workspace", str(at.folder)])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_what_is_refused_before_anything_is_sent(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # whatever is sent would fail in another way
     monkeypatch.setenv("TRNPIPE_STORAGE__TOTAL_DEADLINE_S", "0")
-    monkeypatch.setattr("jobs.commands.submit.open_cycle", lambda settings, stop: _Empty())
+    monkeypatch.setattr("jobs.commands.submit.open_cycle", lambda settings, say, stop: _Empty())
     assert cli.main([*RUN, *more, "--name=mine", "--", *command]) == 78
     said = capsys.readouterr()
     assert seen in said.err and "Traceback" not in said.err
@@ -150,6 +151,10 @@ def test_what_is_refused_before_anything_is_sent(
 
 class _Empty:
     """A workspace in which nothing was submitted."""
+
+    @property
+    def store(self) -> Self:
+        return self
 
     def closed(self) -> None:
         return None
