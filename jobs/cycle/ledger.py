@@ -80,6 +80,11 @@ class CycleLedger(Record):
     deadline: Deadline
     deadline_at: float | None
 
+    @property
+    def took_s(self) -> float | None:
+        """None while it is under way."""
+        return None if self.began_at is None or self.ended_at is None else self.ended_at - self.began_at
+
     def stages(self) -> tuple[Total, ...]:
         """In the order of the plan."""
         names = dict.fromkeys(entry.stage for entry in self.entries)

@@ -23,6 +23,11 @@ class JobState(StrEnum):
     def is_final(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a try is under way."""
+        return self in (JobState.STARTING, JobState.RUNNING)
+
 
 class AttemptRecord(Record):
     """One try of one job. Times are seconds since 1970; None where it has not come to that."""

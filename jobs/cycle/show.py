@@ -120,10 +120,8 @@ def cost_lines(ledger: CycleLedger) -> list[str]:
 
 def summary(ledger: CycleLedger) -> str:
     """`cycle 2026-11-20: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 tries | goodput 61% | $0.12, ...`"""
-    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
-    state = ("under way" if ledger.outcome == "open" else ledger.outcome) + (
-        "" if took is None else f" in {format_duration(took)}"
-    )
+    state = "under way" if ledger.outcome == "open" else ledger.outcome
+    state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),
         f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} tries",

@@ -105,22 +105,21 @@ def starting(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
 
 def running(record: JobRecord, at: float) -> JobRecord:
     """The container of the attempt runs; of a gang, that of the main node."""
-    attempts = _last_attempt(record, started_at=at)
-    return _move(record, JobState.RUNNING, attempts=attempts, started_at=record.started_at or at)
+    record = with_last_attempt(record, started_at=at)
+    return _move(record, JobState.RUNNING, started_at=record.started_at or at)
 
 
 def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, again: bool | None = None) -> JobRecord:
     """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one. `again`: what the platform has decided of it;
     None: `retry` decides."""
-    attempts = _last_attempt(
+    record = with_last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
-    record = record.model_copy(update={"attempts": attempts})
     if succeeded(end):
         return _move(record, JobState.SUCCEEDED, reason=end.status_reason, stopped_at=at)
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
-    counted = sum(attempt.status_reason != INTERRUPTED for attempt in attempts)
+    counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
     if is_tried_again(retry, counted, end) if again is None else again:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed(record, end.status_reason, at)
@@ -187,9 +186,9 @@ def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> J
     )
 
 
-def _last_attempt(record: JobRecord, **changes: object) -> tuple[AttemptRecord, ...]:
+def with_last_attempt(record: JobRecord, **changes: object) -> JobRecord:
     *earlier, last = record.attempts
-    return (*earlier, last.model_copy(update=changes))
+    return record.model_copy(update={"attempts": (*earlier, last.model_copy(update=changes))})
 
 
 def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: object) -> JobRecord:

@@ -1,10 +1,14 @@
 """Where jobs run: this machine, AWS Batch, or SageMaker. All keep the same words, states and records."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from jobs.cycle.records import JobRecord
+from jobs.cycle.records import JobRecord, Submission
+from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
+from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
+from pipeline.core.errors import ConfigError
 
 
 class Target(Protocol):
@@ -38,6 +42,58 @@ class Target(Protocol):
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
+
+    leaves: Sequence[Leaf]
+    records: dict[str, JobRecord]
+    rounds: Mapping[str, int]
+
+    def by_job(self, plan: Plan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
+        """One record a job, from `records` of its leaves."""
+        shown = []
+        for job in plan.jobs:
+            if mine := [records[leaf.name] for leaf in self.leaves if leaf.spec.name == job.name]:
+                shown.append(parent_record(job, job_id_of(mine[0]), mine) if job.array_size else mine[0])
+        return tuple(shown)
+
+
+def known_leaves(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> Known:
+    """`saved`: what is on record of leaves, of any round."""
+    by_id = {record.id: record for record in saved}
+    newest = dict[str, tuple[int, Submission]]()
+    for round_ in store.rounds():
+        newest |= {name: (round_, one) for name, one in store.submitted(round_).items()}
+    leaves = [leaf for job in plan.jobs if job.name in newest for leaf in leaves_of(job)]
+    records, rounds = dict[str, JobRecord](), dict[str, int]()
+    for leaf in leaves:
+        rounds[leaf.name], one = newest[leaf.spec.name]
+        fresh = new_record(leaf, one.id, one.submitted_at)
+        records[leaf.name] = by_id.get(fresh.id, fresh)
+    return Known(leaves, records, rounds)
+
+
+def job_id_of(record: JobRecord) -> str:
+    """Of the whole job, for a child of an array too."""
+    return record.id.partition(":")[0]
+
+
+def log_stream(record: JobRecord, attempt: int, node: int) -> str:
+    """Name of the log of one try (from 1) on one node; empty when there is none (yet)."""
+    streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
+    return streams[node] if 0 <= node < len(streams) else ""
+
+
+def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
+    tries, nodes = len(record.attempts), max(1, record.num_nodes)
+    return ConfigError(
+        f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
+        expected=f"one of {tries} attempts, on one of {nodes} nodes, once it has started (of an array: a child)",
+        next_command="trnjobs status",
+    )
 
 
 def seconds_of(milliseconds: float | None) -> float | None:

@@ -367,7 +367,6 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
 def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow:
     """The cycle in one line."""
     ledger, total = data.ledger, data.ledger.total
-    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
     metric, value, low, high = main_metric(data.evaluation)
     stages: Sequence[Total] = ledger.stages()
     rows = data.figures.get("prepare", {}).get("rows")
@@ -382,7 +381,7 @@ def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow
         value=value,
         low=low,
         high=high,
-        took_s=took,
+        took_s=ledger.took_s,
         machine_s=total.all_ms / 1000,
         usd=total.usd,
         wasted_usd=total.wasted_usd,

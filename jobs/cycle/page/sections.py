@@ -82,7 +82,6 @@ def _change(report: EvaluationReport | None) -> str:
 
 def banner(data: PageData) -> str:
     ledger, total = data.ledger, data.ledger.total
-    took = None if ledger.began_at is None or ledger.ended_at is None else ledger.ended_at - ledger.began_at
     days = [one.watermark for one in data.prepared.partitions if one.watermark] if data.prepared else []
     generation = data.figures.get("evaluate", {}).get("generation")
     due = f" ({stamp(ledger.deadline_at)})" if ledger.deadline_at else ""
@@ -91,7 +90,7 @@ def banner(data: PageData) -> str:
         "generation": str(generation) if generation else "",
         "data until": max(days, default=""),
         "submitted": stamp(ledger.began_at) if ledger.began_at else "",
-        "took": format_duration(took),
+        "took": format_duration(ledger.took_s),
         "cost": money(total),
         "goodput": format_share(total.goodput),
         "deadline": DEADLINES[ledger.deadline].removeprefix("deadline ") + due,

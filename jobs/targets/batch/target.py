@@ -7,7 +7,7 @@ from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.base import seconds_of
+from jobs.targets.base import log_stream, no_log, seconds_of
 from jobs.targets.batch.account import preflight
 from jobs.targets.batch.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
@@ -135,15 +135,9 @@ class BatchTarget:
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""
-        streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
-        stream = streams[node] if 0 <= node < len(streams) else ""
-        plan = self.store.plan()
+        stream, plan = log_stream(record, attempt, node), self.store.plan()
         if not stream or plan is None:
-            raise ConfigError(
-                f"{record.name} ({record.state}): no log of attempt {attempt} on node {node}",
-                expected=f"one of {len(record.attempts)} attempts, on one of {max(1, record.num_nodes)} nodes",
-                next_command="trnjobs status",
-            )
+            raise no_log(record, attempt, node)
         job = plan.job(record.name.partition(":")[0])
         return self.logs_client.lines(placement_of(plan, job).log_group, stream)
 
@@ -259,8 +253,7 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
     if not any(":" in one for one in ids):  # of an array the children run, it does not
         ended = list(detail.get("attempts") or ())
         attempts = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
-        is_started = JobState(detail["status"]) in (JobState.STARTING, JobState.RUNNING)
-        under_way = is_started and all(one.get("stoppedAt") for one in ended)
+        under_way = JobState(detail["status"]).is_active and all(one.get("stoppedAt") for one in ended)
         if under_way or (not ended and detail.get("startedAt")):  # described at the top of the job only
             attempts.append(_attempt(detail, nodes or [detail], len(ended)))
     return JobRecord(

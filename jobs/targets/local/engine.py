@@ -157,7 +157,6 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
 
 DISK_PATIENCE_S = 300.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
-ACTIVE = (JobState.STARTING, JobState.RUNNING)
 
 
 @dataclass
@@ -218,7 +217,7 @@ class Engine:
         # From the sinks backwards, so that nobody is told that a job it waits for has failed.
         for leaf in reversed(self.leaves):
             record = self.records[leaf.name]
-            if reasons[leaf.name] and not record.state.is_final and record.state not in ACTIVE:
+            if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
                 self._update({leaf.name: states.failed(record, reasons[leaf.name], self.clock())})
         for leaf in self._active():
             self._drive(leaf, reasons[leaf.name])
@@ -279,7 +278,7 @@ class Engine:
         return now - self._asked_at.setdefault(what, now)
 
     def _active(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if self.records[leaf.name].state in ACTIVE]
+        return [leaf for leaf in self.leaves if self.records[leaf.name].state.is_active]
 
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():

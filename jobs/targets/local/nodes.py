@@ -178,10 +178,17 @@ def _mark(folder: Path) -> str:
 
 
 def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
+    """None when there is no such file."""
     try:
         return adapter.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        raise DataError(
+            f"{path} is no such record: {error.errors(include_url=False)[0]['msg']}",
+            expected="what trnjobs wrote there",
+            next_command="restore an earlier version of it",
+        ) from error
 
 
 # The environment of a node; what this process inherited of jobs and ranks is left out.
@@ -253,7 +260,7 @@ class LocalFiles:
 
     def state(self, round_: int) -> tuple[JobRecord, ...]:
         """Empty before anything was written."""
-        return self._read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
+        return _read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
 
     def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
         """OSError passes through: the state is as it was."""
@@ -261,7 +268,7 @@ class LocalFiles:
 
     def cancelled(self) -> dict[str, str]:
         """Reasons by id of job."""
-        return self._read(self.folder / "cancel.json", _REASONS) or {}
+        return _read(self.folder / "cancel.json", _REASONS) or {}
 
     def cancel(self, ids: list[str], reason: str) -> None:
         """Ask whoever runs these jobs to end them. The first reason stays."""
@@ -280,18 +287,6 @@ class LocalFiles:
 
     def log_path(self, stream: str) -> Path:
         return (self.workspace or self.folder) / stream
-
-    def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
-        try:
-            return adapter.validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise DataError(
-                f"{path} is no such record: {error.errors(include_url=False)[0]['msg']}",
-                expected="what trnjobs wrote there",
-                next_command="restore an earlier version of it",
-            ) from error
 
 
 def leaf_folder(leaf_id: str) -> str:

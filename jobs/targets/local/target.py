@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 
 from jobs.cycle.records import JobRecord, Submission
-from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.targets.local.engine import ACTIVE, Engine, Slots, check_fits
+from jobs.targets.base import Known, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
@@ -58,14 +58,15 @@ class LocalTarget:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
-            found, _, leaves = self._known(plan)
-            check_fits([leaf.spec for leaf in leaves if not found[leaf.name].state.is_final], self.machine)
+            known = self._known(plan)
+            unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
+            check_fits(unfinished, self.machine)
             done = self.store.submitted(round_)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
             for earlier in (one for one in self.store.rounds() if one < round_):
                 ids = {one.id for name, one in self.store.submitted(earlier).items() if name in new}
                 for record in self.files.state(earlier):  # what may still run must not run twice
-                    if record.id.partition(":")[0] in ids and not record.state.is_final:
+                    if job_id_of(record) in ids and not record.state.is_final:
                         raise ConfigError(
                             f"{record.name} is {record.state} in round {earlier}",
                             expected="a job that has ended",
@@ -77,14 +78,8 @@ class LocalTarget:
             self._run(plan)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        found, _, leaves = self._known(plan)
-        newest = self.store.current()
-        shown = []
-        for job in plan.jobs:
-            mine = [found[leaf.name] for leaf in leaves if leaf.spec.name == job.name]
-            if mine:
-                shown.append(parent_record(job, newest[job.name].id, mine) if job.array_size else mine[0])
-        return tuple(shown)
+        known = self._known(plan)
+        return known.by_job(plan, known.records)
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
         return self.records(plan)
@@ -110,15 +105,10 @@ class LocalTarget:
         return ()
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        tries = record.attempts
-        streams = tries[attempt - 1].log_streams if 0 < attempt <= len(tries) else ()
-        path = self.files.log_path(streams[node]) if 0 <= node < len(streams) else None
-        if path is None or not path.is_file():
-            raise ConfigError(
-                f"{record.name}: no log of attempt {attempt}, node {node}",
-                expected=f"attempt 1 to {len(tries)}, node 0 to {max(0, len(streams) - 1)} (of an array: a child)",
-                next_command="trnjobs status",
-            )
+        stream = log_stream(record, attempt, node)
+        path = self.files.log_path(stream)
+        if not stream or not path.is_file():
+            raise no_log(record, attempt, node)
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from (line.rstrip("\n") for line in lines)
 
@@ -135,15 +125,14 @@ class LocalTarget:
 
     def _run(self, plan: Plan) -> None:
         # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
-        saved = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
-        if number := end_leftovers({one.id: len(one.attempts) - (one.state in ACTIVE) for one in saved}):
+        if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in self._saved()}):
             self.say(f"ended {number} processes that earlier attempts had left")
-        found, rounds, leaves = self._known(plan)
+        known = self._known(plan)
         Engine(
             plan=plan,
-            leaves=leaves,
-            records=found,
-            rounds=rounds,
+            leaves=known.leaves,
+            records=known.records,
+            rounds=known.rounds,
             files=self.files,
             nodes=Processes(self.grace_s),
             machine=self.machine,
@@ -154,22 +143,12 @@ class LocalTarget:
             poll_s=self.poll_s,
         ).run()
 
-    def _known(self, plan: Plan) -> tuple[dict[str, JobRecord], dict[str, int], list[Leaf]]:
-        """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
-        records, rounds, leaves = dict[str, JobRecord](), dict[str, int](), dict[str, Leaf]()
-        for round_ in self.store.rounds():
-            saved = {record.id: record for record in self.files.state(round_)}
-            submitted = self.store.submitted(round_)
-            for job in plan.jobs:
-                if job.name not in submitted:
-                    continue
-                one = submitted[job.name]
-                for leaf in leaves_of(job):
-                    fresh = new_record(leaf, one.id, one.submitted_at)
-                    records[leaf.name], rounds[leaf.name] = saved.get(fresh.id, fresh), round_
-                    leaves[leaf.name] = leaf
-        order = [leaf.name for job in plan.jobs for leaf in leaves_of(job) if leaf.name in leaves]
-        return {name: records[name] for name in order}, rounds, [leaves[name] for name in order]
+    def _known(self, plan: Plan) -> Known:
+        return known_leaves(plan, self.store, self._saved())
+
+    def _saved(self) -> list[JobRecord]:
+        """Of all leaves in all rounds."""
+        return [record for round_ in self.store.rounds() for record in self.files.state(round_)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:

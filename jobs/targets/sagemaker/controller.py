@@ -13,7 +13,6 @@ from jobs.cycle.states import AttemptEnd, Leaf
 from jobs.targets.sagemaker.describe import QUEUED, Seen
 from pipeline.core.record import Record
 
-ACTIVE = (JobState.STARTING, JobState.RUNNING)
 Try = tuple[str, int]
 """Name of a leaf, and which try of it, from 1."""
 
@@ -65,9 +64,9 @@ def advance(
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
-    order = [*states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state in ACTIVE)]
+    order = [*states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state.is_active)]
     absent = [leaf for leaf in order if tries[leaf.name] in seen and seen[tries[leaf.name]] is None]
-    made = {leaf.name for leaf in live if now[leaf.name].state in ACTIVE or seen.get(tries[leaf.name]) is not None}
+    made = {leaf.name for leaf in live if now[leaf.name].state.is_active or seen.get(tries[leaf.name]) is not None}
     return Advance(
         records=now,
         looks=unknown,
@@ -78,7 +77,7 @@ def advance(
 
 def try_of(record: JobRecord) -> int | None:
     """The try that is under way, or may be made; None for a leaf that waits for others or has ended."""
-    if record.state in ACTIVE:
+    if record.state.is_active:
         return len(record.attempts)
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
@@ -94,19 +93,14 @@ def observed(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None,
         record = states.starting(record, one.streams)
     if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
         record = states.running(record, one.started_at or one.ended_at or at)
-    record = _with_last(record, log_streams=one.streams or record.attempts[-1].log_streams)
+    record = states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
     if one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     end = one.end
     if cancelled and not states.succeeded(end):
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
     record = states.ended(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
-    return _with_last(record, billable_s=one.billable_s)
-
-
-def _with_last(record: JobRecord, **changes: object) -> JobRecord:
-    *earlier, last = record.attempts
-    return record.model_copy(update={"attempts": (*earlier, last.model_copy(update=changes))})
+    return states.with_last_attempt(record, billable_s=one.billable_s)
 
 
 def _observed(
