@@ -5,8 +5,7 @@ import os
 import time
 
 from jobs.cycle.ledger import read_ledger
-from jobs.cycle.messages import Message, messages_of
-from jobs.cycle.outbox import deliver, put_messages
+from jobs.cycle.messages import Message, deliver, messages_of, put_messages
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.records import Closed, JobRecord
 from jobs.cycle.store import CycleStore, claimed_cycles

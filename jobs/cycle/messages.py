@@ -1,23 +1,41 @@
-"""What a team is told of a cycle, and the two forms a webhook takes it in. Pure.
+"""What a team is told of a cycle: messages, the two forms a webhook takes them in, and their way there.
 
 A message is made from records alone, so whoever looks at the cycle next makes the same one; its id says which it is.
+Messages are kept in the workspace until every webhook has taken them, so that none is lost:
+
+notify/<cycle>/<name>.json          what is still to be sent, and which webhooks have had it; gone when all have
+cycles/<cycle>/jobs/told/<name>     the message was made: nobody makes it again
+
+The first is written before the second, and both before the cycle is closed. A kill between a webhook's answer and the
+note of it sends that message again, under the same id.
 
 Sources: Slack's pages on incoming webhooks and on formatting (three characters are escaped; <!channel>, <@U1> and links
 are written with them, so an escaped text holds none).
 """
 
+import json
+import threading
+import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import tenacity
+import urllib3
 from pydantic import Field
 
-from jobs.config import NotifyEvent
+from jobs.config import NotifyConfig, NotifyEvent, Webhook
 from jobs.cycle.ledger import CycleLedger
 from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.show import DEADLINES, money
+from jobs.cycle.store import CycleStore
+from jobs.cycle.tables import DEADLINES, money
+from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_duration
+from pipeline.core.progress import Say
 from pipeline.core.record import Record
+from pipeline.io.storage import Storage, read_record
 
 MAX_TEXT = 1500
 """Characters of what others wrote: reasons of jobs, and of the gate."""
@@ -130,3 +148,182 @@ def slack_escaped(text: str) -> str:
 
 
 FORMS = {"json": as_json, "slack": as_slack}
+
+
+# On their way.
+
+OUTBOX = "notify"
+ANSWER_S = 5.0
+"""For one answer."""
+MAX_RETRY_AFTER_S = 5.0
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+SecretOf = Callable[[str], str]
+"""Name or ARN of a secret to its text."""
+
+
+class Pending(Record):
+    """A message, and the webhooks that have taken it."""
+
+    message: Message
+    taken_by: tuple[str, ...] = Field((), description="Names of webhooks")
+
+
+def put_messages(store: CycleStore, messages: Iterable[Message]) -> None:
+    """Keep those that were never made before."""
+    for message in messages:
+        told = store.key(f"told/{message.name}")
+        if store.storage.stat(told) is None:
+            key = f"{OUTBOX}/{store.cycle}/{message.name}.json"
+            store.storage.write_if_absent(key, Pending(message=message).model_dump_json(indent=1).encode())
+            store.storage.write_if_absent(told, b"")
+
+
+def deliver(
+    storage: Storage,
+    config: NotifyConfig,
+    env: Mapping[str, str],
+    secret_of: SecretOf,
+    say: Say,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Send what waits, of all cycles, for `budget_s` at most; how many messages still wait.
+
+    Nothing that a webhook does or is makes this fail: what it did not take waits for the next look at any cycle.
+    """
+    until, waiting = clock() + config.budget_s, 0
+    failed = dict[str, str]()  # by webhook: one that failed is left alone until the next look
+    senders = {name: _Sender(hook, env, secret_of) for name, hook in config.webhooks.items()}
+    for key, pending in sorted(_pending(storage, say), key=lambda one: one[1].message.at):
+        taken = set(pending.taken_by)
+        for name, sender in senders.items():
+            if name in taken or name in failed:
+                continue
+            if pending.message.event != "test" and pending.message.event not in sender.hook.events:
+                taken.add(name)
+                continue
+            problem = sender.send(pending.message, max(0.0, until - clock()))
+            if problem:
+                failed[name] = problem
+            else:
+                taken.add(name)
+        if taken >= senders.keys():
+            storage.delete([key])
+            continue
+        waiting += 1
+        if taken != set(pending.taken_by):
+            left = pending.model_copy(update={"taken_by": tuple(sorted(taken))})
+            storage.write_bytes(key, left.model_dump_json(indent=1).encode())
+    for name, problem in failed.items():
+        say(f"notify: {name} was not told: {problem}; its messages wait for the next look at a cycle")
+    return waiting
+
+
+def _pending(storage: Storage, say: Say) -> Iterator[tuple[str, Pending]]:
+    for stat in storage.list(OUTBOX):
+        again = f"delete {storage.uri(stat.key)}"
+        try:
+            found = read_record(storage, stat.key, Pending, what="a message", writer="trnjobs", next_command=again)
+        except DataError as error:
+            say(f"notify: {error.seen}; next: {again}")
+            continue
+        if found is not None:  # else another process has sent it meanwhile
+            yield stat.key, found
+
+
+@dataclass
+class _Sender:
+    """One webhook. Its address is looked up once, and is in no text that leaves here."""
+
+    hook: Webhook
+    env: Mapping[str, str]
+    secret_of: SecretOf
+    _url: str = ""
+
+    def send(self, message: Message, budget_s: float) -> str:
+        """Why the message was not taken; empty when it was. Never raises; returns after `budget_s` whatever happens."""
+        found: list[str] = []
+
+        def run() -> None:
+            try:
+                found.append(self._send(message, budget_s))
+            except TrnpipeError as error:
+                found.append(error.seen)
+            except Exception as error:  # its text may hold the address
+                found.append(type(error).__name__)
+
+        # A server that sends one byte now and then keeps no promise of any time-out; the thread is left to it.
+        thread = threading.Thread(target=run, name="notify", daemon=True)
+        thread.start()
+        thread.join(budget_s)
+        return found[0] if found else f"no answer within {budget_s:.0f} s"
+
+    def _send(self, message: Message, budget_s: float) -> str:
+        self._url = self._url or _checked(self._looked_up(), self.hook)
+        body = json.dumps(FORMS[self.hook.form](message)).encode()
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(budget_s),
+            wait=_wait,
+            retry=tenacity.retry_if_result(lambda answer: answer.is_worth_another),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+        )
+        answer: _Answer = retrying(_post, self._url, body, message.id)
+        return answer.problem
+
+    def _looked_up(self) -> str:
+        if self.hook.url_secret:
+            return self.secret_of(self.hook.url_secret).strip()
+        return self.env.get(self.hook.url_variable, "").strip()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    problem: str = ""
+    is_worth_another: bool = False
+    retry_after_s: float = 0.0
+
+
+def _post(url: str, body: bytes, message_id: str) -> _Answer:
+    """One request. Redirects are not followed: the address is a secret of one host."""
+    headers = {"Content-Type": "application/json", "User-Agent": "trnjobs", "X-Trnjobs-Message": message_id}
+    try:
+        answer = urllib3.request(
+            "POST",
+            url,
+            body=body,
+            headers=headers,
+            redirect=False,
+            retries=False,
+            timeout=urllib3.Timeout(total=ANSWER_S),
+            preload_content=False,
+        )
+    except urllib3.exceptions.HTTPError as error:
+        return _Answer(type(error).__name__, is_worth_another=True)
+    answer.close()  # what it says does not matter
+    if 200 <= answer.status < 300:
+        return _Answer()
+    after = answer.headers.get("Retry-After", "")
+    return _Answer(
+        f"it answered {answer.status}; expected 200 to 299",
+        is_worth_another=answer.status in (408, 425, 429) or answer.status >= 500,
+        retry_after_s=float(after) if after.isdecimal() else 0.0,
+    )
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """As long as the server asks for, where that is short; the rest is left to the next look."""
+    asked = state.outcome.result().retry_after_s if state.outcome else 0.0
+    return min(max(asked, 0.2 * 2.0**state.attempt_number), MAX_RETRY_AFTER_S)
+
+
+def _checked(url: str, hook: Webhook) -> str:
+    """The address itself. ConfigError, which does not show it, when it is none or would be sent to in clear."""
+    where = hook.url_variable or hook.url_secret
+    parts = urlsplit(url)
+    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL):
+        return url
+    raise ConfigError(
+        f"{where} holds {'no https:// address' if url else 'nothing'}",
+        expected="the address that the webhook was given",
+        next_command="set it where cycles are closed: the driver, and whoever submits",
+    )

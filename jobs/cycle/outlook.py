@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.cycle.records import JobRecord, JobState
-from jobs.plan.cost import Prices, machine_share
+from jobs.plan.cost import Prices, job_usd, machine_share
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from pipeline.core.format import aligned, format_count, usd
+from pipeline.core.format import aligned, format_count, format_duration, usd
 from pipeline.core.machines import usd_per_million
 
 
@@ -72,6 +72,15 @@ def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> Embed
     return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
 
 
+def measured_rate(runs: Sequence[EmbedRun], machine: str) -> tuple[float, str] | None:
+    """Units a second on this machine, and in how many cycles that was; None where none ran on it."""
+    measured = [run for run in runs if run.machine == machine]
+    if not measured:
+        return None
+    rate = sum(run.titles for run in measured) / sum(run.machine_s for run in measured)
+    return rate, f"{len(measured)} cycle{'s' if len(measured) > 1 else ''}, last {measured[-1].cycle}"
+
+
 def embed_rate_lines(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, float], prices: Prices) -> list[str]:
     """Side by side the machine that this plan embeds on, vCPUs, the machine that it trains on, and those of which a
     rate is known; nothing where nothing is known and there is nothing to compare.
@@ -85,12 +94,10 @@ def embed_rate_lines(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, 
         return []
     rows: list[tuple[str, ...]] = [("embed on", "titles/s", "a million titles", "rate")]
     for machine in machines:
-        measured = [run for run in runs if run.machine == machine]
         rate, source = stated.get(machine), "no rate known"
-        if measured:
-            rate = sum(run.titles for run in measured) / sum(run.machine_s for run in measured)
-            cycles = "1 cycle" if len(measured) == 1 else f"{len(measured)} cycles"
-            source = f"measured in {cycles}, last {measured[-1].cycle}"
+        if measured := measured_rate(runs, machine):
+            rate, cycles = measured
+            source = f"measured in {cycles}"
         elif machine in stated:
             source = f"stated in {'jobs.vcpu_titles_per_s' if machine == VCPU else 'jobs.titles_per_s'}"
         price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
@@ -98,3 +105,50 @@ def embed_rate_lines(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, 
         name = f"{machine} (this plan)" if machine == planned else machine
         rows.append((name, format_count(rate), usd(cost), source))
     return aligned(rows, left=(0, 3))
+
+
+# What the arrays that prepare and mine will take.
+
+
+@dataclass(frozen=True)
+class Amount:
+    """The work of one array: `units` rows or queries, so many in a part, and where the number is from."""
+
+    units: int
+    per_part: int
+    source: str
+
+
+def array_lines(
+    plan: Plan, amounts: Mapping[str, Amount], runs: Mapping[str, Sequence[EmbedRun]], prices: Prices
+) -> list[str]:
+    """One row an array: its work, parts, the time of each worker, the cost, and the rate that both are from.
+
+    `runs`: by job, what earlier cycles took on any machine, oldest first; only those of the planned one count.
+    """
+    rows: list[tuple[str, ...]] = [("array", "work", "parts", "workers", "each takes", "cost", "rate")]
+    for job in plan.jobs:
+        amount = amounts.get(job.name)
+        if amount is None:
+            continue
+        needs = job.resources
+        machine = needs.instance_type or VCPU
+        seconds, source = None, "none measured on this machine"
+        workers = max(1, job.array_size)
+        if measured := measured_rate(runs.get(job.name, ()), machine):
+            rate, cycles = measured
+            share = machine_share(needs) if needs.instance_type else needs.vcpus
+            seconds = amount.units / (rate * share * workers)
+            source = f"{rate:,.0f}/s of {machine}, measured in {cycles}"
+        rows.append(
+            (
+                job.name,
+                f"{amount.units:,} {amount.source}",
+                f"{-(-amount.units // amount.per_part):,}",
+                str(workers),
+                format_duration(seconds),
+                usd(None if seconds is None else job_usd(job, seconds, prices)),
+                source,
+            )
+        )
+    return aligned(rows, left=(0, 1, 6)) if len(rows) > 1 else []

@@ -1,4 +1,15 @@
-"""Which job this is, and which node of it, in the words of jobs/node/words.py; and how long things may take."""
+"""Which job this is, which node and which start of it; and how long things may take.
+
+What runs below `trnjobs-entry` reads these variables, the same on every platform, and no others. The local engine sets
+them itself; here the variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageMaker.
+
+    TRNJOBS_JOB_ID   the same on all nodes of a job, another one for each child of an array
+    TRNJOBS_ATTEMPT  which try, from 1
+    TRNJOBS_NODE     0 is the main node
+    TRNJOBS_NODES    not set: no multi-node job
+    TRNJOBS_MAIN     address of the main node, for the others
+    TRNJOBS_INDEX    of a child of an array, from 0
+"""
 
 import hashlib
 import math
@@ -7,8 +18,9 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from pipeline.core.errors import ConfigError
+from pipeline.io.storage import Storage
 from pipeline.parallel.network import MASTER_PORT
-from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, node_from_env
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES, node_from_env
 from pipeline.proc.children import COMMAND_S
 
 LOOPBACK = ("127.0.0.1", "localhost")  # of a gang on one machine, which may have no network
@@ -100,3 +112,66 @@ def _seconds(env: Mapping[str, str], variable: str) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
     return seconds
+
+
+_OF_BATCH = {
+    "AWS_BATCH_JOB_ID": JOB_ID,
+    "AWS_BATCH_JOB_ATTEMPT": ATTEMPT,
+    "AWS_BATCH_JOB_ARRAY_INDEX": ARRAY_INDEX,
+    "AWS_BATCH_JOB_NUM_NODES": NUM_NODES,
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": MAIN_ADDRESS,
+}
+
+
+def words_of_batch(env: Mapping[str, str]) -> dict[str, str]:
+    """From the variables of AWS Batch; empty where there are none. Raises ConfigError when they do not fit together.
+
+    The main node is node 0 wherever it stands in the job. Ids of nodes end in `#<node index>`.
+    """
+    words = {ours: env[theirs] for theirs, ours in _OF_BATCH.items() if theirs in env}
+    if JOB_ID in words:
+        words[JOB_ID] = words[JOB_ID].partition("#")[0]
+    if NUM_NODES in words:
+        try:
+            nodes, index = int(words[NUM_NODES]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
+            words[NODE] = str((index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes)
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
+                expected="number of nodes, node index and main node index as AWS Batch sets them",
+            ) from error
+    return words
+
+
+# Where the platform starts the same job again by itself (Spot capacity, service jobs), two starts would share tokens,
+# barriers and names. The main node counts them in the workspace, one object a start, which holds the id of the job as
+# the platform knows it; the other nodes hear it with the word to start.
+
+STARTS = "TRNJOBS_STARTS"
+"""Set by whoever submits such a job: under which name its starts are counted, the same for all its tries."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """`job_id`: of this start alone. `attempt`: which try it is part of, from 1."""
+
+    job_id: str
+    attempt: int
+
+    @property
+    def words(self) -> dict[str, str]:
+        return {JOB_ID: self.job_id, ATTEMPT: str(self.attempt)}
+
+
+def count_start(storage: Storage, cycle: str, env: Mapping[str, str]) -> Start:
+    """Put one more start on record. Killed after that, or answered late, a number stays unused; none is used twice.
+
+    Each id of a job is a try, unless TRNJOBS_ATTEMPT says which it is.
+    """
+    own, earlier = env[JOB_ID], list[str]()
+    folder = f"cycles/{cycle}/jobs/starts/{env[STARTS]}"
+    while not storage.write_if_absent(f"{folder}/{len(earlier) + 1}", own.encode()):
+        earlier.append(storage.read_bytes(f"{folder}/{len(earlier) + 1}").decode())
+    again = earlier.count(own)
+    attempt = int(env[ATTEMPT]) if ATTEMPT in env else len({*earlier, own})
+    return Start(f"{own}-start{again + 1}" if again else own, attempt)

@@ -16,8 +16,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from jobs.node.environment import Place, Timing
-from jobs.node.starts import Start
+from jobs.node.environment import Place, Start, Timing
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.record import Record

@@ -15,13 +15,11 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from jobs.node.command import Command, LogTail, deserves_post_mortem
-from jobs.node.environment import LOOPBACK, Place, Timing
+from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, count_start, words_of_batch
 from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
 from jobs.node.sagemaker import words_of_sagemaker, write_failure
-from jobs.node.starts import STARTS, count_start
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
-from jobs.node.words import words_of_batch
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage

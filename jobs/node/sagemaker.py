@@ -41,8 +41,8 @@ def words_of_sagemaker(
     """The words of a place, and of its network; empty where this is no training job.
 
     Waits up to `gather_s` for the name of the main node to resolve. Every try is a training job of its own; which one,
-    the one who made it says in TRNJOBS_ATTEMPT, or its nodes count (jobs/node/starts.py). Raises ConfigError for files
-    that do not fit together, TransientError for a name that never resolves.
+    the one who made it says in TRNJOBS_ATTEMPT, or its nodes count (`count_start`). Raises ConfigError for files that
+    do not fit together, TransientError for a name that never resolves.
     """
     root = root_of(env)
     if root is None:

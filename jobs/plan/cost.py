@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.config import JobsConfig
-from jobs.plan.ml_machines import ml_machine, ml_vcpus
+from jobs.plan.resources import ml_machine, ml_vcpus
 from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.commands.driver import TIME_VARIABLE, scheduled_time
 from jobs.cycle.ledger import ledger_of
-from jobs.cycle.show import summary
+from jobs.cycle.tables import summary
 from jobs.plan.cost import Prices
 from jobs.schedule import ScheduleConfig
 from jobs.targets.batch.requests import definition_request

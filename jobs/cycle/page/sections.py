@@ -25,7 +25,7 @@ from jobs.cycle.page.charts import (
     table,
 )
 from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
-from jobs.cycle.show import DEADLINES, GOODPUT, money, time_text
+from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.data.digest import PartitionDigest

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.cycle.states import Leaf, leaves_of
-from jobs.node.starts import STARTS
+from jobs.node.environment import STARTS
 from jobs.plan.dag import Plan
-from jobs.plan.ml_machines import ml_machine
+from jobs.plan.resources import ml_machine
 from jobs.plan.script import ENTRY
 from jobs.plan.spec import Retry
 from jobs.targets.placement import placement_of, role_of, sagemaker_placement_of

@@ -2,7 +2,7 @@
 
 from jobs.cycle.ledger import success_of
 from jobs.cycle.records import JobState
-from jobs.cycle.show import cost_lines, success_line, total_lines
+from jobs.cycle.tables import cost_lines, success_line, total_lines
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.cycle.test_ledger import attempt, ledger, record
 

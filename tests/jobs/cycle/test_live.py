@@ -1,6 +1,6 @@
 """A cycle while it runs: what its records and newest events say of it."""
 
-from jobs.cycle.live import LiveCycle, doing_text, live_cycle, plain_lines
+from jobs.commands.watch import LiveCycle, doing_text, live_cycle, plain_lines
 from jobs.cycle.records import JobRecord, JobState
 from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import cycle, job, plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.node.starts import Start, count_start
+from jobs.node.environment import Start, count_start
 from pipeline.context import attempt_name
 from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage

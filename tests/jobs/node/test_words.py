@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.node.words import words_of_batch
+from jobs.node.environment import words_of_batch
 from pipeline.core.errors import ConfigError
 
 GANG = {

@@ -8,8 +8,8 @@ import pytest
 
 from jobs import cli
 from jobs.config import JobsConfig, Step
-from jobs.cycle.show import target_cost_lines
 from jobs.cycle.states import Leaf
+from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
 from jobs.targets.batch.requests import definition_request, submit_request

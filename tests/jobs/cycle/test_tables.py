@@ -3,8 +3,8 @@
 import re
 
 from jobs.cycle.records import JobRecord
-from jobs.cycle.show import plan_lines, ran_seconds, shape_text, status_lines
 from jobs.cycle.states import EXITED, HOST_TERMINATED
+from jobs.cycle.tables import plan_lines, ran_seconds, shape_text, status_lines
 from jobs.plan.cost import Prices
 from pipeline.core.format import aligned
 from tests.jobs.cycle.cases import CPU, TRN1, cycle, job

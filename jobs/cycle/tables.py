@@ -120,7 +120,7 @@ def cost_lines(ledger: CycleLedger) -> list[str]:
 
 def summary(ledger: CycleLedger) -> str:
     """`cycle 2026-11-20: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 tries | goodput 61% | $0.12, ...`"""
-    state = "under way" if ledger.outcome == "open" else ledger.outcome
+    state: str = "under way" if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),
