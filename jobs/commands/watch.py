@@ -63,9 +63,9 @@ def live_cycle(
 ) -> LiveCycle:
     """The cycle as it is at `now`, in seconds since 1970. `moments`: at least the newest, in order of time."""
     found = {record.name: record for record in records}
-    depths = _depths(plan)
-    jobs = []
-    for spec in plan.jobs:
+    jobs, depths = list[LiveJob](), dict[str, int]()
+    for spec in plan.jobs:  # each after those it depends on
+        depths[spec.name] = max((1 + depths[one.job] for one in spec.depends_on if one.job), default=0)
         record = found.get(spec.name)
         if record is None:
             jobs.append(LiveJob(spec.name, depths[spec.name], "○", "not submitted", "", "", ""))
@@ -138,13 +138,6 @@ def _last(moments: Sequence[Moment], now: float) -> str:
     stage = one.fields.get("stage")
     name = one.name.replace("_", " ") + (f" ({stage})" if isinstance(stage, str) else "")
     return f"last event: {name}, {format_duration(max(0.0, now - one.at_ms / 1000))} ago"
-
-
-def _depths(plan: Plan) -> dict[str, int]:
-    depths: dict[str, int] = {}
-    for job in plan.jobs:  # each after those it depends on
-        depths[job.name] = max((1 + depths[one.job] for one in job.depends_on if one.job), default=0)
-    return depths
 
 
 def watch(

@@ -81,7 +81,12 @@ def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) 
 
     What is not among the records is of an earlier round, and has succeeded.
     """
-    states = all_states(leaves, records)
+    states = {leaf.name: records[leaf.name].state for leaf in leaves}
+    children = dict[str, list[JobState]]()
+    for leaf in leaves:
+        if leaf.index is not None:
+            children.setdefault(leaf.spec.name, []).append(states[leaf.name])
+    states |= {name: parent_state(ones) for name, ones in children.items()}
     changed = {}
     for leaf in leaves:
         record, needs = records[leaf.name], [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
@@ -150,16 +155,6 @@ def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf
     again = [leaf for leaf in runnable if records[leaf.name].attempts]
     again.sort(key=lambda leaf: -(records[leaf.name].attempts[-1].stopped_at or 0.0))
     return again + [leaf for leaf in runnable if not records[leaf.name].attempts]
-
-
-def all_states(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> dict[str, JobState]:
-    states = dict[str, JobState]()
-    children = dict[str, list[JobState]]()
-    for leaf in leaves:
-        states[leaf.name] = records[leaf.name].state
-        if leaf.index is not None:
-            children.setdefault(leaf.spec.name, []).append(states[leaf.name])
-    return states | {name: parent_state(ones) for name, ones in children.items()}
 
 
 def parent_state(children: Sequence[JobState]) -> JobState:

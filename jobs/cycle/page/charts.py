@@ -112,7 +112,8 @@ def svg(body: str, height: float, label: str, kind: str, data: Mapping[str, str]
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "") -> str:
     where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{_px(x)}" y="{_px(y)}"{where}{_class(kind)}>{escaped(words)}</text>'
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{_px(x)}" y="{_px(y)}"{where}{named}>{escaped(words)}</text>'
 
 
 def line_chart(
@@ -519,10 +520,6 @@ def numbers_of(series: Sequence[Series], x_name: str, most: int = 12) -> Iterato
 
 def _n(right: bool) -> str:
     return " class=n" if right else ""
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
 
 
 def _px(value: float) -> str:

@@ -210,7 +210,7 @@ def gather(
         figures=figures,
         evaluation=evaluation,
         scores=scores,
-        training=_training(moments, _moments_of(storage, compared), compared),
+        training=_training(moments, read_moments(storage, compared) if compared else (), compared),
         prepared=read(lambda: load_prepared(storage, cycle), None),
         vectors=read(lambda: load_verified(storage, cycle), None),
         machines=tuple(_machines(storage, cycle, unread)),
@@ -312,10 +312,6 @@ def _machines(storage: Storage, cycle: str, unread: list[str]) -> Iterator[NodeR
         except DataError as error:
             unread.append(error.seen)
     yield from sorted(found, key=lambda one: (one.node_rank, one.host))
-
-
-def _moments_of(storage: Storage, cycle: str) -> tuple[Moment, ...]:
-    return read_moments(storage, cycle) if cycle else ()
 
 
 def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:

@@ -41,7 +41,7 @@ def gate(data: PageData) -> str:
         return ""
     compared = [check for check in report.verdict.checks if check.low is not None and check.high is not None]
     overall = [check for check in compared if check.kind != "slice"]
-    slices = sorted((check for check in compared if check.kind == "slice"), key=_grave)
+    slices = sorted((check for check in compared if check.kind == "slice"), key=_by_harm)
     shown = slices[:MAX_EFFECTS]
     parts = [f"<p>{escaped(report.verdict.lines()[0])}</p>"]
     for title, checks in (("Overall", overall), ("Slices, those that lost most first", shown)):
@@ -71,16 +71,13 @@ def gate(data: PageData) -> str:
     return "".join(parts)
 
 
-def _grave(check: GateCheck) -> tuple[int, float]:
+def _by_harm(check: GateCheck) -> tuple[int, float]:
     """Refusals first, then by how much the candidate lost."""
-    return ("fail", "warn", "pass", "skipped").index(check.outcome), -_lost(check)
-
-
-def _lost(check: GateCheck) -> float:
-    if check.candidate is None or check.incumbent is None:
-        return 0.0
-    change = check.candidate - check.incumbent
-    return change if MetricName.parse(check.metric).lower_is_better else -change
+    gain = 0.0
+    if check.candidate is not None and check.incumbent is not None:
+        change = check.candidate - check.incumbent
+        gain = -change if MetricName.parse(check.metric).lower_is_better else change
+    return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
 
 
 def _name(check: GateCheck) -> str:

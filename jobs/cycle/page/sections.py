@@ -246,7 +246,7 @@ def cost(data: PageData) -> str:
             entry.job,
             str(entry.attempt),
             time_text(entry.nodes * entry.spent_ms[Category.WASTED]),
-            _wasted_usd(entry),
+            usd(None if entry.usd is None else entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms),
             entry.ending,
         )
         for entry in data.ledger.entries
@@ -268,12 +268,6 @@ def _stage_s(name: str) -> Reader:
 
 def _stage_usd(name: str) -> Reader:
     return lambda row: row.stage_usd.get(name)
-
-
-def _wasted_usd(entry: Entry) -> str:
-    if entry.usd is None or not entry.length_ms:
-        return "-"
-    return usd(entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms)
 
 
 def prepared(data: PageData) -> str:

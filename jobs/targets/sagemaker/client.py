@@ -67,8 +67,14 @@ class SageMakerClient(AwsClient):
                 return f"{QUOTA}: {message_of(error)}"
             if name_of(error) != "ResourceInUse":
                 raise translate(error, f"creating training job {name}", rights=RIGHTS) from error
-            if detail := self.describe(name):  # None: not described yet
-                _check_ours(name, detail, request)
+            detail, ours = self.describe(name), request["Environment"][PLAN]
+            theirs = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs") if detail else ours  # not yet there
+            if theirs != ours:
+                raise ConfigError(
+                    f"training job {name} exists and belongs to {theirs}",
+                    expected=f"that of plan {ours}",
+                    next_command="another jobs.name or --cycle",
+                ) from error
         return ""
 
     def describe(self, name: str) -> Detail | None:
@@ -99,16 +105,6 @@ class SageMakerClient(AwsClient):
             return call(**request)
 
         return self.repeat(paced, doing=operation, retryable=is_retryable)
-
-
-def _check_ours(name: str, detail: Detail, request: Request) -> None:
-    theirs, ours = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs"), request["Environment"][PLAN]
-    if theirs != ours:
-        raise ConfigError(
-            f"training job {name} exists and belongs to {theirs}",
-            expected=f"that of plan {ours}",
-            next_command="another jobs.name or --cycle",
-        )
 
 
 class ServiceJobClient(BatchClient):

@@ -52,10 +52,6 @@ class Cycle:
         """Of all tries of a leaf in a round: the name of its service job, and where its starts are counted."""
         return _name(self._words(leaf, f"r{round_}"), [self._key, leaf.name, round_], MAX_NAME)
 
-    def payload_name(self, leaf: Leaf, round_: int) -> str:
-        """What AWS Batch makes names of training jobs of: it needs 40 of their characters for itself."""
-        return _name([leaf.spec.name], [self.leaf_id(leaf, round_)], MAX_PAYLOAD_NAME)
-
     def _words(self, leaf: Leaf, last: str) -> list[str]:
         index = [] if leaf.index is None else [str(leaf.index)]
         return [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
@@ -134,7 +130,9 @@ def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
     """
     plan, job, name = cycle.plan, leaf.spec, cycle.leaf_id(leaf, round_)
     where, of_batch = sagemaker_placement_of(plan, job), placement_of(plan, job)
-    payload = training_job_request(cycle, leaf, name=cycle.payload_name(leaf, round_), attempt=None, starts=name)
+    # What Batch makes names of training jobs of: it needs 40 of their characters for itself.
+    payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)
+    payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name)
     return {
         "jobName": name,
         "jobQueue": where.queue,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle import outbox
+from jobs.cycle import messages
 from pipeline.core.errors import ConfigError
 from tests.jobs.commands.test_cycle import Trnjobs, trnjobs
 
@@ -70,7 +70,7 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 def told(trnjobs: Trnjobs, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> "Told":
     monkeypatch.setenv("TEAM_URL", receiver.url)
-    monkeypatch.setattr(outbox, "_wait", lambda state: 0.01)
+    monkeypatch.setattr(messages, "_wait", lambda state: 0.01)
     return Told(trnjobs, receiver)
 
 
