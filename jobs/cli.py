@@ -12,20 +12,20 @@ from pipeline.core.errors import EXIT_OK
 # settings of the cycle in `arguments.settings`.
 COMMANDS: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
-    "fit": "would a cycle run on what Terraform is about to make: schedule, limits, room for every job",
-    "submit": "hand the jobs over, here, to AWS Batch or SageMaker; run again after any stop, none is started twice",
-    "run": "one script of your own as a job: ranks, retries, records and cost of a stage; -- python train.py",
-    "status": "the jobs of a cycle now",
-    "logs": "what a try of a job said, on any of its nodes",
-    "cancel": "end what is left of a cycle, from the last job backwards",
-    "retry": "once more: the jobs that failed, and those after them",
-    "reconcile": "put on record what became of the jobs of a cycle, or of all under way, and close what has ended",
-    "history": "the cycles of a workspace",
-    "cost": "where the time and the money of a cycle went; --last N: several, with their success rate",
-    "report": "write the page of a cycle, reports/<cycle>.html; done at every end of a cycle, too",
-    "notify": "tell the team what still waits to be told; --test: a message to every webhook",
-    "driver": "what the scheduler starts: the cycle that is due, once; missed and late ones by policy",
-    "config": "every setting with its value and source, those under [jobs] included",
+    "fit": "check that a cycle would run on what Terraform is about to create: schedule, limits, capacity",
+    "submit": "submit the jobs to this machine, AWS Batch or SageMaker; safe to repeat, no job is started twice",
+    "run": "run your own script as a job, with the ranks, retries, records and cost of a stage; -- python train.py",
+    "status": "current state of the jobs of a cycle",
+    "logs": "log of one attempt of a job, on any of its nodes",
+    "cancel": "cancel the unfinished jobs of a cycle, the last job first",
+    "retry": "run the failed jobs again, and those that depend on them",
+    "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
+    "history": "list the cycles of a workspace",
+    "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
+    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
+    "notify": "send pending notifications; --test: first a test message to every webhook",
+    "driver": "entry point of the scheduler: start the cycle that is due, once; missed and late ones by policy",
+    "config": "print every setting with its value and source, [jobs] included",
 }
 TARGETS = ["local", "batch", "sagemaker"]
 MODULES = {
@@ -64,54 +64,54 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     match name:
         case "plan":
             add("--json", action="store_true", help="the requests as AWS Batch would get them")
-            add("--diff", action="store_true", help="against the job definitions that are registered")
-            add("--target", choices=TARGETS, help="over jobs.target; others than local: hold against its limits")
+            add("--diff", action="store_true", help="show differences from the registered job definitions")
+            add("--target", choices=TARGETS, help="overrides jobs.target; other than local: also check its limits")
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":
-            add("--target", choices=TARGETS, help="over jobs.target")
+            add("--target", choices=TARGETS, help="overrides jobs.target")
         case "run":
-            add("--target", choices=TARGETS, help="over jobs.target")
-            add("--name", default="", help="what it is on record as, the cycle run-NAME (default: the script's)")
+            add("--target", choices=TARGETS, help="overrides jobs.target")
+            add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
-            add("--instance", default="", help="machine it is meant for, such as trn1.32xlarge")
+            add("--instance", default="", help="instance type, such as trn1.32xlarge")
             add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance; 1 without)")
             add("--memory-mib", type=int, default=0, metavar="MIB", help="of a node (default: likewise; 2048)")
-            add("--attempts", type=int, default=0, metavar="A", help="tries in all (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="of one try (default: 24 h)")
-            add("--image", default="", help="over jobs.image")
-            add("--queue", default="", help="over jobs.queue")
-            add("--role", default="", help="over jobs.role")
+            add("--attempts", type=int, default=0, metavar="A", help="attempts in all (default: 3)")
+            add("--timeout-s", type=int, default=0, metavar="S", help="of one attempt (default: 24 h)")
+            add("--image", default="", help="overrides jobs.image")
+            add("--queue", default="", help="overrides jobs.queue")
+            add("--role", default="", help="overrides jobs.role")
             add(
                 "--environment", type=_variable, action="append", metavar="NAME=VALUE", help="of the script; no secrets"
             )
         case "logs":
             add("job", help="as in trnjobs status; a child of an array: embed:3")
-            add("--attempt", type=int, default=0, help="which try, from 1 (default: the last)")
+            add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
         case "notify":
             add("--test", action="store_true", help="a message to every webhook first")
         case "cancel":
-            add("--reason", default="by hand", help="goes on record")
+            add("--reason", default="by hand", help="recorded with the cycle")
         case "history":
             add("--last", type=int, default=20, help="cycles to show")
         case "cost":
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)
-            add("--json", action="store_true", help="for machines")
+            add("--json", action="store_true", help="as JSON")
         case "report":
-            add("--open", action="store_true", help="and show it in a browser (a copy of it, where it lies on S3)")
+            add("--open", action="store_true", help="also open it in a browser (a local copy, if it is on S3)")
         case "status":
-            add("--json", action="store_true", help="for machines")
-            add("--watch", action="store_true", help="look again until the cycle has ended; exits as the cycle does")
+            add("--json", action="store_true", help="as JSON")
+            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two looks (default: 5)")
         case "config":
-            add("--json", action="store_true", help="for machines")
+            add("--json", action="store_true", help="as JSON")
         case "driver":
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
-            add("--target", choices=TARGETS, help="over jobs.target")
+            add("--target", choices=TARGETS, help="overrides jobs.target")
 
 
 def _variable(text: str) -> tuple[str, str]:

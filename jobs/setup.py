@@ -105,7 +105,8 @@ def make_plan(settings: CycleSettings) -> Plan:
     """
     if settings.cycle.startswith(RUN_PREFIX):
         raise ConfigError(
-            f"cycle {settings.cycle!r}", expected=f"a name that does not begin with {RUN_PREFIX}: so scripts are named"
+            f"cycle {settings.cycle!r}",
+            expected=f"a name that does not begin with {RUN_PREFIX}: that is reserved for trnjobs run",
         )
     for name in ("compile", "train", "evaluate"):
         batch_share(settings.train, _ranks(settings.jobs.stage(name)))

@@ -42,11 +42,11 @@ class ToolCall:
 STAGES: dict[str, str] = {
     "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
     "prepare": "read new input, tokenise it once, commit token shards",
-    "mine": "hard negatives of the training queries, by the parent's vectors or BM25, for train.mined_per_query",
+    "mine": "mine hard negatives for the training queries, by the parent's vectors or BM25, for train.mined_per_query",
     "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
     "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
-    "evaluate": "hold the new model against the one in production; promote it, or refuse it with exit 80",
-    "embed": "the whole catalogue to vectors, part by part; what an earlier cycle embedded is taken over",
+    "evaluate": "compare the new model with the one in production; promote it, or refuse it with exit 80",
+    "embed": "embed the whole catalogue, part by part; unchanged vectors of an earlier cycle are reused",
 }
 PARALLEL = frozenset(
     {"mine", "compile", "train", "evaluate", "embed"}
@@ -58,7 +58,7 @@ TOOLS: dict[str, Tool] = {
     ),
     "scaling": Tool(
         "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
-        " epoch; and the plan that suits better",
+        " epoch, and a better plan",
         arguments={"": ("[CHECKPOINT]",)},
         switches=frozenset({"--json", "--decisions"}),
         options={
@@ -72,7 +72,7 @@ TOOLS: dict[str, Tool] = {
         "the compiled graphs of this machine: status, doctor, repair, sync",
         actions={
             "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "doctor": "also say what is wrong and the next command; exit 65 when something is",
+            "doctor": "also report each problem with the command that fixes it; exit 65 if there is one",
             "repair": "remove stale locks, remembered failures, half entries, versions not kept",
             "sync": "exchange finished entries with --compile.sync-url, both ways",
         },
@@ -82,27 +82,27 @@ TOOLS: dict[str, Tool] = {
         actions={
             "list": "every model and its checkpoint in production",
             "show": "production, or one checkpoint: its lineage back to the root, and the history",
-            "promote": "put a checkpoint into production that has passed the gate against the one there; else exit 80",
-            "rollback": "put back the checkpoint that was in production before, or a named one; verified first. What is"
-            " served moves with it; --without-vectors: production alone",
+            "promote": "promote a checkpoint that passed the gate against production; else exit 80",
+            "rollback": "restore the previous production checkpoint, or a named one, verified first; what is served"
+            " follows, unless --without-vectors",
         },
         arguments={"show": ("[CHECKPOINT]",), "promote": ("CHECKPOINT",), "rollback": ("[TO]",)},
         switches=frozenset({"--json", "--without-vectors"}),
         options={
-            "--force": "REASON  promote: overrule the gate; the reason goes on record",
-            "--reason": "TEXT  rollback: why; goes on record",
+            "--force": "REASON  promote: overrule the gate; the reason is recorded",
+            "--reason": "TEXT  rollback: why; recorded",
         },
     ),
     "serving": Tool(
         "the model and the vectors that are served together: show, rollback, promote",
         actions={
-            "show": "the pair that search follows, the challenger, and the pairs before",
-            "rollback": "serve the pair before, or that of a cycle; production follows its model",
+            "show": "the pair that is served, the challenger, and earlier pairs",
+            "rollback": "serve the previous pair, or that of a cycle; production follows its model",
             "promote": "serve the challenger (trnpipe embed verify --embed.verify.serve challenger makes one)",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
-        options={"--reason": "TEXT  rollback, promote: why; goes on record"},
+        options={"--reason": "TEXT  rollback, promote: why; recorded"},
     ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
@@ -112,14 +112,14 @@ TOOLS: dict[str, Tool] = {
     ),
     "tune": Tool("search settings of train and model by training runs scored on valid; leaves a table and best.toml"),
     "import": Tool(
-        "make a checkpoint of a Hugging Face or sentence-transformers folder, or a file of weights",
+        "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
         arguments={"": ("PATH",)},
         module="import_model",
     ),
     "export": Tool(
         "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: for an index or database",
         actions={
-            "vectors": "those that are served, or of a cycle, for a search engine or database; resumes, reads back"
+            "vectors": "export the served vectors, or those of a cycle, to a search engine or database; resumable"
         },
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
@@ -127,10 +127,10 @@ TOOLS: dict[str, Tool] = {
             " usearch, lance, npy, opensearch-bulk, pgvector-copy",
             "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
-            "--max-tokens": "N  longest text the folder tells others to read (default: what the model has learnt)",
+            "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
-            "--out": "DIR  vectors: local folder to write; new, empty, or of a try that was broken off",
+            "--out": "DIR  vectors: local folder to write; new, empty, or of an interrupted attempt",
             "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
         module="export_model",

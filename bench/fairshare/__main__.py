@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backfill", action="store_true", help="what if jobs behind a blocked head could start")
     parser.add_argument("--group-scaling", action="store_true", help="what if prefix weights scale with their group")
     parser.add_argument("--starved-after-h", type=float, default=12.0, help="hours of waiting called starvation")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], object]) -> int:

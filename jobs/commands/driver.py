@@ -76,7 +76,7 @@ def drive(
                 next_command=f"wait; or trnjobs submit --cycle {running}, if it was submitted half; or trnjobs cancel",
             )
         if running:
-            say(f"{len(names) - index} more wait for it, from cycle {name}; next: the same command when it has ended")
+            say(f"{len(names) - index} cycles wait for it, from {name} on; next: the same command once it has ended")
             return EXIT_OK
         if name in cycles.claimed() and cycles.has_ended(name):
             say(f"cycle {name} has ended already")
@@ -101,7 +101,7 @@ def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime
     except ValueError as error:
         raise ConfigError(
             f"scheduled time {text!r}",
-            expected="a time such as 2026-11-20T02:00:00Z, which the scheduler puts for <aws.scheduler.scheduled-time>",
+            expected="a time such as 2026-11-20T02:00:00Z, as the scheduler fills in <aws.scheduler.scheduled-time>",
             next_command="correct the command of the schedule's target",
         ) from error
     if found.tzinfo is None:

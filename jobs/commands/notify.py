@@ -36,8 +36,8 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
         )
         put_messages(store, [test])
     if waiting := send_messages(cycle):
-        raise TransientError(f"{waiting} messages wait", next_command="trnjobs notify, once the webhook answers")
-    say(f"every message was taken by {', '.join(settings.jobs.notify.webhooks)}")
+        raise TransientError(f"{waiting} messages are pending", next_command="trnjobs notify, once the webhook answers")
+    say(f"all messages were delivered to {', '.join(settings.jobs.notify.webhooks)}")
     return EXIT_OK
 
 
@@ -62,7 +62,7 @@ def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], 
     except Preempted:
         raise
     except Exception as error:  # also of a bug: a cycle ends as it ends, whoever is told
-        cycle.say(f"notify: nothing was put into the outbox: {type(error).__name__}: {error}")
+        cycle.say(f"notify: no message was queued: {type(error).__name__}: {error}")
 
 
 def send_messages(cycle: OpenCycle) -> int:
@@ -77,7 +77,7 @@ def send_messages(cycle: OpenCycle) -> int:
     except Preempted:
         raise
     except Exception as error:
-        cycle.say(f"notify: messages wait: {type(error).__name__}: {error}")
+        cycle.say(f"notify: messages were not sent: {type(error).__name__}: {error}")
         return 1
 
 

@@ -156,7 +156,9 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     for cycle in under_way:
         try:
             if cycle.store.plan() is None:
-                say(f"cycle {cycle.name}: claimed, and nothing submitted; next: trnjobs submit --cycle {cycle.name}")
+                say(
+                    f"cycle {cycle.name}: claimed, but nothing was submitted; next: trnjobs submit --cycle {cycle.name}"
+                )
             else:
                 close_cycle(cycle)
         except TrnpipeError as error:  # the others are looked at all the same

@@ -215,7 +215,7 @@ def deliver(
             left = pending.model_copy(update={"taken_by": tuple(sorted(taken))})
             storage.write_bytes(key, left.model_dump_json(indent=1).encode())
     for name, problem in failed.items():
-        say(f"notify: {name} was not told: {problem}; its messages wait for the next look at a cycle")
+        say(f"notify: webhook {name} failed: {problem}; its messages stay queued until a cycle is checked again")
     return waiting
 
 

@@ -195,8 +195,8 @@ class CycleStore:
             return None
         except ValidationError as error:
             raise DataError(
-                f"{self.storage.uri(key)} is no such record: {error.errors(include_url=False)[0]['msg']}",
-                expected="what trnjobs wrote there",
+                f"{self.storage.uri(key)} is not a valid record: {error.errors(include_url=False)[0]['msg']}",
+                expected="a record written by trnjobs",
                 next_command="restore an earlier version of it",
             ) from error
 

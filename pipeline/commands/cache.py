@@ -32,9 +32,9 @@ from pipeline.settings import Settings
 
 REPAIR = "trnpipe cache repair"
 SICK: Mapping[Treatment, str] = {
-    "unlock": "stale locks, which whoever needs those graphs waits for without end",
-    "drop failed": "failed compiles, which are reused as failures for ever",
-    "drop incomplete": "incomplete entries, left by a writer that died",
+    "unlock": "stale locks, which block every process that needs those graphs",
+    "drop failed": "cached compile failures, which are returned instead of compiling again",
+    "drop incomplete": "incomplete entries, left by a process that died",
 }
 
 
@@ -121,7 +121,7 @@ def _sync(settings: Settings, live: Storage, say: Say, host: Host) -> int:
     config, root = settings.compile, live.local_path("")
     if not config.sync_url:
         raise ConfigError(
-            "compile.sync_url is empty: there is no place to exchange compiled graphs through",
+            "compile.sync_url is empty: no shared location to exchange compiled graphs",
             expected="s3://bucket/prefix, the same on all machines",
             next_command="trnpipe cache sync --compile.sync-url s3://bucket/prefix",
         )

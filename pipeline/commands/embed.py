@@ -61,7 +61,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             say(report.model_dump_json(indent=1))
         if report.failed:
             raise DataError(
-                f"the vectors of cycle {report.cycle} are not as they should be: "
+                f"the vectors of cycle {report.cycle} failed verification: "
                 + "; ".join(f"{check.name}: {check.seen}" for check in report.failed),
                 expected="every check to pass",
                 next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
@@ -85,7 +85,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
     """Let the vectors be served with their model; what became of it, in words."""
     info, serve = vectors.info, settings.embed.verify.serve
     if serve == "none":
-        return "verify: the vectors join no pair that is served (embed.verify.serve)"
+        return "verify: the vectors are not served (embed.verify.serve is none)"
     pair = Pair(
         model=info.model.name,
         checkpoint=info.model.place,
@@ -112,7 +112,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             return skipped("catalogue", "embed.verify.catalogue is off")
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
-            return skipped("catalogue", "the plan of these vectors is gone, and with it what the catalogue was")
+            return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
         check, found = check_catalogue(
             vectors,
             plan,
@@ -125,7 +125,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
 
     def sample() -> Check:
         if not picked:
-            return skipped("sample", "no text was picked: the catalogue was not read, or embed.verify.sample is 0")
+            return skipped("sample", "no text was sampled: the catalogue was not read, or embed.verify.sample is 0")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
         made_by = vectors.info.made_by
         as_made = {"precision": "fp32", "chunks": int(str(made_by.get("chunks", 1)))}

@@ -31,7 +31,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         )
     if sides == [None]:
         raise ConfigError(
-            f"{words[0]!r} is no backend, and a recorded side alone has nothing to be compared with",
+            f"{words[0]!r} is not a backend, and a recorded side alone has nothing to compare with",
             expected=sides_text(),
             next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
         )
@@ -66,10 +66,10 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     failed = [check for check in report.checks if check.outcome == "fail"]
     if failed:
         raise GateRefused(
-            f"{report.a.name} and {report.b.name} do not agree: "
+            f"{report.a.name} and {report.b.name} differ too much: "
             + "; ".join(f"{check.text} {check.value_text}" for check in failed),
             expected="; ".join(check.bound_text for check in failed),
-            next_command="see in parity.json where they part; the bars are the settings of parity",
+            next_command="see parity.json for where they differ; the thresholds are under [parity]",
         )
     return EXIT_OK
 

@@ -100,7 +100,7 @@ def _list(registry: _Registry, say: Say) -> int:
         for model, seen in damaged.items():
             say(f"{model} | damaged: {seen}")
         if not found and not damaged:
-            say("no model is known yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT")
+            say("no models yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT")
     return CheckpointError.exit_code if damaged else EXIT_OK
 
 
@@ -202,7 +202,7 @@ def _when(entry: Entry | Pair) -> str:
 
 def _say_change(before: Pointer | None, now: Pointer, say: Say) -> None:
     if now == before:
-        say(f"{now.model}: nothing is changed, in production already is {_production_line(now)}")
+        say(f"{now.model}: unchanged, production already is {_production_line(now)}")
         return
     replaced = now.replaced.checkpoint if now.replaced else "nothing"
     say(f"{now.model}: {VERBS[now.action]} {now.checkpoint}, in place of {replaced} | every byte verified")

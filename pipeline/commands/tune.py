@@ -34,5 +34,5 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if table.best is not None:
         say(f"best settings {folder / BEST}: give it to trnpipe train as the last --config")
     if table.num_running:
-        say(f"{table.num_running} trials are under way in other processes; the last one writes the whole table")
+        say(f"{table.num_running} trials are running in other processes; the last one writes the complete table")
     return EXIT_OK

@@ -188,14 +188,14 @@ def make_torn(root: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text", "first"),
     [
-        (make_stale_lock, "stale locks, which whoever needs those graphs waits for without end: 1", ""),
+        (make_stale_lock, "stale locks, which block every process that needs those graphs: 1", ""),
         (
             make_failure,
-            "failed compiles, which are reused as failures for ever: 1",
+            "cached compile failures, which are returned instead of compiling again: 1",
             f"read .*/{LOG} for the reason, then ",
         ),
-        (make_half, "incomplete entries, left by a writer that died: 1", ""),
-        (make_torn, "incomplete entries, left by a writer that died: 1", ""),
+        (make_half, "incomplete entries, left by a process that died: 1", ""),
+        (make_torn, "incomplete entries, left by a process that died: 1", ""),
     ],
 )
 def test_the_doctor_names_each_problem_and_repair_mends_it(
@@ -336,7 +336,7 @@ def test_sync_without_a_place_is_refused(root: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["cache", "sync", "--workspace", str(root.parent)]) == ConfigError.exit_code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == (
-        "trnpipe cache: ConfigError: compile.sync_url is empty: there is no place to exchange compiled graphs through\n"
+        "trnpipe cache: ConfigError: compile.sync_url is empty: no shared location to exchange compiled graphs\n"
         "  expected: s3://bucket/prefix, the same on all machines\n"
         "  next: trnpipe cache sync --compile.sync-url s3://bucket/prefix\n"
     )

@@ -71,7 +71,7 @@ def test_the_command_line_offers_what_there_is() -> None:
 
 
 def test_an_empty_workspace(asked: Any) -> None:
-    assert asked("list") == (0, "no model is known yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT\n", "")
+    assert asked("list") == (0, "no models yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT\n", "")
     assert asked("list", "--json")[1] == "[]\n"
     assert asked("show") == (0, "relevance | nothing is in production\n", "")
     document = json.loads(asked("show", "--json")[1])
@@ -136,7 +136,7 @@ def test_promote_by_a_verdict(asked: Any, workspace: Storage, family: tuple[str,
     assert pointer.verdict == "cycles/c2/evaluate/verdict.json" and pointer.author.settings_hash
     assert "@" in pointer.author.by and pointer.reasons == ("ndcg@10 +0.0120 [+0.0040, +0.0200]",)
     code, out, _ = asked("promote", family[1])
-    assert code == 0 and f"nothing is changed, in production already is {family[1]}" in out
+    assert code == 0 and f"unchanged, production already is {family[1]}" in out
     assert consistent(workspace).pointer == pointer
 
 

@@ -57,7 +57,7 @@ def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
     if job.timeout_s < MIN_TIMEOUT_S:
         yield f"a timeout of {job.timeout_s} s; expected {MIN_TIMEOUT_S} or more"
     if not job.command or not all(job.command):
-        yield "a command that is empty or has an empty word"
+        yield "an empty command, or one with an empty argument"
     if any(word.startswith("Ref::") for word in job.command):
         yield "a command with Ref::, which AWS Batch would replace"
     if not 1 <= job.retry.attempts <= MAX_ATTEMPTS:
@@ -83,7 +83,7 @@ def _resources(job: JobSpec) -> Iterator[str]:
     if needs.vcpus > node.vcpus or needs.memory_mib > node.memory_mib:
         yield (
             f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {node.vcpus} and "
-            f"{node.memory_mib:,}: it would wait for ever"
+            f"{node.memory_mib:,}: it would never start"
         )
     for kind, number in kinds.items():
         if asked[kind] > number:

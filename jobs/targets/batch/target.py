@@ -199,7 +199,7 @@ class BatchTarget:
                     if job_id not in recorded:
                         self.renew()
                         self.client.terminate_job(
-                            job_id, f"{job.name} was submitted twice, and this one is not on record"
+                            job_id, f"{job.name} was submitted twice, and this copy is not the recorded one"
                         )
 
     def _finder(self, plan: Plan) -> Finder:
@@ -221,7 +221,7 @@ class BatchTarget:
         )
         if not forgotten:  # a new job is described some seconds after SubmitJob
             return seen
-        reason = "AWS Batch has forgotten this job, and nobody recorded its end"
+        reason = "AWS Batch no longer knows this job, and its end was never recorded"
         return seen.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
 
 

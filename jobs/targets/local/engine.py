@@ -93,7 +93,7 @@ def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
     too_big = [f"{job.name}: {need_of(job)}" for job in jobs if not need_of(job).fits_in(machine)]
     if too_big:
         raise ConfigError(
-            "\n  ".join([f"{len(too_big)} jobs need more than this machine gives:", *too_big]),
+            "\n  ".join([f"{len(too_big)} jobs need more than this machine has:", *too_big]),
             expected=f"at most {machine} at once",
             next_command="fewer nodes or smaller jobs (settings under [jobs]), or trnjobs submit --target batch",
         )
@@ -197,7 +197,7 @@ class Engine:
                 changed, now = False, self.clock()
                 if trouble_since is None:
                     trouble_since = now
-                    self.say(f"cannot write below {self.files.folder}: {error}; nothing is started until it can be")
+                    self.say(f"cannot write below {self.files.folder}: {error}; no job is started until it can")
                 elif now - trouble_since > DISK_PATIENCE_S:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:

@@ -185,8 +185,8 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
         return None
     except ValidationError as error:
         raise DataError(
-            f"{path} is no such record: {error.errors(include_url=False)[0]['msg']}",
-            expected="what trnjobs wrote there",
+            f"{path} is not a valid record: {error.errors(include_url=False)[0]['msg']}",
+            expected="a record written by trnjobs",
             next_command="restore an earlier version of it",
         ) from error
 

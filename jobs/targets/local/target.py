@@ -95,7 +95,7 @@ class LocalTarget:
                 )
             if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):
                 raise ConfigError(
-                    f"{job.name}: a word of its command is {max(map(len, job.command)):,} characters long",
+                    f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long",
                     expected=f"less than {MAX_WORD_BYTES:,} bytes, which is what the kernel takes",
                     next_command="put it into a file",
                 )
@@ -126,7 +126,7 @@ class LocalTarget:
     def _run(self, plan: Plan) -> None:
         # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
         if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in self._saved()}):
-            self.say(f"ended {number} processes that earlier attempts had left")
+            self.say(f"ended {number} processes left over from earlier attempts")
         known = self._known(plan)
         Engine(
             plan=plan,

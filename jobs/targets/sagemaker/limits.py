@@ -74,7 +74,7 @@ def _words(job: JobSpec) -> Iterator[str]:
     if not job.image:
         yield "no image; expected one in Amazon ECR (jobs.image)"
     if not job.command or not all(job.command):
-        yield "a command that is empty or has an empty word"
+        yield "an empty command, or one with an empty argument"
     elif len(job.command) > MAX_WORDS:
         yield f"a command of {len(job.command)} words; expected at most {MAX_WORDS}"
     for word in job.command:

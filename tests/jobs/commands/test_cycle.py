@@ -376,7 +376,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
         (["submit", "--target=moon"], "invalid choice: 'moon'"),
         (["submit", "--jobs.embed.workers=none"], "jobs.embed.workers"),
         (["submit", "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
-        (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine gives"),
+        (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine has"),
         (["submit", "today"], "unrecognized arguments: today"),
         (["submti"], "no command 'submti'; did you mean submit?"),
     ],

@@ -145,7 +145,7 @@ def test_trouble_changes_nothing(told: Told, kind: str, monkeypatch: pytest.Monk
         told.receiver.released.clear()
     code, text = told("submit", "--jobs.notify.budget-s=1")
     assert code == 1
-    assert "team was not told" in text and told.receiver.seen == []
+    assert "webhook team failed" in text and told.receiver.seen == []
     assert told.run.status()["closed"]["outcome"] == "failed"
     assert told.run.states()["train"] == "FAILED"
 
@@ -200,7 +200,7 @@ def test_late(told: Told) -> None:
 
 def test_a_test_message(told: Told) -> None:
     code, text = told("notify", "--test")
-    assert (code, "taken by team" in text) == (0, True)
+    assert (code, "delivered to team" in text) == (0, True)
     assert [one["event"] for one in told.receiver.seen] == ["test"]
     told.receiver.answers = [(403, {})]
     code, text = told("notify", "--test")

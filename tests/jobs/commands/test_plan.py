@@ -156,7 +156,7 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
         ([IMAGE, "--jobs.queue="], "every job: no queue"),
         ([], "every job: an image of 0 characters"),
         ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
-        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 490,000: it would wait for ever"),
+        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 490,000: it would never start"),
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
         ([IMAGE, "--jobs.report.nodes=2"], "jobs.report.nodes is 2"),
         ([IMAGE, "--jobs.train.workers=4"], "jobs.train.workers is 4"),

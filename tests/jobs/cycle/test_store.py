@@ -186,13 +186,13 @@ def test_records_sightings_settings_and_the_end(store: CycleStore, storage: Stor
 def test_a_file_that_is_no_such_record(store: CycleStore, storage: Storage, name: str) -> None:
     storage.write_bytes(store.key(name), b'{"a": 1}')
     read = {"plan": store.plan, "records": store.records, "closed": store.closed, "blocked": store.sightings}
-    with pytest.raises(DataError, match=f"{name} is no such record"):
+    with pytest.raises(DataError, match=f"{name} is not a valid record"):
         read.get(name.removesuffix(".json"), store.claim)()
 
 
 def test_a_broken_submission_names_its_file(store: CycleStore, storage: Storage) -> None:
     storage.write_bytes(store.key("submitted/round-1/train.json"), b"{")
-    with pytest.raises(DataError, match=r"round-1/train.json is no such record"):
+    with pytest.raises(DataError, match=r"round-1/train.json is not a valid record"):
         store.submitted(1)
 
 

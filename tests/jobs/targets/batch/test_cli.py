@@ -137,7 +137,7 @@ def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account
     code, text = trnjobs("reconcile", cycle="")
     assert (code, text) == (
         0,
-        "cycle 2026-11-20: claimed, and nothing submitted; next: trnjobs submit --cycle 2026-11-20\n",
+        "cycle 2026-11-20: claimed, but nothing was submitted; next: trnjobs submit --cycle 2026-11-20\n",
     )
 
 

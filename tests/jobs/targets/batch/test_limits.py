@@ -39,7 +39,7 @@ def test_a_sound_plan_has_no_problem() -> None:
         ({"num_nodes": 1001}, "1001 nodes"),
         ({"timeout_s": 59}, "a timeout of 59 s"),
         ({"command": ()}, "a command that is empty"),
-        ({"command": ("trnpipe", "")}, "has an empty word"),
+        ({"command": ("trnpipe", "")}, "one with an empty argument"),
         ({"command": ("trnpipe", "Ref::cycle")}, "Ref::"),
         ({"retry": Retry(attempts=11)}, "11 attempts"),
         ({"retry": Retry(attempts=0)}, "0 attempts"),

@@ -87,7 +87,7 @@ def test_jobs_that_aws_has_forgotten_are_as_last_recorded(setting: Setting) -> N
     gone, embed, missing = setting.target().records(setting.plan)
     assert gone.state is JobState.SUCCEEDED
     assert embed.state is JobState.PENDING
-    assert (missing.state, "forgotten" in missing.status_reason) == (JobState.FAILED, True)
+    assert (missing.state, "no longer knows" in missing.status_reason) == (JobState.FAILED, True)
 
 
 class Logs:

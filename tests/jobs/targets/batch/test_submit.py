@@ -124,7 +124,7 @@ def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
     setting.assert_one_dag()
     ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
     assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
-    assert ended[0]["statusReason"] == "train was submitted twice, and this one is not on record"
+    assert ended[0]["statusReason"] == "train was submitted twice, and this copy is not the recorded one"
 
 
 def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_what_an_attempt_left_behind_ends_with_the_next_submission(place: Path) 
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
         submit(target(place, say=lines.append), plan)
         assert left.wait() == -signal.SIGKILL
-    assert lines == ["ended 1 processes that earlier attempts had left"]
+    assert lines == ["ended 1 processes left over from earlier attempts"]
 
 
 CHANGES = FILE_CHANGES | {"subprocess.Popen", "os.kill"}
