@@ -14,9 +14,10 @@ from itertools import count
 from typing import Self
 from zoneinfo import ZoneInfo
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 
 _WEEK = ("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT")  # 1 to 7
 _UNITS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
@@ -36,10 +37,8 @@ class MissedPolicy(StrEnum):
     """One cycle, named by the newest time that has passed, stands for all that were missed."""
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(Record):
     """The schedule of cycles; the same as that of EventBridge Scheduler, which starts the driver."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: str = Field(
         "", description="day, days of the week (mon-fri or mon,thu), N hours or N minutes; or expression"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic.main import IncEx
 from pydantic_settings import (
@@ -29,6 +29,7 @@ from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -48,27 +49,21 @@ RETIRED = frozenset({"health.max_clock_skew_s", "health.nccom_across_nodes"})
 _NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 
 
-class LaunchConfig(BaseModel):
+class LaunchConfig(Record):
     """Processes of one run on this machine; torchrun's own variables win when they are set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     processes: int = Field(1, ge=1, le=1024, description="Training processes to start here, one per device")
 
 
-class LogConfig(BaseModel):
+class LogConfig(Record):
     """What a run says while it works."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every_steps: int = Field(10, ge=1, description="Steps between two lines of figures")
     tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
 
 
-class ReportConfig(BaseModel):
+class ReportConfig(Record):
     """What the page of a cycle shows of the data itself."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     examples: int = Field(
         20,

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from jobs.cycle.records import Closed, JobRecord, Sighting, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.core.record import Record
 from pipeline.io.storage import KeyNotFound, Storage
 
 LEASE_S = 120.0
@@ -28,10 +29,8 @@ _SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
 T = TypeVar("T")
 
 
-class Claim(BaseModel):
+class Claim(Record):
     """Whose cycle it is. A lease that ran out may be taken over."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan_id: str
     target: str

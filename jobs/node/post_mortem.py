@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from jobs.node.command import ProcessSeen
 from jobs.node.gang import NodeSeen
+from pipeline.core.record import Record
 
 MAX_BYTES = 2**20
 MAX_EVENTS = 200
@@ -20,10 +21,8 @@ HIDDEN = "***"
 _USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")
 
 
-class PostMortem(BaseModel):
+class PostMortem(Record):
     """Why one node's try of a job failed, as far as that node can tell."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     job: str

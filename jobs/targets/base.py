@@ -30,12 +30,17 @@ class Target(Protocol):
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
         """The records, after whatever is due now was done; `local` and `batch` need nobody for that."""
+        return self.records(plan)
 
     def check(self, plan: Plan) -> None:
         """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Why jobs cannot start, in words; those that never will are ended, once the reason has stood for `dwell_s`."""
+        """Why jobs cannot start, in words; those that never will are ended, once the reason has stood for `dwell_s`.
+
+        Nothing is blocked where what could never run is refused.
+        """
+        return ()
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""

@@ -84,6 +84,18 @@ def name_of(error: BaseException) -> str:
     return code_of(error).removesuffix("Exception")
 
 
+def message_of(error: BaseException) -> str:
+    return str(error.response.get("Error", {}).get("Message", "")) if isinstance(error, boto.ClientError) else ""
+
+
+def is_missing(error: BaseException) -> bool:
+    """Not every service has a code of its own for it. The texts: reports of users; that of an emulator differs."""
+    text = message_of(error).casefold()
+    return name_of(error) == "ResourceNotFound" or any(
+        words in text for words in ("not found", "could not find", "does not exist")
+    )
+
+
 def is_retryable(error: BaseException) -> bool:
     """Throttling, server faults, time-outs, broken connections."""
     return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
@@ -122,9 +134,8 @@ def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeE
             next_command="aws sts get-caller-identity; correct the policy of that role",
         )
     # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
-    message = str(error) if isinstance(error, boto.ParamValidationError) else "no answer"
-    if isinstance(error, boto.ClientError):
-        message = str(error.response.get("Error", {}).get("Message", ""))
+    message = message_of(error) if isinstance(error, boto.ClientError) else "no answer"
+    message = str(error) if isinstance(error, boto.ParamValidationError) else message
     return ConfigError(
         f"AWS refused {doing} ({name}): {message}",
         expected="a request that AWS accepts",
@@ -142,6 +153,9 @@ T = TypeVar("T")
 class AwsClient:
     """`raw` is boto3's client, or what answers like it."""
 
+    rights = RIGHTS
+    """What a role needs for these calls."""
+
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
 
@@ -151,11 +165,26 @@ class AwsClient:
             work, self._policy, retryable=retryable, stop=self._stop, doing=doing, on_retry=lambda: None
         )
 
+    def call(
+        self, doing: str, operation: str, *, accepted: Callable[[BaseException], bool] | None = None, **request: Any
+    ) -> Detail:
+        """The answer to a request that may be repeated; empty for an error that is `accepted`."""
+        try:
+            return self.repeat(lambda: self._send(operation, request), doing=doing, retryable=is_retryable)
+        except AWS_ERRORS as error:
+            if accepted is not None and accepted(error):
+                return {}
+            raise translate(error, doing, rights=self.rights) from error
+
+    def _send(self, operation: str, request: Request) -> Detail:
+        answer: Detail = getattr(self._raw, operation)(**request)
+        return answer
+
 
 class BatchClient(AwsClient):
     def register(self, request: Request) -> str:
         """A new revision of a job definition, as `name:revision`."""
-        answer = self._call("registering a job definition", "register_job_definition", **request)
+        answer = self.call("registering a job definition", "register_job_definition", **request)
         return f"{answer['jobDefinitionName']}:{answer['revision']}"
 
     def active_definitions(self, name: str) -> list[Detail]:
@@ -180,7 +209,7 @@ class BatchClient(AwsClient):
         """By id. Jobs that AWS Batch does not know (not yet, or no more) are left out."""
         found: dict[str, Detail] = {}
         for chunk in _chunks(ids):
-            answer = self._call("describing jobs", "describe_jobs", jobs=chunk)
+            answer = self.call("describing jobs", "describe_jobs", jobs=chunk)
             found |= {one["jobId"]: one for one in answer["jobs"]}
         return found
 
@@ -193,7 +222,7 @@ class BatchClient(AwsClient):
     def terminate_job(self, job_id: str, reason: str) -> None:
         """End a job in whatever state; one that has ended stays as it is."""
         text = reason[:MAX_REASON_CHARACTERS]
-        self._call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
+        self.call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
 
     def queues(self, names: Sequence[str]) -> list[Detail]:
         """By name or ARN, like the next two; those that do not exist are left out."""
@@ -216,18 +245,11 @@ class BatchClient(AwsClient):
     def _pages(self, doing: str, operation: str, members: str, request: Request) -> Iterator[Detail]:
         page: Request = {}
         while True:
-            answer = self._call(doing, operation, **request, **page)
+            answer = self.call(doing, operation, **request, **page)
             yield from answer.get(members, ())
             if not answer.get("nextToken"):
                 return
             page = {"nextToken": answer["nextToken"]}
-
-    def _call(self, doing: str, operation: str, **request: Any) -> Detail:
-        call: Callable[..., Detail] = getattr(self._raw, operation)
-        try:
-            return self.repeat(lambda: call(**request), doing=doing, retryable=is_retryable)
-        except AWS_ERRORS as error:
-            raise translate(error, doing) from error
 
 
 def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
@@ -236,36 +258,27 @@ def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 class LogsClient(AwsClient):
-    """CloudWatch Logs. Rights: logs:GetLogEvents, and DescribeLogStreams for `streams`, on the group."""
+    """CloudWatch Logs."""
+
+    rights = "logs:GetLogEvents, and for SageMaker DescribeLogStreams, on the log group"
 
     def streams(self, group: str, prefix: str) -> list[str]:
         """Names that begin so, sorted; none where there is no such group."""
         request: Request = {"logGroupName": group, "logStreamNamePrefix": prefix}
-        try:
-            answer = self.repeat(
-                lambda: self._raw.describe_log_streams(**request), doing="listing logs", retryable=is_retryable
-            )
-        except AWS_ERRORS as error:
-            if name_of(error) == "ResourceNotFound":
-                return []
-            raise translate(error, f"listing logs {group} {prefix}", rights="logs:DescribeLogStreams") from error
-        return sorted(str(one["logStreamName"]) for one in answer["logStreams"])
+        answer = self.call(f"listing logs {group} {prefix}", "describe_log_streams", accepted=is_missing, **request)
+        return sorted(str(one["logStreamName"]) for one in answer.get("logStreams", ()))
 
     def lines(self, group: str, stream: str) -> Iterator[str]:
         """All lines of a stream, oldest first. Raises ConfigError when there is none."""
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
-        doing = f"reading log {group} {stream}"
         while True:
-            try:
-                answer = self.repeat(lambda: self._raw.get_log_events(**request), doing=doing, retryable=is_retryable)
-            except AWS_ERRORS as error:
-                if name_of(error) == "ResourceNotFound":
-                    raise ConfigError(
-                        f"no log stream {stream} in {group}",
-                        expected="a job that has started, within the retention of the group",
-                        next_command="trnjobs status",
-                    ) from error
-                raise translate(error, doing) from error
+            answer = self.call(f"reading log {group} {stream}", "get_log_events", accepted=is_missing, **request)
+            if not answer:
+                raise ConfigError(
+                    f"no log stream {stream} in {group}",
+                    expected="a job that has started, within the retention of the group",
+                    next_command="trnjobs status",
+                )
             yield from (str(event["message"]) for event in answer["events"])
             if answer["nextForwardToken"] == request.get("nextToken"):  # at the end it repeats; empty pages may come
                 return

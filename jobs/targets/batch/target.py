@@ -7,7 +7,7 @@ from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.base import log_stream, no_log, seconds_of
+from jobs.targets.base import Target, log_stream, no_log, seconds_of
 from jobs.targets.batch.account import preflight
 from jobs.targets.batch.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
@@ -78,7 +78,7 @@ MAX_NAME_CHARACTERS = 128
 
 
 @dataclass(frozen=True)
-class BatchTarget:
+class BatchTarget(Target):
     """Jobs of one cycle on AWS Batch. `renew` renews the lease of the one who submits; `warn` takes one line."""
 
     client: BatchClient
@@ -129,9 +129,6 @@ class BatchTarget:
         described = self.client.describe_jobs([one.id for one in current.values()])
         described |= self.client.describe_jobs([one for job in described.values() for one in _parts(job)])
         return tuple(self._record(current[job.name], described, known) for job in plan.jobs if job.name in current)
-
-    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        return self.records(plan)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""

@@ -12,7 +12,7 @@ from jobs.cycle.records import JobRecord, Submission
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.targets.base import Known, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
@@ -30,8 +30,8 @@ def this_machine() -> Slots:
 
 
 @dataclass(frozen=True)
-class LocalTarget:
-    """Implements `Target`. `machine`: what the jobs may use at once. `scratch`: for a workspace elsewhere.
+class LocalTarget(Target):
+    """`machine`: what the jobs may use at once. `scratch`: for a workspace elsewhere.
 
     Stopped, it ends what runs, which takes up to `grace_s` and a moment: whoever sets `stop` at a signal must not end
     this process before.
@@ -81,9 +81,6 @@ class LocalTarget:
         known = self._known(plan)
         return known.by_job(plan, known.records)
 
-    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        return self.records(plan)
-
     def check(self, plan: Plan) -> None:
         check_fits(plan.check().jobs, self.machine)
         for job in plan.jobs:
@@ -99,10 +96,6 @@ class LocalTarget:
                     expected=f"less than {MAX_WORD_BYTES:,} bytes, which is what the kernel takes",
                     next_command="put it into a file",
                 )
-
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Nothing here is blocked: what could never run was refused."""
-        return ()
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         stream = log_stream(record, attempt, node)

@@ -12,28 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from botocore import exceptions as boto
-
 from jobs.targets.batch.client import (
-    AWS_ERRORS,
     MAX_REASON_CHARACTERS,
     AwsClient,
     BatchClient,
     Detail,
-    is_retryable,
+    is_missing,
+    message_of,
     name_of,
-    translate,
 )
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 
-RIGHTS = "sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags and iam:PassRole on the roles"
-SERVICE_RIGHTS = (
-    "batch:SubmitServiceJob, DescribeServiceJob, ListServiceJobs, TerminateServiceJob, TagResource and iam:PassRole on"
-    " the roles"
-)
 QUOTA = "ResourceLimitExceeded"
 """Begins the reason of a job that may start and for which the account has no machine left."""
 CALLS_PER_S = 2.0  # what AWS allows is not published; a cycle needs no more
@@ -41,6 +33,8 @@ CALLS_PER_S = 2.0  # what AWS allows is not published; a cycle needs no more
 
 class SageMakerClient(AwsClient):
     """`raw` is boto3's client, or what answers like it."""
+
+    rights = "sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags and iam:PassRole on the roles"
 
     def __init__(
         self,
@@ -60,68 +54,67 @@ class SageMakerClient(AwsClient):
         Raises ConfigError for a request that SageMaker refuses, and for a name that somebody else has taken.
         """
         name = request["TrainingJobName"]
-        try:
-            self._call("create_training_job", **request)
-        except AWS_ERRORS as error:
-            if name_of(error) == QUOTA:
-                return f"{QUOTA}: {message_of(error)}"
-            if name_of(error) != "ResourceInUse":
-                raise translate(error, f"creating training job {name}", rights=RIGHTS) from error
-            detail, ours = self.describe(name), request["Environment"][PLAN]
-            theirs = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs") if detail else ours  # not yet there
-            if theirs != ours:
-                raise ConfigError(
-                    f"training job {name} exists and belongs to {theirs}",
-                    expected=f"that of plan {ours}",
-                    next_command="another jobs.name or --cycle",
-                ) from error
+        refused: list[BaseException] = []
+
+        def is_known(error: BaseException) -> bool:
+            refused.append(error)
+            return name_of(error) in (QUOTA, "ResourceInUse")
+
+        self.call(f"creating training job {name}", "create_training_job", accepted=is_known, **request)
+        if not refused:
+            return ""
+        if name_of(refused[0]) == QUOTA:
+            return f"{QUOTA}: {message_of(refused[0])}"
+        detail, ours = self.describe(name), request["Environment"][PLAN]
+        theirs = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs") if detail else ours  # not described yet
+        if theirs != ours:
+            raise ConfigError(
+                f"training job {name} exists and belongs to {theirs}",
+                expected=f"that of plan {ours}",
+                next_command="another jobs.name or --cycle",
+            )
         return ""
 
     def describe(self, name: str) -> Detail | None:
         """None for a training job that does not exist, or not yet."""
-        try:
-            return self._call("describe_training_job", TrainingJobName=name)
-        except AWS_ERRORS as error:
-            if is_missing(error):
-                return None
-            raise translate(error, f"describing training job {name}", rights=RIGHTS) from error
+        doing, operation = f"describing training job {name}", "describe_training_job"
+        return self.call(doing, operation, accepted=is_missing, TrainingJobName=name) or None
 
     def stop(self, name: str) -> None:
         """Ask it to end: SIGTERM, and SIGKILL after 120 s. One that has ended, or does not exist, stays as it is."""
-        try:
-            self._call("stop_training_job", TrainingJobName=name)
-        except AWS_ERRORS as error:
-            if not (is_missing(error) or "is in status" in message_of(error)):
-                raise translate(error, f"stopping training job {name}", rights=RIGHTS) from error
 
-    def _call(self, operation: str, **request: Any) -> Detail:
-        call: Callable[..., Detail] = getattr(self._raw, operation)
+        def is_over(error: BaseException) -> bool:
+            return is_missing(error) or "is in status" in message_of(error)
 
-        def paced() -> Detail:
-            wait_s = self._next_at - self._monotonic()
-            if wait_s > 0:
-                self._stop.wait(wait_s)
-            self._next_at = self._monotonic() + self._pause_s
-            return call(**request)
+        self.call(f"stopping training job {name}", "stop_training_job", accepted=is_over, TrainingJobName=name)
 
-        return self.repeat(paced, doing=operation, retryable=is_retryable)
+    def _send(self, operation: str, request: Request) -> Detail:
+        wait_s = self._next_at - self._monotonic()
+        if wait_s > 0:
+            self._stop.wait(wait_s)
+        self._next_at = self._monotonic() + self._pause_s
+        return super()._send(operation, request)
 
 
 class ServiceJobClient(BatchClient):
     """`raw` is boto3's client of AWS Batch, or what answers like it."""
+
+    rights = (
+        "batch:SubmitServiceJob, DescribeServiceJob, ListServiceJobs, TerminateServiceJob, TagResource and"
+        " iam:PassRole on the roles"
+    )
 
     def submit_service_job(self, request: Request) -> None:
         """Make it, unless it is there. Repeated freely: the token of the request makes one job of any number of them.
 
         The API reference says both that equal requests are the same and that the second is rejected; either is fine.
         """
-        doing = f"submitting {request['jobName']}"
-        try:
-            self.repeat(lambda: self._raw.submit_service_job(**request), doing=doing, retryable=is_retryable)
-        except AWS_ERRORS as error:
+
+        def is_there(error: BaseException) -> bool:
             is_known = name_of(error) == "Client" and "token" in message_of(error).casefold()
-            if not (is_known or self.service_job_named(request["jobQueue"], request["jobName"])):
-                raise translate(error, doing, rights=SERVICE_RIGHTS) from error
+            return is_known or self.service_job_named(request["jobQueue"], request["jobName"]) is not None
+
+        self.call(f"submitting {request['jobName']}", "submit_service_job", accepted=is_there, **request)
 
     def service_job_named(self, queue: str, name: str) -> Detail | None:
         """The oldest of exactly this name in any state; None while there is none, or it is not described yet."""
@@ -133,35 +126,14 @@ class ServiceJobClient(BatchClient):
 
     def describe_service_job(self, job_id: str) -> Detail | None:
         """None for one that does not exist, or not yet."""
-        doing = f"describing service job {job_id}"
-        try:
-            found: Detail = self.repeat(
-                lambda: self._raw.describe_service_job(jobId=job_id), doing=doing, retryable=is_retryable
-            )
-        except AWS_ERRORS as error:
-            if is_missing(error):
-                return None
-            raise translate(error, doing, rights=SERVICE_RIGHTS) from error
-        return found
+        doing, operation = f"describing service job {job_id}", "describe_service_job"
+        return self.call(doing, operation, accepted=is_missing, jobId=job_id) or None
 
     def terminate_service_job(self, job_id: str, reason: str) -> None:
         """End it in whatever state; one that has ended stays as it is."""
         text = reason[:MAX_REASON_CHARACTERS]
-        self._call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
+        self.call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
 
     def service_environments(self, names: Sequence[str]) -> list[Detail]:
         doing, operation = "describing service environments", "describe_service_environments"
         return self._described(doing, operation, "serviceEnvironments", names)
-
-
-def is_missing(error: BaseException) -> bool:
-    """Neither SageMaker nor AWS Batch has a code of its own for it everywhere. The text: reports of users; that of an
-    emulator differs."""
-    text = message_of(error).casefold()
-    return name_of(error) == "ResourceNotFound" or any(
-        words in text for words in ("not found", "could not find", "does not exist")
-    )
-
-
-def message_of(error: BaseException) -> str:
-    return str(error.response.get("Error", {}).get("Message", "")) if isinstance(error, boto.ClientError) else ""

@@ -13,7 +13,7 @@ from jobs.cycle.records import JobRecord, JobState, Submission
 from jobs.cycle.states import Leaf
 from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
-from jobs.targets.base import Known, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log
 from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
@@ -34,8 +34,8 @@ _CANCELS = TypeAdapter(dict[str, Cancel])
 
 
 @dataclass(frozen=True)
-class SageMakerTarget:
-    """Implements `Target`. `stop`: this process is to end; the training jobs go on.
+class SageMakerTarget(Target):
+    """`stop`: this process is to end; the training jobs go on.
 
     Each job takes the route of its plan, whatever the settings of the process that follows it.
     """
