@@ -202,7 +202,6 @@ class Cycle:
                 time.sleep(left)
 
     def status(self) -> CycleStatus:
-        """The jobs now."""
         plan, claim = self._store.plan(), self._store.claim()
         if plan is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))

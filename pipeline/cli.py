@@ -156,7 +156,6 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 
 
 def run_tool(module: str, settings: "Settings", call: ToolCall) -> int:
-    """Run one tool under the signal handlers."""
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_S if call.command else RANK_S):
         return int(import_module(f"pipeline.commands.{module}").run(settings, stop, show, call))

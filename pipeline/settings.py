@@ -366,7 +366,6 @@ def _locate(model: type[Settings], name: str) -> tuple[Leaf | None, str]:
 
 
 def _read(model: type[Settings], typed: Layer, source_of: Callable[[dict[str, str]], Callable[[], Any]]) -> Layer:
-    """What the library makes of texts."""
     known = leaves(model)
     texts = {name: known[name].spell(given.value) for name, given in typed.items() if name in known}
     values = dict(_flat(source_of(texts)(), known))

@@ -98,7 +98,6 @@ def _about(cycle: OpenCycle, at: float) -> Message:
 
 
 def _failed_before(store: CycleStore) -> bool:
-    """Whether the cycle before this one failed."""
     earlier = [name for name in claimed_cycles(store.storage) if name < store.cycle]
     if not earlier:
         return False

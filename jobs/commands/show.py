@@ -22,7 +22,6 @@ from pipeline.settings import as_json, table_text
 
 
 def run_config(arguments: argparse.Namespace, say: Say) -> int:
-    """Every setting of the pipeline and of its jobs, with its value and source."""
     say(as_json(arguments.resolved) if arguments.json else table_text(arguments.resolved))
     return EXIT_OK
 

@@ -86,7 +86,6 @@ class CycleLedger(Record):
         return None if self.began_at is None or self.ended_at is None else self.ended_at - self.began_at
 
     def stages(self) -> tuple[Total, ...]:
-        """In the order of the plan."""
         names = dict.fromkeys(entry.stage for entry in self.entries)
         return tuple(total(name, [entry for entry in self.entries if entry.stage == name]) for name in names)
 

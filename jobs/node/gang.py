@@ -57,7 +57,6 @@ class Peers:
         return True
 
     def sockets(self) -> Iterator[socket.socket]:
-        """What to wait on."""
         return iter(())
 
     def tick(self) -> None:

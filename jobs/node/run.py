@@ -70,8 +70,6 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
 @dataclass
 class _Attempt:
-    """What goes into the command and what is told of it."""
-
     place: Place
     timing: Timing
     words: Sequence[str]

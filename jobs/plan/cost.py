@@ -24,7 +24,6 @@ class Prices:
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    """Where machines run on that target."""
     factor = jobs.sagemaker.price_factor if target == "sagemaker" else None
     return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
 

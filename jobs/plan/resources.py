@@ -21,7 +21,6 @@ def check_instance(name: str, wanted: StageJob) -> None:
 
 
 def resources_of(wanted: StageJob) -> Resources:
-    """What one node of the job asks for."""
     known = NODES.get(wanted.instance, Node(vcpus=1, memory_mib=2048, num_devices=0, num_efa=0))
     memory_mib = wanted.memory_mib or known.memory_mib
     devices = [f"/dev/neuron{index}" for index in range(known.num_devices)]

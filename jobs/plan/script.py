@@ -50,7 +50,6 @@ def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace:
 
 
 def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> Plan:
-    """A plan of this script alone."""
     job = script_job(jobs, step, (), workspace=workspace, cycle=cycle)
     return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, jobs=(job,))
 

@@ -38,7 +38,6 @@ class SageMakerPlacement(Record):
 
 
 def placed(plan: Plan, jobs: JobsConfig) -> Plan:
-    """The plan with the placements that the settings say."""
     placements = {}
     for job in plan.jobs:
         wanted = jobs.stage(job.name)

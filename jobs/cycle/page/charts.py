@@ -146,15 +146,17 @@ def line_chart(
 
 
 def _axes(across: Scale, up: Scale, height: float, x_name: str) -> str:
-    parts = []
-    for value in ticks(up.low, up.high, 4):
-        y = up(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {_px(y)}H{WIDTH - RIGHT}"/>')
-        parts.append(text(LEFT - 5, y + 3.5, short_number(value), anchor="end"))
+    parts = [*_levels(up, ticks(up.low, up.high, 4))]
     for value in ticks(across.low, across.high, 7):
         parts.append(text(across(value), height - 8, short_number(value), anchor="middle"))
     parts.append(text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
     return "".join(parts)
+
+
+def _levels(up: Scale, values: Iterable[float]) -> Iterator[str]:
+    for value in values:
+        yield f'<path class="grid" d="M{LEFT} {_px(up(value))}H{WIDTH - RIGHT}"/>'
+        yield text(LEFT - 5, up(value) + 3.5, short_number(value), anchor="end")
 
 
 def short_number(value: float) -> str:
@@ -383,11 +385,7 @@ def stacked_columns(
     height = 150.0
     most = max(sum(values) for _, values in groups) or 1.0
     up, wide = Scale(0, most, height - BOTTOM, TOP), (WIDTH - LEFT - RIGHT) / len(groups)
-    body = []
-    for value in ticks(0, most, 3):
-        y = up(value)
-        body.append(f'<path class="grid" d="M{LEFT} {_px(y)}H{WIDTH - RIGHT}"/>')
-        body.append(text(LEFT - 5, y + 3.5, short_number(value), anchor="end"))
+    body = [*_levels(up, ticks(0, most, 3))]
     every = max(1, math.ceil(len(groups) * 62 / (WIDTH - LEFT)))
     for i, (name, values) in enumerate(groups):
         x, done = LEFT + i * wide, 0.0

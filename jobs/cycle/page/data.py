@@ -361,7 +361,6 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
 
 
 def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow:
-    """The cycle in one line."""
     ledger, total = data.ledger, data.ledger.total
     metric, value, low, high = main_metric(data.evaluation)
     stages: Sequence[Total] = ledger.stages()

@@ -28,6 +28,7 @@ from jobs.cycle.page.sections import (
     items,
     labels_text,
     left_out,
+    rows_of,
     value_text,
 )
 from pipeline.evaluate.config import MetricName
@@ -57,8 +58,7 @@ def gate(data: PageData) -> str:
     parts.append(left_out(len(slices) - len(shown), "slices that lost less"))
     others = [(check.outcome, check.reason) for check in report.verdict.checks if check not in compared]
     if others:
-        parts.append("<h3>Other checks</h3>" + table(("gate", "what was seen"), sorted(others)[:MAX_ROWS]))
-        parts.append(left_out(len(others) - MAX_ROWS, "checks"))
+        parts.append("<h3>Other checks</h3>" + rows_of(("gate", "what was seen"), sorted(others), (), "checks"))
     parts.append(items(report.warnings))
     lines = table_lines(report)
     text = "\n".join(lines[:MAX_TRIES])

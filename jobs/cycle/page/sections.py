@@ -254,10 +254,8 @@ def cost(data: PageData) -> str:
     ]
     lost = ""
     if wasted:
-        lost = "<h3>Wasted by failures</h3>" + table(
-            ("job", "try", "machine time", "cost", "ended"), wasted[:MAX_ROWS], {1, 2, 3}
-        )
-        lost += left_out(len(wasted) - MAX_ROWS, "tries")
+        columns = ("job", "try", "machine time", "cost", "ended")
+        lost = "<h3>Wasted by failures</h3>" + rows_of(columns, wasted, {1, 2, 3}, "tries")
     note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
     return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escaped(GOODPUT)}") + lost
 
@@ -378,8 +376,7 @@ def machines(data: PageData) -> str:
     ]
     parts.append(left_out(len(nodes) - len(shown), "nodes that passed"))
     if bad:
-        parts.append(table(("node", "host", "check", "verdict", "seen", "expected"), bad[:MAX_ROWS], {0}))
-        parts.append(left_out(len(bad) - MAX_ROWS, "findings"))
+        parts.append(rows_of(("node", "host", "check", "verdict", "seen", "expected"), bad, {0}, "findings"))
     measured = list(_measured(data))
     if measured:
         head = ("check", "figure", "lowest", "median", "highest")
@@ -414,8 +411,7 @@ def lineage(data: PageData) -> str:
     if found.compared:
         parts.append(f"<h3>Settings that differ from cycle {escaped(found.compared)}</h3>")
         changed = [(name, before[:200], now[:200]) for name, before, now in found.changed]
-        parts.append(table(("setting", "there", "here"), changed[:MAX_ROWS]) if changed else "<p>None.</p>")
-        parts.append(left_out(len(changed) - MAX_ROWS, "settings"))
+        parts.append(rows_of(("setting", "there", "here"), changed, (), "settings") if changed else "<p>None.</p>")
     return "".join(parts)
 
 
@@ -513,6 +509,11 @@ def details(title: str, body: str, *, is_open: bool = False) -> str:
 def items(lines: Iterable[str]) -> str:
     found = "".join(f"<li>{escaped(line)}</li>" for line in lines)
     return f"<ul>{found}</ul>" if found else ""
+
+
+def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int], what: str) -> str:
+    """A table of the first MAX_ROWS, and how many more `what` there are."""
+    return table(head, rows[:MAX_ROWS], numbers) + left_out(len(rows) - MAX_ROWS, what)
 
 
 def left_out(count: int, what: str) -> str:

@@ -50,7 +50,6 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
 
 
 def look_up(client: BatchClient, plan: Plan) -> Account:
-    """The queues of the jobs and what stands behind them."""
     names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
     described = client.queues(names)
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
@@ -106,7 +105,6 @@ def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
 
 
 def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
-    """A share that the policy of a queue does not name."""
     shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
     if share not in shares and not share.startswith(tuple(one[:-1] for one in shares if one.endswith("*"))):
         yield (

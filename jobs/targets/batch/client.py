@@ -160,7 +160,6 @@ class AwsClient:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
 
     def repeat(self, work: Callable[[], T], *, doing: str, retryable: Callable[[BaseException], bool]) -> T:
-        """`work()` under the retry policy of this client."""
         return call_with_retry(
             work, self._policy, retryable=retryable, stop=self._stop, doing=doing, on_retry=lambda: None
         )

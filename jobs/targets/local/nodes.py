@@ -267,7 +267,6 @@ class LocalFiles:
         write_bytes_atomic(self.folder / f"round-{round_}" / "state.json", _STATE.dump_json(records, indent=1))
 
     def cancelled(self) -> dict[str, str]:
-        """Reasons by id of job."""
         return _read(self.folder / "cancel.json", _REASONS) or {}
 
     def cancel(self, ids: list[str], reason: str) -> None:
@@ -280,7 +279,6 @@ class LocalFiles:
         return self.folder / "attempts" / leaf_folder(leaf_id) / str(attempt) / f"node-{node}"
 
     def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
-        """How records name a log."""
         path = self.node(leaf_id, attempt, node) / "log.txt"
         is_inside = self.workspace is not None and path.is_relative_to(self.workspace)
         return str(path.relative_to(self.workspace) if self.workspace is not None and is_inside else path)

@@ -79,7 +79,6 @@ def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
 
 
 def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
-    """How a try ended that has."""
     words = " ".join(failure.split())[:MAX_WORDS]
     if status == "Completed":
         return AttemptEnd(0, EXITED)
