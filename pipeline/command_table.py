@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeline.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -36,6 +38,14 @@ class ToolCall:
     options: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     """What stood behind `--`."""
+
+    def number(self, option: str, default: int, most: int = 2**63) -> int:
+        """A whole number from 1 to `most` among the options. Raises ConfigError."""
+        text = self.options.get(option, str(default))
+        if not text.isdecimal() or not 0 < int(text) <= most:
+            limit = f"a number from 1 to {most}" if most < 2**63 else "a number above 0"
+            raise ConfigError(f"{option} {text!r}", expected=limit)
+        return int(text)
 
 
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.

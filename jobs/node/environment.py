@@ -123,7 +123,7 @@ _OF_BATCH = {
 }
 
 
-def words_of_batch(env: Mapping[str, str]) -> dict[str, str]:
+def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
     """From the variables of AWS Batch; empty where there are none. Raises ConfigError when they do not fit together.
 
     The main node is node 0 wherever it stands in the job. Ids of nodes end in `#<node index>`.

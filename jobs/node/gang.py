@@ -94,7 +94,7 @@ class Hub(Peers):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place, self._timing, self._say, self._listener, self._clock = place, timing, say, listener, clock
-        self._roll = Roll(place.num_nodes, timing.lost_after_s)
+        self._roster = Roster(place.num_nodes, timing.lost_after_s)
         self._callers: dict[Channel, _Caller] = {}
         self._opened, self._beat_at, self._stop_at, self._stop_reason = clock(), -math.inf, math.inf, ""
         self.ready = False
@@ -102,7 +102,7 @@ class Hub(Peers):
     @property
     def settled(self) -> bool:
         """Every node has told its outcome, is lost, or has had its time to stop."""
-        return self._roll.settled or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
+        return self._roster.settled or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
 
     def sockets(self) -> Iterator[socket.socket]:
         yield self._listener
@@ -125,33 +125,33 @@ class Hub(Peers):
                     self._drop(channel, reason)
                     continue
                 caller.node = words.pop(0).node
-                self._roll.hear(caller.node, now)
+                self._roster.hear(caller.node, now)
                 if self._stop_reason:
                     self._send(channel, Message(kind="stop", text=self._stop_reason))
             elif words:
-                self._roll.hear(caller.node, now)
+                self._roster.hear(caller.node, now)
             for word in words:
                 if word.kind == "done":
-                    self._roll.report(caller.node, word.code)
+                    self._roster.report(caller.node, word.code)
         if now - self._beat_at >= self._timing.heartbeat_s:
             self._beat_at = now
             self._tell(Message(kind="beat"))
-        silent = self._roll.check(now)
+        silent = self._roster.check(now)
         for channel in [one for one, caller in self._callers.items() if caller.node in silent]:
             self._drop(channel, "silent")  # should it wake, it hears that nobody waits for it
-        if not self.ready and not self._roll.missing and not self._roll.trouble:
+        if not self.ready and not self._roster.missing and not self._roster.trouble:
             self.ready = True
             of = self.called
             self._tell(Message(kind="go", text=of.job_id, attempt=of.attempt) if of else Message(kind="go"))
         elif not self.ready and now - self._opened > self._timing.gather_s:
-            self._roll.give_up_waiting(self._timing.gather_s)
-        self.trouble = self._roll.trouble
+            self._roster.give_up_waiting(self._timing.gather_s)
+        self.trouble = self._roster.trouble
         if self.trouble:
             self.stop(self.trouble)
 
     def report(self, code: int) -> None:
-        self._roll.report(0, code)
-        self.trouble = self._roll.trouble
+        self._roster.report(0, code)
+        self.trouble = self._roster.trouble
 
     def stop(self, reason: str) -> None:
         if not self._stop_reason:
@@ -159,10 +159,10 @@ class Hub(Peers):
             self._tell(Message(kind="stop", text=self._stop_reason))
 
     def exit_code(self, own: int, *, stopped: bool) -> int:
-        return self._roll.exit_code(stopped=stopped)
+        return self._roster.exit_code(stopped=stopped)
 
     def seen(self) -> list[NodeSeen]:
-        return self._roll.seen(self._clock())
+        return self._roster.seen(self._clock())
 
     def acknowledge(self, code: int, reason: str) -> None:
         self._tell(Message(kind="bye", code=code, text=reason[:MAX_REASON_CHARACTERS]))
@@ -194,7 +194,7 @@ class Hub(Peers):
     def _refusal(self, hello: "Message") -> str:
         if hello.kind != "hello" or not hmac.compare_digest(hello.token.encode(), self._place.token.encode()):
             return "it is no node of this try (wrong token)"
-        return "" if self._roll.takes(hello.node) else f"node {hello.node} is here already, or not of this job"
+        return "" if self._roster.takes(hello.node) else f"node {hello.node} is here already, or not of this job"
 
     def _tell(self, message: "Message") -> None:
         for channel in [one for one, caller in self._callers.items() if caller.node is not None]:
@@ -212,7 +212,7 @@ class Hub(Peers):
         if caller.node is None:
             self._say(f"refused a connection from {caller.address}: {why}")
         else:
-            self._roll.lose(caller.node, why)
+            self._roster.lose(caller.node, why)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -331,7 +331,7 @@ class _Caller:
 
 
 @dataclass
-class Roll:
+class Roster:
     """The nodes of one try. Node 0 is the main node itself, which is always there."""
 
     num_nodes: int

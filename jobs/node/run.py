@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from jobs.node.command import Command, LogTail, deserves_post_mortem
-from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, count_start, words_of_batch
+from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
-from jobs.node.sagemaker import words_of_sagemaker, write_failure
+from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -42,7 +42,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     Whatever it has started is gone when this returns, or when this process is killed.
     """
     timing = Timing.from_env(env)
-    ours = words_of_batch(env) | words_of_sagemaker(env, gather_s=timing.gather_s)
+    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
     with watched_signals() as signals, guarded() as folder:
         env = {**env, **ours}  # with what the guard has set in it

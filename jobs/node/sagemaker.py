@@ -30,7 +30,7 @@ def root_of(env: Mapping[str, str]) -> Path | None:
     return Path(env.get(ROOT_VARIABLE, "/opt/ml")) if JOB_VARIABLE in env else None
 
 
-def words_of_sagemaker(
+def sagemaker_variables(
     env: Mapping[str, str],
     *,
     gather_s: float,

@@ -27,6 +27,8 @@ SHAPES, BATCH_SIZE, FAMILY = "--shapes", "--batch-size", "--family"
 VECTORS = "vectors"
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
+MOST = 65_536
+"""Tokens of a text, and texts of a batch."""
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -116,22 +118,13 @@ def _plan(
         buckets = tuple(Bucket.parse(text) for text in token_sets[0].info.buckets)
     longest = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     known = state.max_tokens or min(longest, state.model.max_positions)
-    batch_size = _number(call, BATCH_SIZE, 1)
+    batch_size = call.number(BATCH_SIZE, 1, MOST)
     shapes = call.options.get(SHAPES)
     return ExportPlan(
         format=format_,
-        max_tokens=_number(call, "--max-tokens", known),
+        max_tokens=call.number("--max-tokens", known, MOST),
         shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
         family=cast(Any, call.options.get(FAMILY, state.model.architecture)),  # run() has looked at it
     )
-
-
-def _number(call: ToolCall, name: str, default: int) -> int:
-    text = call.options.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal() or not 0 < int(text) <= 65_536:
-        raise ConfigError(f"{name} {text!r}", expected="a whole number from 1 to 65536")
-    return int(text)

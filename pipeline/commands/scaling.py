@@ -85,22 +85,15 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     for named in call.arguments:
         state = read_checkpoint(*locate(named, settings, workspace)).state
         settings, shapes = settings.model_copy(update={"model": state.model}), Shapes(state.inputs, shapes.buckets)
-    answer = _answer(settings, shapes, plan, fabric, workspace, _number(call, "--nodes", 1), _seconds(call))
+    answer = _answer(settings, shapes, plan, fabric, workspace, call.number("--nodes", 1), _seconds(call))
     if "--json" in call.switches:
         say(json.dumps(_plain(answer), indent=1))
         return EXIT_OK
     price = price_usd_per_hour(name, settings.estimate.price_usd_per_hour)
     price = fabric.usd_per_hour if price is None else price
-    for line in _lines(answer, fabric, price, _number(call, "--samples", EPOCH_SAMPLES)):
+    for line in _lines(answer, fabric, price, call.number("--samples", EPOCH_SAMPLES)):
         say(line)
     return EXIT_OK
-
-
-def _number(call: ToolCall, option: str, default: int) -> int:
-    text = call.options.get(option, str(default))
-    if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{option} {text}", expected="a number above 0")
-    return int(text)
 
 
 def _seconds(call: ToolCall) -> float:
@@ -234,10 +227,10 @@ def _lines(answer: Answer, fabric: Fabric, price_usd_per_hour: float | None, epo
             ]
         )
     yield from aligned(rows)
-    yield f"best on {answer.choice_nodes} x {fabric.name}: {_said(answer.choice)}"
+    yield f"best on {answer.choice_nodes} x {fabric.name}: {_plan_text(answer.choice)}"
 
 
-def _said(one: Candidate) -> str:
+def _plan_text(one: Candidate) -> str:
     """A candidate as the keys of a plan, with its memory."""
     place = one.spread.layout
     keys = [f"shard_degree {place.shard_size}"]
@@ -248,7 +241,7 @@ def _said(one: Candidate) -> str:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    found = asdict(answer) | {"plan": answer.plan.model_dump(), "choice": _said(answer.choice)}
+    found = asdict(answer) | {"plan": answer.plan.model_dump(), "choice": _plan_text(answer.choice)}
     return found | {"rows": [asdict(row) | {"step_s": row.step.step_s} for row in answer.rows]}
 
 
@@ -281,4 +274,4 @@ def decision_table() -> Iterator[str]:
     for nodes, name in FLEETS:
         fabric = FABRICS[name]
         best = [candidates(model.work(fabric, TABLE_MFU), model.beside_bytes(), fabric, nodes)[0] for model in MODELS]
-        yield f"| {nodes} x {name} | {' | '.join(_said(one) for one in best)} |"
+        yield f"| {nodes} x {name} | {' | '.join(_plan_text(one) for one in best)} |"

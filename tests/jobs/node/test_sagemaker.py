@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.node.sagemaker import MAX_FAILURE_BYTES, words_of_sagemaker, write_failure
+from jobs.node.sagemaker import MAX_FAILURE_BYTES, sagemaker_variables, write_failure
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.node.entries import entry, free_port, python
 
@@ -44,7 +44,7 @@ class Names:
         self.now += seconds
 
     def words(self, env: dict[str, str], gather_s: float = 900.0) -> dict[str, str]:
-        return words_of_sagemaker(
+        return sagemaker_variables(
             env, gather_s=gather_s, resolve=self.resolve, sleep=self.sleep, clock=lambda: self.now
         )
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.node.gang import Roll
+from jobs.node.gang import Roster
 
 RETRY, PREEMPTED = 75, 143
 
 
-def roll(num_nodes: int = 3, *, joined: bool = True) -> Roll:
-    one = Roll(num_nodes, lost_after_s=30.0)
+def roll(num_nodes: int = 3, *, joined: bool = True) -> Roster:
+    one = Roster(num_nodes, lost_after_s=30.0)
     for node in range(1, num_nodes) if joined else ():
         one.hear(node, 0.0)
     return one
