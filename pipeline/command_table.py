@@ -143,7 +143,6 @@ TOOLS: dict[str, Tool] = {
             "--out": "DIR  vectors: local folder to write; new, empty, or of an interrupted attempt",
             "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
-        module="export_model",
     ),
     "launch": Tool(
         "run a script written for torchrun in --launch.processes ranks, here or on each node of an AWS Batch gang",

@@ -162,8 +162,6 @@ SecretOf = Callable[[str], str]
 
 
 class Pending(Record):
-    """A message, and the webhooks that have taken it."""
-
     message: Message
     taken_by: tuple[str, ...] = Field((), description="Names of webhooks")
 

@@ -40,8 +40,6 @@ SICK: Mapping[Treatment, str] = {
 
 @dataclass(frozen=True)
 class Host:
-    """What is asked of this machine."""
-
     compilers: Compilers = live_compilers
     mounts: Mounts = mounted
     clock: Clock = time.time

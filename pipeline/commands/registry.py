@@ -38,10 +38,7 @@ VERBS: Mapping[str, str] = {
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """One action on the registry of the workspace. Returns the exit code.
-
-    Raises ConfigError, CheckpointError, DataError, GateRefused, TransientError, Preempted.
-    """
+    """One action on the registry of the workspace. Returns the exit code; raises TrnpipeError."""
     given = call.switches | call.options.keys()
     if wrong := sorted(given - FLAGS[call.action]):
         raise ConfigError(
@@ -55,8 +52,6 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 @dataclass(frozen=True)
 class _Registry:
-    """The registry of a workspace, and what is asked of it."""
-
     settings: Settings
     workspace: Storage
     call: ToolCall

@@ -47,8 +47,6 @@ EPOCH_SAMPLES = 1_000_000
 
 @dataclass(frozen=True)
 class Answer:
-    """What the command says."""
-
     machine: str
     plan: Plan
     samples: int

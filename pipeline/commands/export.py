@@ -1,4 +1,7 @@
-"""`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools."""
+"""`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools; `vectors`: for an index.
+
+What is exported without a name is what is in production, or served.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +19,18 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import read_token_sets
+from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io import atomic
+from pipeline.io.storage import Storage
 from pipeline.model.families import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.history import read_pointer
+from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
 SHAPES, BATCH_SIZE, FAMILY = "--shapes", "--batch-size", "--family"
-VECTORS = "vectors"
+VECTORS, VECTOR_OPTIONS = "vectors", frozenset({"--to", "--out", "--index"})
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
 MOST = 65_536
@@ -32,12 +38,10 @@ MOST = 65_536
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Export one checkpoint. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
+    """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     if call.action == VECTORS:
-        from pipeline.commands.export_vectors import run as export_vectors  # the libraries of both are not few
-
-        return export_vectors(settings, stop, say, call)
-    if wrong := sorted({"--out", "--index"} & call.options.keys()):
+        return _export_vectors(settings, stop, say, call)
+    if wrong := sorted((VECTOR_OPTIONS - {"--to"}) & call.options.keys()):
         raise ConfigError(f"{wrong[0]} does not apply to a checkpoint", next_command="trnpipe export vectors --help")
     to, asked = call.options.get("--to", ""), call.options.get("--format", FORMATS[0])
     if not to:
@@ -128,3 +132,49 @@ def _plan(
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
         family=cast(Any, call.options.get(FAMILY, state.model.architecture)),  # run() has looked at it
     )
+
+
+def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    from pipeline.embed.forms import open_form  # the libraries of other tools
+    from pipeline.embed.handover import hand_over
+
+    if wrong := sorted(call.options.keys() - VECTOR_OPTIONS):
+        raise ConfigError(f"{wrong[0]} does not apply to vectors", next_command="trnpipe export vectors --help")
+    out = call.options.get("--out", "")
+    if not out or "://" in out:
+        raise ConfigError(
+            f"--out {out or 'is not given'}",
+            expected="a local folder: indexes are written in place",
+            next_command="--out DIR, and copy it from there",
+        )
+    folder = Path(out).expanduser().absolute()
+    with open_context(settings, stop) as ctx:
+        vectors = _vectors(ctx.workspace, settings.model_name, *call.arguments)
+        form = open_form(call.options.get("--to", ""), vectors, call.options.get("--index", ""))
+        done = hand_over(vectors, form, folder, stop)
+    what = f"{done.rows:,} vectors of cycle {vectors.info.cycle} as {form.name}"
+    say(f"export: {what}, {'every id read back' if done.fresh else 'done already'}")
+    say(f"committed: {done.folder}, {format_bytes(done.size_bytes)}; made with {vectors.info.model.place}")
+    return EXIT_OK
+
+
+def _vectors(workspace: Storage, model: str, cycle: str = "") -> VectorSet:
+    """Those of the cycle, or those that are served."""
+    if cycle:
+        return open_vectors(workspace, cycle)
+    served = read_pair(workspace, model)
+    if served is None:
+        raise ConfigError(
+            f"nothing is served of {model} in {workspace.root}",
+            expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
+            next_command="trnpipe export vectors CYCLE --to FORM --out DIR",
+        )
+    pair = served[0]
+    vectors = open_vectors(workspace, pair.vectors.cycle)
+    if vectors.manifest.digest != pair.vectors.digest:
+        raise CheckpointError(
+            f"{workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
+            expected=f"{pair.vectors.digest}, which is served",
+            next_command="trnpipe serving rollback --reason TEXT",
+        )
+    return vectors
