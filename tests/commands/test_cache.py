@@ -220,7 +220,7 @@ def test_the_doctor_counts_all_problems(root: Path) -> None:
         write_entry(root, name_of(10 + number, flags=FLAGS), FILES[state], age_s=OLD_S)
     code, lines = ask("doctor", root.parent, mounts=network)
     assert (code, lines[-1]) == (65, "doctor: 4 problems")
-    assert "reused as failures for ever: 2" in "\n".join(lines)
+    assert "returned instead of compiling again: 2" in "\n".join(lines)
 
 
 def test_the_doctor_finds_a_network_file_system(root: Path) -> None:

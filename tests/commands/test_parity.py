@@ -104,7 +104,7 @@ def test_without_matplotlib_there_is_a_word_instead_of_a_picture(
     [
         (("cpu", "cpu"), {}, "both sides are cpu"),
         (("cpu", "cpu:fp32"), {}, "both sides are cpu"),
-        (("gpu",), {}, "'gpu' is no backend"),
+        (("gpu",), {}, "'gpu' is not a backend"),
         (("cpu", "xla"), {"to": "somewhere"}, "--to with two sides"),
         (("cpu:fp64", "xla"), {}, "side 'cpu:fp64'"),
     ],
@@ -144,5 +144,5 @@ def test_the_command_line_reaches_it(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pipeline", "parity"]
     done = subprocess.run([*words, "gpu", f"--workspace={tmp_path}"], capture_output=True, text=True, check=False)
     assert done.returncode == 78
-    assert "trnpipe parity: ConfigError: 'gpu' is no backend" in done.stderr
+    assert "trnpipe parity: ConfigError: 'gpu' is not a backend" in done.stderr
     assert subprocess.run(words, capture_output=True, check=False, env=os.environ).returncode == 78

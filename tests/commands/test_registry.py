@@ -201,7 +201,7 @@ def test_rollback(asked: Any, workspace: Storage, family: tuple[str, str, str]) 
     )
     assert asked("rollback", family[2], "--reason", "it was the index")[0] == 0
     code, out, _ = asked("rollback", family[2], "--reason", "again")
-    assert code == 0 and "nothing is changed" in out
+    assert code == 0 and "unchanged, production already is" in out
     actions = [action for action, _ in consistent(workspace).actions]
     assert actions == ["promoted"] * 3 + ["rolled_back"] * 2
     assert "clicks fell" in asked("show")[1]

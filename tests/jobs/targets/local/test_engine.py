@@ -191,7 +191,7 @@ def test_a_full_disk_starts_nothing_until_there_is_room() -> None:
     object.__setattr__(made.files, "before_save", before_save)
     made.engine().run()
     assert made.ends() == {"a": SUCCEEDED, "b": SUCCEEDED}
-    assert sum("nothing is started" in line for line in made.said) == 1
+    assert sum("no job is started" in line for line in made.said) == 1
     assert min(node.begins_at for node in made.nodes.nodes.values()) >= full_until
 
 
