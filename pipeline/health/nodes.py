@@ -11,8 +11,7 @@ from statistics import median
 
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration
-from pipeline.health.check import one_line
-from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, to_json
+from pipeline.health.check import CheckResult, NodeReport, Verdict, from_json, one_line, to_json
 from pipeline.io import atomic
 from pipeline.parallel.nodes import Nodes
 

@@ -17,11 +17,20 @@ from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, run_checks
+from pipeline.health.check import (
+    Check,
+    CheckResult,
+    NodeReport,
+    Verdict,
+    gang_error,
+    report_key,
+    run_checks,
+    show,
+    store_report,
+)
 from pipeline.health.host import HostChecks, read_identity, usual_places, usual_ports
 from pipeline.health.neuron import neuron_instance, versions_check
 from pipeline.health.nodes import exchange_reports, results_of, with_shared_errors, with_slow_ranks
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error, report_key, show, store_report
 from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
 from pipeline.parallel.launch import launch
 from pipeline.parallel.nodes import Nodes

@@ -23,16 +23,19 @@ from pipeline.mine.negatives import (
     find_negatives,
 )
 from pipeline.mine.run import (
+    Mining,
+    MiningTask,
     Parts,
     Search,
     all_negatives,
+    decide,
+    make_task,
     mine_share,
     open_parts,
     vector_search,
     vectors_of,
     word_search,
 )
-from pipeline.mine.task import Mining, MiningTask, decide, make_task
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import CheckResult, Verdict
 from pipeline.health.neuron import neuron_instance
-from pipeline.health.report import CheckResult, Verdict
 from pipeline.health.tools import (
     NccomTest,
     check_nccom,

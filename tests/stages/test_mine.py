@@ -9,8 +9,7 @@ from pipeline.context import load_result
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.evaluate.products import text_hashes
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
-from pipeline.mine.run import Parts, all_negatives
-from pipeline.mine.task import NONE
+from pipeline.mine.run import NONE, Parts, all_negatives
 from pipeline.stages import mine as stage
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
