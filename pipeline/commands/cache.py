@@ -24,7 +24,7 @@ from pipeline.compile.cache import (
     scan,
 )
 from pipeline.compile.cache_sync import sync_cache
-from pipeline.compile.plan import FOLDER, load_manifests
+from pipeline.compile.manifest import FOLDER, load_manifests
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import Say, shown_on

@@ -33,6 +33,7 @@ from pipeline.compile.cache import (
 from pipeline.compile.cache import LOG_NAME as COMPILER_LOG
 from pipeline.compile.cache_sync import Direction, sync_cache
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.neuron_tool import (
     LOG_NAME,
     PROGRAM,
@@ -46,7 +47,6 @@ from pipeline.compile.neuron_tool import (
     read_log,
     wrapper_script,
 )
-from pipeline.compile.plan import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.context import StageContext, nodes_of
 from pipeline.core.errors import (
     CheckpointError,

@@ -1,135 +1,20 @@
 """What decides the graphs of a run, and the guard that holds a run against the manifest of this way of running."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.hlo import distance
+from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
 from pipeline.compile.watch import COMPILE, Counters, CountGuard, GraphWatch, Guard, NoWatch
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
-from pipeline.core.fingerprint import fingerprint
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
-from pipeline.io.storage import Storage, read_record
+from pipeline.io.storage import Storage
 from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-
-# The graph manifest: every graph a cycle may run, and what decides it. The compile stage writes it, the rest reads.
-
-FOLDER = "compile-cache/graphs"
-PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
-Plan = Mapping[str, PlanValue]
-"""Everything that decides the graphs of a run, by name; two runs with the same plan share their graphs."""
-
-
-class GraphRecord(BaseModel):
-    """One graph."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: str = Field(description="The same on every machine: digest of operations, flags, world and versions")
-    phase: str = Field(
-        description="What it does: start, step, first_micro_step, micro_step, update,"
-        " embed_batch, embeddings, contrast, evaluate, embed"
-    )
-    bucket: str = Field(description="QUERYxPRODUCT tokens, tokens of a text to embed, or empty without a batch")
-    batch_size: int = Field(description="Samples on one device; 0 for a graph without a batch")
-    num_instructions: int
-    hlo_bytes: int = Field(description="Length of the HLO text")
-    op_counts: dict[str, int] = Field(description="Instructions by operation and shape")
-    compiles: int = Field(
-        description="Times it was compiled: torch_xla tells apart graphs that differ in aliasing alone"
-    )
-    compile_s: float = Field(description="Seconds the compiler took when it was recorded")
-
-
-class GraphManifest(BaseModel):
-    """All graphs of one way of running: settings, device, world size, flags, versions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = 1
-    plan: dict[str, PlanValue] = Field(description="Everything that decides the graphs, by name")
-    graphs: tuple[GraphRecord, ...]
-    cache_entries: dict[str, float | None] = Field(
-        default={}, description="Entries of the Neuron compile cache that hold them, with compile seconds where known"
-    )
-
-    @property
-    def plan_id(self) -> str:
-        return fingerprint(dict(self.plan))
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds of compiling all of it took, by whoever did it."""
-        entries = sum(seconds or 0.0 for seconds in self.cache_entries.values())
-        return round(entries or sum(graph.compile_s for graph in self.graphs), 3)
-
-    @property
-    def place(self) -> str:
-        """Where it lies in a workspace."""
-        return f"{FOLDER}/{self.plan_id}.json"
-
-    def find(self, key: str) -> GraphRecord | None:
-        return next((graph for graph in self.graphs if graph.key == key), None)
-
-    def nearest(self, phase: str, op_counts: Mapping[str, int]) -> GraphRecord | None:
-        """The graph with the fewest operations more or fewer; one of the same phase when there is any."""
-        same = [graph for graph in self.graphs if graph.phase == phase] or list(self.graphs)
-        return min(same, key=lambda graph: distance(graph.op_counts, op_counts), default=None)
-
-
-def graph_key(stable_key: str, plan: Plan) -> str:
-    """Key of a graph: its operations (hlo.stable_key), what the compiler is told beside them, and the optimizer.
-
-    torch_xla passes the optimizer's numbers as inputs on XLA:CPU; on other devices they may be constants of the graph.
-    """
-    compiler = ("device", "flags", "replicas", "versions", "world_size")
-    told = {name: value for name, value in plan.items() if name in compiler or name.startswith("train.optimizer.")}
-    return fingerprint({"hlo": stable_key, **told})
-
-
-def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
-    """Publish (atomic)."""
-    workspace.write_bytes(manifest.place, manifest.model_dump_json(indent=1).encode() + b"\n")
-
-
-def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
-    """The manifest of exactly this plan, None when it was never compiled. Raises DataError for one that is damaged."""
-    return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
-
-
-def load_manifests(workspace: Storage) -> list[GraphManifest]:
-    """Every manifest of the workspace."""
-    found = (_read(workspace, stat.key) for stat in workspace.list(FOLDER) if stat.key.endswith(".json"))
-    return [manifest for manifest in found if manifest is not None]
-
-
-def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[str]:
-    """How the nearest compiled plan differs, one `name: compiled ..., now ...` a line; empty without manifests."""
-    tables = []
-    for plan in [manifest.plan for manifest in manifests]:
-        names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
-        tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
-    return min(tables, key=len, default=[])
-
-
-def _read(workspace: Storage, key: str) -> GraphManifest | None:
-    return read_record(
-        workspace,
-        key,
-        GraphManifest,
-        what="a graph manifest",
-        writer="trnpipe compile",
-        next_command="delete it and run trnpipe compile again",
-    )
-
 
 # In the program but not in its graphs: values travel with the batches, or stay on the host.
 _NOT_IN_GRAPHS = {

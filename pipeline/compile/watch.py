@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pipeline.compile.hlo import Module, describe, difference, first_source, op_counts, parse, stable_key
-from pipeline.compile.plan import GraphManifest, GraphRecord, Plan, graph_key
+from pipeline.compile.manifest import GraphManifest, GraphRecord, Plan, graph_key
 from pipeline.core.errors import ConfigError
 
 COMPILE = "trnpipe compile, with the same settings"

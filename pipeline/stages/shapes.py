@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pipeline.backends import Backend
-from pipeline.compile.plan import Plan, evaluation_plan, graph_plan
+from pipeline.compile.manifest import Plan
+from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batching import Bucket, RankShare

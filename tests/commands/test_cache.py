@@ -17,7 +17,7 @@ from pipeline.commands import cache
 from pipeline.compile.cache import LOCK_DIR, Compilers, EntryState, Mount, Mounts
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.compile.config import CompilerFlags, flags_hash
-from pipeline.compile.plan import GraphManifest, GraphRecord, store_manifest
+from pipeline.compile.manifest import GraphManifest, GraphRecord, store_manifest
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage

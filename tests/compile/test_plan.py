@@ -5,16 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.plan import (
-    GraphManifest,
-    Plan,
-    embed_plan,
-    evaluation_plan,
-    graph_plan,
-    open_guard,
-    open_part_guard,
-    store_manifest,
-)
+from pipeline.compile.manifest import GraphManifest, Plan, store_manifest
+from pipeline.compile.plan import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.compile.watch import GraphWatch, Guard, NoWatch
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError

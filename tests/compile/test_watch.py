@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.compile.plan import GraphManifest, PlanValue, plan_differences
+from pipeline.compile.manifest import GraphManifest, PlanValue, plan_differences
 from pipeline.compile.watch import CountGuard, CountRecorder, Guard, Place, Recorder
 from pipeline.core.errors import ConfigError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.compile.plan import GraphManifest, load_manifests
+from pipeline.compile.manifest import GraphManifest, load_manifests
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, Place
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.compile.cache import list_storage
 from pipeline.compile.config import CompilerFlags, flags_hash
-from pipeline.compile.plan import GraphManifest, load_manifests, store_manifest
+from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import TRACE_FILE
 from tests.backends.xla_process import needs_xla

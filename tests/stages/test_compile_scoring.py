@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.compile import neuron_compile
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron_compile import NeuronCompileResult
 from pipeline.compile.neuron_tool import SCORING
-from pipeline.compile.plan import GraphManifest, Plan, load_manifests
 from pipeline.context import StageContext, open_context
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.compile.plan import Plan, graph_key
+from pipeline.compile.manifest import Plan, graph_key
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
 from pipeline.stages.shapes import expected_shapes
