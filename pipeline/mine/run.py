@@ -32,7 +32,7 @@ from pipeline.evaluate.products import Products, decoded, distinct_products, tex
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage, join_key
 from pipeline.mine.config import BM25, DECIDES, MineConfig
-from pipeline.mine.negatives import empty_folder
+from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
 from pipeline.settings import Settings
 
 # What is mined for, and where: the training queries that have a positive, against the distinct training products; and
@@ -459,3 +459,27 @@ def all_negatives(parts: Parts, most: int) -> tuple[Int64s, Counts]:
     """The negatives [Q, most] of all queries, and what became of their best products. All pieces must be there."""
     products = [np.zeros((0, most), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
     return np.concatenate(products), sum((parts.counts(index) for index in range(len(parts))), Counts())
+
+
+def commit_all(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
+    """The negatives of all queries, once every piece is there."""
+    product, counts = all_negatives(parts, most)
+    info = NegativesInfo(
+        dataset=mining.sets[0].info.dataset,
+        token_sets=tuple(one.info.fingerprint for one in mining.sets),
+        rows=task.rows.sizes,
+        source=mining.source,
+        settings=mining.decides,
+        figures={
+            "queries": counts.queries,
+            "items": task.num_items,
+            "negatives": counts.negatives,
+            "slots_filled": counts.negatives / max(1, product.size),
+            "queries_without": int((product[:, 0] < 0).sum()),
+            "judged_skipped": counts.judged,
+            "above_margin": counts.above_margin,
+            "passed_over": counts.passed_over,
+        },
+    )
+    staged = empty_folder(parts.scratch / "set")
+    return commit_negatives(ctx.workspace_after_stop, mining.prefix, Negatives(task.query_id, product), info, staged)

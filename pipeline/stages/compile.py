@@ -19,7 +19,7 @@ from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
-from pipeline.stages.shapes import Shapes, shapes_of
+from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.events import EventName
 
 NAME = "compile"

@@ -18,7 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages import compile as stage
-from pipeline.stages.shapes import expected_shapes
+from pipeline.stages.inputs import expected_shapes
 
 RANKS, SCORING_RANKS = 64, 32
 
