@@ -11,8 +11,7 @@ from bench.rows import RandomRows, input_spec
 from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.state import TrainState
-from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore, TrainState
 from pipeline.core.batching import Bucket
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig

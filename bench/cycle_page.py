@@ -29,9 +29,9 @@ from pipeline.evaluate.digest import digest_key as scores_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, ModelReport, store_report
-from pipeline.health.report import CheckResult, NodeReport
-from pipeline.health.report import Verdict as Health
-from pipeline.health.report import store_report as store_health
+from pipeline.health.check import CheckResult, NodeReport
+from pipeline.health.check import Verdict as Health
+from pipeline.health.check import store_report as store_health
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
 

@@ -18,7 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, resolve
-from pipeline.stages.shapes import expected_shapes
+from pipeline.stages.inputs import expected_shapes
 from pipeline.telemetry.console import Console
 
 

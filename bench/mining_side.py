@@ -18,8 +18,7 @@ from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
 from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
-from pipeline.mine.run import Parts, Search, all_negatives, mine_share, vector_search
-from pipeline.mine.task import Judged
+from pipeline.mine.run import Judged, Parts, Search, all_negatives, mine_share, vector_search
 
 WIDTH = 64
 JUDGED = 5

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from bench.results import ROOT, Figure, Target, figure, finish
 from pipeline.core.errors import EXIT_OK, GateRefused
-from pipeline.parity.compare import ParityReport
-from pipeline.parity.figures import CurveFigures
+from pipeline.parity.compare import CurveFigures, ParityReport
 
 NAME = "parity"
 TITLE = "Largest difference of the holdout accuracy between XLA and CPU at any evaluation of 300 steps"

@@ -66,7 +66,6 @@ ONLY_IN = {
         "pipeline/embed/",
         "pipeline/evaluate/",
         "pipeline/convert/",
-        "pipeline/health/collectives.py",
         "pipeline/health/device.py",
         "pipeline/health/ranks.py",
         "pipeline/model/",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.context import StageContext, StageResult, open_context
     from pipeline.core.errors import TrnpipeError
     from pipeline.core.stop import StopSignal
-    from pipeline.embed.mapped import open_vectors
+    from pipeline.embed.handover import open_vectors
     from pipeline.parallel.adopt import init, layout, transform
     from pipeline.parallel.config import Plan
     from pipeline.parallel.delayed import delayed_init
@@ -81,7 +81,7 @@ _HOME = {
     "layout": "pipeline.parallel.adopt",
     "load": "pipeline.parallel.files",
     "open_context": "pipeline.context",
-    "open_vectors": "pipeline.embed.mapped",
+    "open_vectors": "pipeline.embed.handover",
     "resolve": "pipeline.settings",
     "save": "pipeline.parallel.files",
     "transform": "pipeline.parallel.adopt",

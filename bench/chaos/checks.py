@@ -14,8 +14,7 @@ from pipeline.embed.vectors import open_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.history import read_history, read_pointer
-from pipeline.registry.records import Pointer
+from pipeline.registry.records import Pointer, read_history, read_pointer
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jobs.cycle.store import CycleStore
 from jobs.targets.local.nodes import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import read_pointer
+from pipeline.registry.records import read_pointer
 from tests.s3 import s3_env
 
 MODEL = "chaos"

@@ -12,8 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint.state import HF_CONFIG, KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, TrainState
-from pipeline.checkpoint.store import CheckpointStore, prefix_of
+from pipeline.checkpoint.store import (
+    HF_CONFIG,
+    KIND,
+    OPTIMIZER,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    CheckpointStore,
+    TrainState,
+    prefix_of,
+)
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
 from pipeline.core.manifest import Manifest
 from pipeline.io.commit import commit_dir

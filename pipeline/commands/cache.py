@@ -14,13 +14,15 @@ from pipeline.compile.cache import (
     Clock,
     Compilers,
     Mounts,
+    RepairReport,
+    Treatment,
     live_compilers,
     mount_of,
     mounted,
     refuse_network_root,
+    repair,
     scan,
 )
-from pipeline.compile.cache_repair import RepairReport, Treatment, repair
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.compile.manifest import FOLDER, load_manifests
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError

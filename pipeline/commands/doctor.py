@@ -13,7 +13,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.shapes import Shapes, contrastive_batch, estimate_lines, estimates, shapes_of
+from pipeline.stages.estimates import contrastive_batch, estimate_lines, estimates
+from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.console import Console
 from pipeline.train.config import batch_share
 

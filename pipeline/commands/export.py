@@ -10,8 +10,7 @@ from typing import Any, cast, get_args
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.command_table import ToolCall
 from pipeline.context import StageContext, open_context
-from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export
-from pipeline.convert.programs import default_shapes, parse_shapes
+from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
 from pipeline.convert.record import Format
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
@@ -24,7 +23,7 @@ from pipeline.io import atomic
 from pipeline.io.storage import Storage
 from pipeline.model.families import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
-from pipeline.registry.history import read_pointer
+from pipeline.registry.records import read_pointer
 from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared

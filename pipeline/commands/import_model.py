@@ -17,8 +17,7 @@ from pipeline.io import atomic
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
-from pipeline.stages.inputs import find_prepared
-from pipeline.stages.shapes import expected_shapes, shapes_of
+from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

@@ -12,9 +12,8 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in
-from pipeline.registry.history import list_models, read_history, read_pointer
 from pipeline.registry.model import Registry
-from pipeline.registry.records import Author, Entry, Pointer, one_line, who
+from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, read_history, read_pointer, who
 from pipeline.registry.serving import Pair, read_pair, roll_back_model
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version

@@ -38,7 +38,8 @@ from pipeline.parallel.config import Plan
 from pipeline.parallel.memory import Memory, track_relevance
 from pipeline.registry.checkpoints import locate, read_checkpoint
 from pipeline.settings import Settings
-from pipeline.stages.shapes import Shapes, estimates, expected_shapes
+from pipeline.stages.estimates import estimates
+from pipeline.stages.inputs import Shapes, expected_shapes
 from pipeline.telemetry.events import EventName, read_events
 from pipeline.train.config import TrainPlan
 

@@ -25,6 +25,7 @@ from pipeline.compile.cache import (
     EntryName,
     EntryState,
     Mounts,
+    cache_lock,
     entry_state,
     list_entry,
     list_local,
@@ -32,7 +33,6 @@ from pipeline.compile.cache import (
     mounted,
     refuse_network_root,
 )
-from pipeline.compile.cache_repair import cache_lock
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import MANIFEST_NAME, Manifest

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
-from pipeline.checkpoint.state import Origin, TrainState
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint, prefix_of
-from pipeline.convert.hugging_face import (
-    TOKENIZER,
-    read_sentence_settings,
-    read_tokenizer,
-    settings_of,
-)
+from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
+from pipeline.convert.hugging_face import TOKENIZER, read_sentence_settings, read_tokenizer, settings_of
 from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
 from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source, load_tensors
 from pipeline.core.errors import CheckpointError, ConfigError

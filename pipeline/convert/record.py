@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.state import Parent
+from pipeline.checkpoint.store import Parent
 from pipeline.core.record import Record
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.registry.checkpoints import Ancestor

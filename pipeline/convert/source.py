@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.state import KIND as CHECKPOINT
+from pipeline.checkpoint.store import KIND as CHECKPOINT
 from pipeline.convert.record import KIND as EXPORT
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint

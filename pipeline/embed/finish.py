@@ -13,8 +13,10 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from pipeline import __version__
+from pipeline.context import Figure, StageContext, StageResult
 from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
+from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -37,6 +39,8 @@ from pipeline.embed.vectors import (
 )
 from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, names_in
+from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 
 # Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all.
 
@@ -235,3 +239,32 @@ def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fracti
         next_command=f"look at {sample}; repair the catalogue and embed it in a new cycle, or raise"
         " --embed.catalogue.max-bad-fraction",
     )
+
+
+def tell_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
+    info, counts = vectors.info, vectors.info.counts
+    if counts.bad:
+        ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
+    bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
+    deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
+    chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
+    Console().info(  # also where another rank than the first was last
+        f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
+        f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
+        f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "
+        f"{format_duration((result.finished - result.started).total_seconds())} | "
+        f"{ctx.workspace.uri(vectors.prefix)}"
+    )
+
+
+def totals(vectors: VectorSet) -> dict[str, Figure]:
+    info = vectors.info
+    counts: dict[str, Figure] = {f"rows_{name}": value for name, value in info.counts if name != "tokens"}
+    return {
+        "rows": info.rows,
+        **counts,
+        "rows_deleted": info.deleted,
+        "tokens": info.counts.tokens,
+        "parts": len(info.parts),
+        "size_bytes": vectors.manifest.size_bytes,
+    }

@@ -15,11 +15,12 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.backends import Backend
 from pipeline.backends.prefetch import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.format import UNKNOWN, format_count, format_duration, format_share
-from pipeline.core.machines import usd_per_million
+from pipeline.core.machines import MACHINES, price_usd_per_hour, usd_per_million
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.catalogue import CatalogueReader, RawWindow, WorkShard
@@ -31,6 +32,7 @@ from pipeline.embed.texts import TextRules, Window, make_window
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
+from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
 
 _POLL_S = 0.1
@@ -394,3 +396,15 @@ class EmbedWatch:
             "idle_share": float(f"{pace.idle_share:.4g}"),
             "usd_per_million_texts": None if cost is None else float(f"{cost:.4g}"),
         }
+
+
+def share_price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:
+    """Dollars an hour for what this process has of the machine; None where the price of another one would be told."""
+    given = settings.estimate.price_usd_per_hour
+    instance = MACHINES.get(settings.estimate.instance)
+    price = price_usd_per_hour(settings.estimate.instance, given)
+    if price is None:
+        return None
+    if backend.is_neuron and instance is not None:
+        return price / instance.num_cores
+    return None if given is None else price / ctx.world.local_world_size

@@ -29,8 +29,7 @@ from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, retrieval_report
 from pipeline.evaluate.metrics.scored import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
-from pipeline.evaluate.retrieval import ModelSearch
-from pipeline.evaluate.retrieval_sources import RetrievalTask
+from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest

@@ -25,8 +25,7 @@ from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.registry.checkpoints import locate
-from pipeline.registry.history import read_pointer
-from pipeline.registry.records import Place, Pointer, StoredVerdict
+from pipeline.registry.records import Place, Pointer, StoredVerdict, read_pointer
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"

@@ -20,10 +20,9 @@ from pipeline.core.errors import TransientError
 from pipeline.core.format import format_bytes
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext, run_checks
+from pipeline.health.check import Check, CheckContext, CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, beyond_tolerance, error_figures
-from pipeline.health.report import CheckResult, Verdict
 
 # The tensor operations a model of ours really uses, each with the same in float64 on the host to hold it against.
 

@@ -19,9 +19,8 @@ import psutil
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import GIB, MACHINES
-from pipeline.health.check import Check, CheckContext
+from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import HealthConfig
-from pipeline.health.report import CheckResult, Verdict
 from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.network import MASTER_PORT
 from pipeline.proc.tool import host_memory_bytes

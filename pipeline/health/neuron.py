@@ -17,8 +17,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.machines import MACHINES
 from pipeline.core.neuron_errors import Evidence, classify
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext
-from pipeline.health.report import CheckResult, Verdict
+from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.proc.tool import Count, ToolRun, json_in, run_tool
 
 SYSFS = Path("/sys/devices/virtual/neuron_device")

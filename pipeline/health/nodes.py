@@ -4,16 +4,29 @@ Each rank leaves its results in a folder of its node; the nodes read each other'
 """
 
 import re
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TrnpipeError
 from pipeline.core.format import format_duration
-from pipeline.health.check import one_line
-from pipeline.health.report import CheckResult, NodeReport, Verdict, from_json, to_json
+from pipeline.core.stop import StopSignal
+from pipeline.health.check import (
+    CheckResult,
+    NodeReport,
+    Verdict,
+    from_json,
+    gang_error,
+    one_line,
+    show,
+    store_report,
+    to_json,
+)
 from pipeline.io import atomic
+from pipeline.io.storage import Storage
 from pipeline.parallel.nodes import Nodes
 
 BURN, ROUND = "burn", "fastest_round_s"
@@ -201,6 +214,34 @@ def _tolerances_flag(errors: Mapping[str, float]) -> str:
 
 
 # The nodes of one job read each other's reports, and come to one verdict.
+
+
+def store_own(workspace: Storage, cycle: str, report: NodeReport) -> None:
+    """Raises what the host checks say of a workspace that cannot be written: it says more than the failing write."""
+    try:
+        store_report(workspace, cycle, report)
+    except TrnpipeError:
+        show(report, sys.stdout)
+        if (error := gang_error([report])) is not None:
+            raise error from None
+        raise
+
+
+class TimeLimit(StopSignal):
+    """Set with the outer signal, and when all ranks together take too long."""
+
+    def __init__(self, outer: StopSignal, limit_s: float) -> None:
+        super().__init__()
+        self._outer, self._end = outer, time.monotonic() + limit_s
+
+    def is_set(self) -> bool:
+        if self._outer.is_set() or time.monotonic() > self._end:
+            self._event.set()
+        return super().is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        self._outer.wait(max(0.0, min(timeout_s, self._end - time.monotonic())))
+        return self.is_set()
 
 
 def exchange_reports(nodes: Nodes, phase: str, mine: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:

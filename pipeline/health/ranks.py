@@ -1,32 +1,320 @@
 """What each rank checks: its device alone, then collectives with all others."""
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.backends import Backend, device_guard, on_neuron, process_group
+from pipeline.backends.c10d import all_gather_single
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext, run_checks
-from pipeline.health.collectives import (
-    FULL_SIZES_BYTES,
-    SIZES_BYTES,
-    Ranks,
-    agent_store,
-    check_collectives,
-    in_graph,
-    join,
-)
+from pipeline.health.check import Check, CheckContext, CheckResult, NodeReport, Verdict, one_line, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_burn, check_memory, check_operations
 from pipeline.health.nodes import BURN, OPERATIONS_CHECK, SHARED, leave
-from pipeline.health.report import CheckResult, NodeReport, Verdict
 from pipeline.parallel.gang import open_device
 from pipeline.parallel.world import World
+
+# Collectives between ranks, with contents by which a wrong rank, a stale buffer or a swapped chunk is seen.
+#
+# Every call has a time limit, and each rank signs in before it. So a hang is not a hang: the ranks that never came are
+# named. Signing in goes through the store that torchrun's agent keeps, which outlives any rank.
+
+SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
+"""Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
+FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
+"""With a whole gradient bucket (50 MB on Neuron: torch_xla/_internal/neuron.py)."""
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
+_STORE_LIMIT_S = 60.0
+_REASON_LENGTH = 200
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that take part, numbered as in the whole world.
+
+    device: where tensors must lie for the process group. group: None is that of all ranks. first_limit_s: for the first
+    call of each shape, which may have to be compiled; None: no longer than the others.
+    """
+
+    rank: int
+    ranks: range
+    store: Any
+    """torch.distributed's TCPStore, which has no types."""
+    device: torch.device
+    limit_s: float
+    stop: StopSignal
+    name: str = "collectives"
+    group: dist.ProcessGroup | None = None
+    first_limit_s: float | None = None
+
+    def arrive(self, place: str, limit_s: float | None = None) -> list[int]:
+        """Sign in at `place` and wait for the others: the ranks that did not come in time, [] when all did."""
+        self.store.set(self._key(f"{place}/{self.rank}"), "1")
+        if self.store.add(self._key(f"{place}/count"), 1) == len(self.ranks):
+            self.store.set(self._key(f"{place}/all"), "1")
+        return self.missing(place, limit_s)
+
+    def missing(self, place: str, limit_s: float | None = None) -> list[int]:
+        """Wait until all are there or it is too late, without signing in. A rank that has given up is missing, too."""
+        end, pause_s = time.monotonic() + (limit_s or self.limit_s), _FIRST_POLL_S
+        while not self.store.check([self._key(f"{place}/all")]):
+            self.stop.raise_if_set(f"waiting for the other ranks at {place}")
+            if (gone := self.gave_up()) is not None:
+                return [gone]
+            if time.monotonic() > end:
+                return [rank for rank in self.ranks if not self.store.check([self._key(f"{place}/{rank}")])]
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 1.5 * pause_s)
+        return []
+
+    def give_up(self) -> None:
+        """Tell those who would wait for this rank that it has its verdict."""
+        self.store.set(self._key("gave up"), str(self.rank))
+
+    def gave_up(self) -> int | None:
+        return int(self.store.get(self._key("gave up"))) if self.store.check([self._key("gave up")]) else None
+
+    def _key(self, name: str) -> str:
+        return f"trnpipe/health/{self.name}/{self.ranks.start}/{name}"
+
+
+def agent_store(address: str, port: int, *, is_agent: bool = False) -> Any:
+    """The store of torchrun's agent, as one more client of it (port 0: any, for an agent)."""
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(address, port, is_master=is_agent, wait_for_workers=False, timeout=timedelta(seconds=_STORE_LIMIT_S))
+
+
+def join(ranks: Ranks, kind: str, limit_s: float) -> CheckResult | None:
+    """Bring up the process group of torchrun's environment; the verdict when a rank does not come or it fails."""
+    try:
+        _sign_in(ranks, "start", limit_s)
+        try:
+            # nccl ends the process when a call takes longer than this: our own limit comes first.
+            dist.init_process_group(kind, timeout=timedelta(seconds=limit_s + _STORE_LIMIT_S))
+        except RuntimeError as error:
+            raise _lost("start", error, ranks) from error
+    except _Fault as fault:
+        return fault.result(ranks, {})
+    return None
+
+
+def contents(source: int, turn: int, count: int) -> Tensor:
+    """What rank `source` gives, fp32 [count]: whole numbers below 2^12, so that sums are exact.
+
+    It differs with source and turn, and along the tensor.
+    """
+    return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
+
+
+Prepared = tuple[Callable[[], Tensor], Tensor]
+"""What runs a collective and gives what arrived here; and what should have arrived."""
+
+
+Collective = Callable[["Ranks", int, int], Prepared]
+"""Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
+
+
+def _from_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+    return torch.cat([contents(source, turn, count) for source in ranks.ranks])
+
+
+def _sum_of_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+    total = torch.zeros(count)
+    for source in ranks.ranks:  # one by one: all of a large size at once fill a host with many ranks
+        total += contents(source, turn, count)
+    return total
+
+
+def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *tensors: Any) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        work = call(*tensors, group=ranks.group, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=ranks.limit_s))
+        return found
+
+    return run
+
+
+def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
+    mine = contents(ranks.rank, turn, count).to(ranks.device)
+    return _run(ranks, mine, dist.all_reduce, mine), _sum_of_all(ranks, turn, count)
+
+
+def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
+    found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
+    mine = contents(ranks.rank, turn, count).to(ranks.device)
+    return _run(ranks, found, all_gather_single, found, mine), _from_all(ranks, turn, count)
+
+
+COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}
+
+
+def in_graph(backend: Backend) -> dict[str, Collective]:
+    """The collectives of the device itself: the all-reduce as training uses it, and an all-gather.
+
+    For a backend that reduces in the graph, over all ranks.
+    """
+
+    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
+        mine = contents(ranks.rank, turn, count).to(backend.device)
+
+        def run() -> Tensor:
+            backend.reduce([mine], _no_host_mean)
+            (mean,) = backend.to_host([mine])
+            return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
+
+        return run, _sum_of_all(ranks, turn, count)
+
+    def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
+        mine = contents(ranks.rank, turn, count).to(backend.device)
+
+        def run() -> Tensor:
+            (found,) = backend.to_host([backend.all_gather(mine)])
+            return found
+
+        return run, _from_all(ranks, turn, count)
+
+    return {"all-gather": all_gather, "all-reduce": all_reduce}
+
+
+def _no_host_mean(tensors: list[Tensor]) -> list[Tensor]:
+    raise RuntimeError("the device was to reduce this itself")
+
+
+def bus_factor(name: str, ranks: int) -> float:
+    """Bytes over the slowest link for each byte of the largest buffer (the nccl-tests convention)."""
+    return (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks
+
+
+def check_collectives(
+    ranks: Ranks,
+    *,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    turns: int = 2,
+    minimum_gb_s: float = 0.0,
+    collectives: Mapping[str, Collective] | None = None,
+) -> CheckResult:
+    """Every collective at every size, on all `ranks` at once; `minimum_gb_s`: bus bandwidth of the largest all-reduce.
+
+    The process group must be up. The first problem ends the check, on every rank with a verdict of its own.
+    """
+    figures: dict[str, float | int | str] = {}
+    num, turn = len(ranks.ranks), 0
+    try:
+        for name, collective in (collectives or COLLECTIVES).items():
+            for size in sizes_bytes:
+                chunks = num if name == "all-gather" else 1  # one buffer of it holds a chunk for each rank
+                count, best_s = max(1, size // 4 // chunks), float("inf")
+                for again in range(turns):
+                    turn += 1
+                    limit_s = ranks.limit_s if again else ranks.first_limit_s or ranks.limit_s
+                    best_s = min(best_s, _timed(ranks, collective, f"{name}/{size}/{again}", count, turn, limit_s))
+                rate = bus_factor(name, num) * 4 * count * chunks / best_s
+                figures[f"{name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
+    except _Fault as fault:
+        return fault.result(ranks, figures)
+    slowest = float(figures.get(f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s", 0.0))
+    if slowest < minimum_gb_s:
+        seen, expected = f"all-reduce reaches {slowest:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
+        return CheckResult(ranks.name, Verdict.RETRY, seen, expected, "this job elsewhere", figures)
+    return CheckResult(ranks.name, Verdict.PASS, figures=figures)
+
+
+class _Fault(Exception):
+    """Ends the check of this rank."""
+
+    def __init__(
+        self, seen: str, next_command: str = "look at the last lines of that rank; this job elsewhere"
+    ) -> None:
+        super().__init__(seen)
+        self.seen, self.next_command = seen, next_command
+
+    def result(self, ranks: Ranks, figures: Mapping[str, float | int | str]) -> CheckResult:
+        expected = "every rank in every collective, with its own contents"
+        return CheckResult(ranks.name, Verdict.RETRY, self.seen, expected, self.next_command, figures)
+
+
+class _Stuck(RuntimeError):
+    """A call that has not come back."""
+
+
+def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: int, limit_s: float) -> float:
+    """Seconds of one call with right results. Raises _Fault, Preempted."""
+    ranks.stop.raise_if_set(f"checking {place}")
+    with device_guard(ranks.device):
+        run, expected = collective(ranks, count, turn)
+    _sign_in(ranks, place, limit_s)
+    started = time.monotonic()
+    try:
+        found = _within(limit_s, run, ranks.device)
+    except RuntimeError as error:  # time-out, lost peer
+        ranks.stop.raise_if_set(f"checking {place}")
+        raise _lost(place, error, ranks) from error
+    seconds = time.monotonic() - started
+    if torch.equal(found, expected):
+        return seconds
+    ranks.give_up()
+    wrong = (found != expected).nonzero().reshape(-1)
+    first = int(wrong[0])
+    source = ranks.ranks[first * len(ranks.ranks) // len(expected)]
+    whose = f" (from rank {source})" if place.startswith("all-gather") else ""
+    raise _Fault(
+        f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
+        f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
+        "this job elsewhere; take the machine out of service if it fails again",
+    )
+
+
+def _within(limit_s: float, run: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What it gives, on the host. It may hang where it hears nothing: then its thread stays behind. RuntimeError."""
+    results: list[Tensor] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with device_guard(device):
+                results.append(run().cpu())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="collective", daemon=True)
+    thread.start()
+    thread.join(limit_s + 1.0)  # a library that knows the limit says more
+    if errors:
+        raise errors[0]
+    if not results:
+        raise _Stuck(f"not done within {limit_s:g} s")
+    return results[0]
+
+
+def _sign_in(ranks: Ranks, place: str, limit_s: float) -> None:
+    """Raises _Fault that names the ranks which do not come."""
+    if missing := ranks.arrive(place, limit_s):
+        first, last = ranks.ranks.start, ranks.ranks.stop - 1
+        who = f"rank {', '.join(map(str, missing))} of {f'{first} to {last}' if first else last + 1}"
+        if ranks.gave_up() is not None:
+            raise _Fault(f"{who} has found a fault and does not come to {place}")
+        raise _Fault(f"{who} did not arrive at {place} within {limit_s:g} s")
+
+
+def _lost(place: str, error: RuntimeError, ranks: Ranks) -> _Fault:
+    """All signed in and the call failed: whoever does not sign out is the one that died or hangs."""
+    after = f"{place}/left"
+    missing = ranks.missing(after) if isinstance(error, _Stuck) else ranks.arrive(after)
+    named = 0 < len(missing) < len(ranks.ranks)
+    who = f"rank {', '.join(map(str, missing))} was lost in" if named else "no rank came through"
+    return _Fault(f"{who} {place}: {one_line(str(error)[:_REASON_LENGTH])}")
+
 
 DEVICE = "device"
 _MEMORY_SHARE = 4

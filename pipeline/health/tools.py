@@ -14,7 +14,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.machines import GIB
 from pipeline.core.neuron_errors import Evidence, classify
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import BOTH, Check, CheckContext
+from pipeline.health.check import BOTH, Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import HealthConfig, Profile
 from pipeline.health.neuron import (
     WAIT_S,
@@ -27,7 +27,6 @@ from pipeline.health.neuron import (
     neuron_instance,
     without_answer,
 )
-from pipeline.health.report import CheckResult, Verdict
 from pipeline.proc.tool import ToolRun, last_line, run_tool
 
 NAME = "nccom-test"

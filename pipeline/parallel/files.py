@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline.checkpoint.state import OPTIMIZER, WEIGHTS
+from pipeline.checkpoint.store import OPTIMIZER, WEIGHTS
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic

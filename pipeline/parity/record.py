@@ -52,8 +52,7 @@ from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.world import World
-from pipeline.parity.compare import Precision, RecordedSide, Side, SideRecord
-from pipeline.parity.figures import Curve, Evaluation
+from pipeline.parity.compare import Curve, Evaluation, Precision, RecordedSide, Side, SideRecord
 from pipeline.proc.signals import stop_on_signals
 from pipeline.registry.checkpoints import start_place
 from pipeline.settings import Settings

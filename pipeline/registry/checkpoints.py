@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.checkpoint.state import (
+from pipeline.checkpoint.store import (
     SCHEMA_VERSION,
     STATE,
     TOKENIZER,
@@ -25,8 +25,7 @@ from pipeline.checkpoint.state import (
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.io.commit import check_record, record_of, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, place_of
-from pipeline.registry.history import pointer_key
-from pipeline.registry.records import Place, check_prefix, load_verdict, one_line
+from pipeline.registry.records import Place, check_prefix, load_verdict, one_line, pointer_key
 from pipeline.settings import Settings
 
 CHECKPOINTS = "checkpoints/"

@@ -4,9 +4,19 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
-from pipeline.registry.history import list_models, read_history, read_pointer
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Entry, Pointer, check_model, one_line, stored_decision, who
+from pipeline.registry.records import (
+    Author,
+    Entry,
+    Pointer,
+    check_model,
+    list_models,
+    one_line,
+    read_history,
+    read_pointer,
+    stored_decision,
+    who,
+)
 from pipeline.registry.serving import (
     CHALLENGER,
     Pair,

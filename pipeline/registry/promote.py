@@ -11,16 +11,18 @@ from typing import Any
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import Known, check_present, read_checkpoint
-from pipeline.registry.history import append, pointer_key, read_pointer
 from pipeline.registry.records import (
     Author,
     Decision,
     Entry,
     Pointer,
     Production,
+    append,
     changes_of,
     check_prefix,
     one_line,
+    pointer_key,
+    read_pointer,
 )
 
 

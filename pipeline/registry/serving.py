@@ -18,9 +18,19 @@ from pipeline.core.record import Record
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.history import FOLDER, read_history, read_pointer
 from pipeline.registry.promote import roll_back, rollback_target
-from pipeline.registry.records import Author, Digest, ModelName, Pointer, changes_of, check_model, one_line
+from pipeline.registry.records import (
+    FOLDER,
+    Author,
+    Digest,
+    ModelName,
+    Pointer,
+    changes_of,
+    check_model,
+    one_line,
+    read_history,
+    read_pointer,
+)
 
 Role = Literal["serving", "serving-challenger"]
 SERVING: Role = "serving"

@@ -9,7 +9,7 @@ from pipeline.backends import lazy_device_name
 from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.compile.neuron_nodes import compile_on_neuron
+from pipeline.compile.neuron_compile import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
 from pipeline.compile.watch import CountRecorder, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
@@ -19,7 +19,7 @@ from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
-from pipeline.stages.shapes import Shapes, shapes_of
+from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.events import EventName
 
 NAME = "compile"

@@ -3,17 +3,14 @@
 import os
 from datetime import UTC, datetime
 
-from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
-from pipeline.core.format import format_bytes, format_duration
-from pipeline.core.machines import MACHINES, price_usd_per_hour
 from pipeline.embed.carry_over import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.engine import open_device_embedder
-from pipeline.embed.finish import finish
-from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes
+from pipeline.embed.finish import finish, tell_end, totals
+from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
 from pipeline.embed.parts import finished_parts
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
@@ -47,7 +44,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             started,
             inputs={"plan": plan.fingerprint, "catalogue": plan.catalogue.digest, "checkpoint": plan.model.digest},
             outputs={"embeddings": vectors.prefix} if vectors is not None else {},
-            figures=figures | (_totals(vectors) if vectors is not None else {}),
+            figures=figures | (totals(vectors) if vectors is not None else {}),
         )
 
     prefix = vectors_prefix(ctx.cycle)
@@ -94,7 +91,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
     ended = result(figures, vectors)
-    _tell_end(ctx, vectors, ended)
+    tell_end(ctx, vectors, ended)
     return store_result(ctx.workspace, ended)
 
 
@@ -130,7 +127,7 @@ def _embed(
         embedder.figures,
         total=total,
         done=total - sum(shard.rows for shard in todo),
-        price_usd_per_hour=_price(settings, ctx, backend),
+        price_usd_per_hour=share_price(settings, ctx, backend),
         max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
     )
     try:
@@ -140,44 +137,3 @@ def _embed(
             f"{error.seen}; {watch.parts} of {len(todo)} parts were finished", next_command=error.next_command
         ) from error
     return watch.finish()
-
-
-def _price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:
-    """Dollars an hour for what this process has of the machine; None where the price of another one would be told."""
-    given = settings.estimate.price_usd_per_hour
-    instance = MACHINES.get(settings.estimate.instance)
-    price = price_usd_per_hour(settings.estimate.instance, given)
-    if price is None:
-        return None
-    if backend.is_neuron and instance is not None:
-        return price / instance.num_cores
-    return None if given is None else price / ctx.world.local_world_size
-
-
-def _tell_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
-    info, counts = vectors.info, vectors.info.counts
-    if counts.bad:
-        ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
-    bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
-    deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
-    chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
-    Console().info(  # also where another rank than the first was last
-        f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
-        f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
-        f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "
-        f"{format_duration((result.finished - result.started).total_seconds())} | "
-        f"{ctx.workspace.uri(vectors.prefix)}"
-    )
-
-
-def _totals(vectors: VectorSet) -> dict[str, Figure]:
-    info = vectors.info
-    counts: dict[str, Figure] = {f"rows_{name}": value for name, value in info.counts if name != "tokens"}
-    return {
-        "rows": info.rows,
-        **counts,
-        "rows_deleted": info.deleted,
-        "tokens": info.counts.tokens,
-        "parts": len(info.parts),
-        "size_bytes": vectors.manifest.size_bytes,
-    }

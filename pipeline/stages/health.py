@@ -7,7 +7,6 @@ takes nobody with it. Nodes meet after each part, so that no rank waits for a no
 import math
 import os
 import sys
-import time
 import zlib
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,13 +14,18 @@ from pathlib import Path
 
 from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
-from pipeline.core.errors import EXIT_OK, TrnpipeError
-from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, run_checks
+from pipeline.core.errors import EXIT_OK
+from pipeline.health.check import Check, CheckResult, NodeReport, Verdict, gang_error, report_key, run_checks, show
 from pipeline.health.host import HostChecks, read_identity, usual_places, usual_ports
 from pipeline.health.neuron import neuron_instance, versions_check
-from pipeline.health.nodes import exchange_reports, results_of, with_shared_errors, with_slow_ranks
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error, report_key, show, store_report
+from pipeline.health.nodes import (
+    TimeLimit,
+    exchange_reports,
+    results_of,
+    store_own,
+    with_shared_errors,
+    with_slow_ranks,
+)
 from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
 from pipeline.parallel.launch import launch
 from pipeline.parallel.nodes import Nodes
@@ -31,7 +35,6 @@ from pipeline.settings import Settings
 
 NAME = "health"
 
-Results = tuple[CheckResult, ...]
 Reports = tuple[NodeReport, ...]
 
 
@@ -56,8 +59,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 
 class _Node:
-    """One node of the job, one part after the other."""
-
     def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes) -> None:
         self._settings, self._ctx, self._nodes, self._config = settings, ctx, nodes, settings.health
         self._on_neuron = on_neuron(settings.backend, os.environ)
@@ -76,41 +77,29 @@ class _Node:
             on_neuron=self._on_neuron,
         )
         with_ranks = self._config.wants("cores", "collectives")
-        host_limit_s = tools_limit_s(tools, self._config)
-        reports = self._meet("hosts", self._host(tools), host_limit_s, is_last=not with_ranks)
+        reports = self._meet("hosts", self._host(tools), tools_limit_s(tools, self._config), is_last=not with_ranks)
         if with_ranks:
             limit_s = ranks_limit_s(self._config, on_neuron=self._on_neuron)
             reports = self._meet("ranks", self._ranks(temporary / "ranks", limit_s), limit_s, is_last=True)
         return reports
 
-    def _meet(self, part: str, results: Results, limit_s: float, *, is_last: bool) -> Reports:
+    def _meet(self, part: str, results: tuple[CheckResult, ...], limit_s: float, *, is_last: bool) -> Reports:
         """What all nodes say after a part that takes each of them `limit_s` at most."""
         self._report = replace(self._report, results=(*self._report.results, *results))
-        self._store()  # before anything that may wait for others
+        store_own(self._ctx.workspace, self._ctx.cycle, self._report)  # before anything that may wait for others
         reports = exchange_reports(self._nodes, part, self._report, self._config.nodes_wait_s + limit_s)
         reports = with_slow_ranks(reports, self._config.slow_ratio)
         reports = with_shared_errors(reports, self._ctx.world.world_size * self._settings.launch.processes)
         self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
-        self._store()
-        error = gang_error(reports)
-        if is_last or error is not None:
+        store_own(self._ctx.workspace, self._ctx.cycle, self._report)
+        if (error := gang_error(reports)) is not None or is_last:
             for report in reports:
                 show(report, sys.stdout)
         if error is not None:
             raise error
         return reports
 
-    def _store(self) -> None:
-        """What the host checks say of a workspace that cannot be written says more than the failing write."""
-        try:
-            store_report(self._ctx.workspace, self._ctx.cycle, self._report)
-        except TrnpipeError:
-            show(self._report, sys.stdout)
-            if (error := gang_error([self._report])) is not None:
-                raise error from None
-            raise
-
-    def _host(self, tools: tuple[Check, ...]) -> Results:
+    def _host(self, tools: tuple[Check, ...]) -> tuple[CheckResult, ...]:
         settings, ctx, rank = self._settings, self._ctx, self._ctx.world.node_rank
         host = HostChecks(
             config=self._config,
@@ -128,7 +117,7 @@ class _Node:
         checks = (versions_check(more), *host.checks(), *tools)
         return run_checks(checks, self._config, node_rank=rank, host=self._report.host, stop=ctx.stop).results
 
-    def _ranks(self, folder: Path, limit_s: float) -> Results:
+    def _ranks(self, folder: Path, limit_s: float) -> tuple[CheckResult, ...]:
         """Start the ranks of this node with this very command; they leave their results in a folder."""
         ctx, processes = self._ctx, self._settings.launch.processes
         folder.mkdir()
@@ -137,27 +126,10 @@ class _Node:
             env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
             env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
         with exported(env):
-            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, _TimeLimit(ctx.stop, limit_s))
+            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, TimeLimit(ctx.stop, limit_s))
         ctx.stop.raise_if_set("checking the ranks of this node")
         first = ctx.world.node_rank * processes
         return results_of(folder, range(first, first + processes))
-
-
-class _TimeLimit(StopSignal):
-    """Set with the outer signal, and when all ranks together take too long."""
-
-    def __init__(self, outer: StopSignal, limit_s: float) -> None:
-        super().__init__()
-        self._outer, self._end = outer, time.monotonic() + limit_s
-
-    def is_set(self) -> bool:
-        if self._outer.is_set() or time.monotonic() > self._end:
-            self._event.set()
-        return super().is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        self._outer.wait(max(0.0, min(timeout_s, self._end - time.monotonic())))
-        return self.is_set()
 
 
 def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResult:

@@ -14,25 +14,21 @@ from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.plan import open_model
 from pipeline.mine.config import BM25, PARENT
-from pipeline.mine.negatives import (
-    Negatives,
-    NegativeSet,
-    NegativesInfo,
-    commit_negatives,
-    empty_folder,
-    find_negatives,
-)
+from pipeline.mine.negatives import NegativeSet, find_negatives
 from pipeline.mine.run import (
+    Mining,
+    MiningTask,
     Parts,
     Search,
-    all_negatives,
+    commit_all,
+    decide,
+    make_task,
     mine_share,
     open_parts,
     vector_search,
     vectors_of,
     word_search,
 )
-from pipeline.mine.task import Mining, MiningTask, decide, make_task
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
@@ -86,7 +82,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if made is None and missing:
             Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
             return _result(ctx, mining, started, {"parts_missing": missing})
-        made = made or _commit(ctx, mining, task, negatives, config.negatives_per_query)
+        made = made or commit_all(ctx, mining, task, negatives, config.negatives_per_query)
     except DataError:
         made = find_negatives(ctx.workspace, mining.prefix)
         if made is None:
@@ -96,29 +92,6 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)
     return store_result(ctx.workspace, result)
-
-
-def _commit(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
-    product, counts = all_negatives(parts, most)
-    info = NegativesInfo(
-        dataset=mining.sets[0].info.dataset,
-        token_sets=tuple(one.info.fingerprint for one in mining.sets),
-        rows=task.rows.sizes,
-        source=mining.source,
-        settings=mining.decides,
-        figures={
-            "queries": counts.queries,
-            "items": task.num_items,
-            "negatives": counts.negatives,
-            "slots_filled": counts.negatives / max(1, product.size),
-            "queries_without": int((product[:, 0] < 0).sum()),
-            "judged_skipped": counts.judged,
-            "above_margin": counts.above_margin,
-            "passed_over": counts.passed_over,
-        },
-    )
-    staged = empty_folder(parts.scratch / "set")
-    return commit_negatives(ctx.workspace_after_stop, mining.prefix, Negatives(task.query_id, product), info, staged)
 
 
 def _tell_start(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, who: str) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
-from pipeline.checkpoint.state import Best, TrainState
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, TrainState
 from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch, NoWatch
 from pipeline.context import StageContext
@@ -31,7 +30,7 @@ from pipeline.model.hf_config import hf_config
 from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
-from pipeline.registry.history import in_use
+from pipeline.registry.records import in_use
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout

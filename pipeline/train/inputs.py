@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.checkpoint.state import Parent
-from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.store import Checkpoint, Parent
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.judgements import training_warnings

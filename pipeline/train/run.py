@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from pipeline.checkpoint.state import Best
-from pipeline.checkpoint.store import prefix_of
+from pipeline.checkpoint.store import Best, prefix_of
 from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout

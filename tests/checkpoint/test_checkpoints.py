@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
-from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
-from pipeline.checkpoint.store import CheckpointStore, open_checkpoint, prefix_of
+from pipeline.checkpoint.store import (
+    OPTIMIZER,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    Best,
+    CheckpointStore,
+    Parent,
+    TrainState,
+    open_checkpoint,
+    prefix_of,
+)
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import open_storage

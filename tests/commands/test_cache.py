@@ -14,8 +14,7 @@ import pytest
 from pipeline import cli, command_table
 from pipeline.command_table import ToolCall
 from pipeline.commands import cache
-from pipeline.compile.cache import Compilers, EntryState, Mount, Mounts
-from pipeline.compile.cache_repair import LOCK_DIR
+from pipeline.compile.cache import LOCK_DIR, Compilers, EntryState, Mount, Mounts
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.compile.config import CompilerFlags, flags_hash
 from pipeline.compile.manifest import GraphManifest, GraphRecord, store_manifest

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline import cli, command_table
-from pipeline.checkpoint.state import WEIGHTS
+from pipeline.checkpoint.store import WEIGHTS
 from pipeline.commands import registry
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import pointer_key
-from pipeline.registry.records import Place, StoredVerdict, store_verdict
+from pipeline.registry.records import Place, StoredVerdict, pointer_key, store_verdict
 from tests.registry.cases import MODEL, child_of, consistent, digest_of, make_checkpoint, prefix, production, put
 
 

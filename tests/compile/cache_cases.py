@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.compile.cache import CompilerProcess, EntryName, EntryState, Mount, parse_entry
-from pipeline.compile.cache_repair import LOCK_DIR
+from pipeline.compile.cache import LOCK_DIR, CompilerProcess, EntryName, EntryState, Mount, parse_entry
 from pipeline.compile.cache_sync import Direction, SyncReport, sync_cache
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile import cache, cache_repair
-from pipeline.compile.cache import CacheEntry, CompilerProcess, Compilers, EntryName, EntryState, list_entry
-from pipeline.compile.cache_repair import LOCK_DIR, RepairReport
+from pipeline.compile import cache
+from pipeline.compile.cache import (
+    LOCK_DIR,
+    CacheEntry,
+    CompilerProcess,
+    Compilers,
+    EntryName,
+    EntryState,
+    RepairReport,
+    list_entry,
+)
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
@@ -38,7 +46,7 @@ OLD_S = 3600.0
 def repair(
     root: Path, *, compilers: Compilers = nobody, keep_versions: list[str] | None = None, dry_run: bool = False
 ) -> RepairReport:
-    return cache_repair.repair(
+    return cache.repair(
         opened(str(root)), compilers=compilers, keep_versions=keep_versions, dry_run=dry_run, clock=lambda: NOW_S
     )
 
@@ -174,7 +182,7 @@ def test_an_entry_that_comes_to_life_meanwhile_is_left_alone(root: Path, monkeyp
                 write_entry(root, FAILED, {LOCK: b""})
         return list_entry(folder, name)
 
-    monkeypatch.setattr(cache_repair, "list_entry", look)
+    monkeypatch.setattr(cache, "list_entry", look)
     report = repair(root)
     assert [one.reason for one in report.kept] == ["changed meanwhile"]
     assert (root / FAILED.key / LOG).exists()
@@ -198,7 +206,7 @@ def test_stops_between_entries(root: Path) -> None:
     stop, before = StopSignal(), content_of(root)
     stop.set("SIGTERM")
     with pytest.raises(Preempted):
-        cache_repair.repair(opened(str(root), stop), compilers=nobody, clock=lambda: NOW_S)
+        cache.repair(opened(str(root), stop), compilers=nobody, clock=lambda: NOW_S)
     assert content_of(root) == before
 
 
@@ -212,13 +220,13 @@ def test_a_storage(s3_uri: str, tmp_path: Path) -> None:
     storage.write_bytes(f"{name_of(3).key}/{LOCK}", b"")
     storage.write_bytes(f"{name_of(4).key}/{'0' * 32}/{NEFF}", b"half an upload")
     before = [stat.key for stat in storage.list("")]
-    dry = cache_repair.repair(storage, keep_versions=[VERSION], dry_run=True)
+    dry = cache.repair(storage, keep_versions=[VERSION], dry_run=True)
     assert [stat.key for stat in storage.list("")] == before
-    report = cache_repair.repair(storage, keep_versions=[VERSION])
+    report = cache.repair(storage, keep_versions=[VERSION])
     assert report.actions == dry.actions
     assert done(report) == [("prune", name_of(1, OLDER).key), ("drop failed", name_of(2).key)]
     assert {one.entry for one in report.kept} == {name_of(3).key, name_of(4).key}
     left = {stat.key.split("/")[1] for stat in storage.list("")}
     assert left == {name_of(number).key.split("/")[1] for number in (1, 3, 4)}
     with pytest.raises(ConfigError):
-        cache_repair.repair(storage, keep_versions=["1.0"])
+        cache.repair(storage, keep_versions=["1.0"])

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.compile import cache_sync
-from pipeline.compile.cache import EntryState, Mount, list_local, scan
-from pipeline.compile.cache_repair import LOCK_DIR, cache_lock, repair
+from pipeline.compile.cache import LOCK_DIR, EntryState, Mount, cache_lock, list_local, repair, scan
 from pipeline.compile.cache_sync import Direction, LeftOut, SyncReport, sync_cache
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.cache import EntryState, list_local
-from pipeline.compile.cache_repair import LOCK_DIR
+from pipeline.compile.cache import LOCK_DIR, EntryState, list_local
 from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal

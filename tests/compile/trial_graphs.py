@@ -14,7 +14,7 @@ from pipeline.model.hf_config import MPNET_PAD
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
-from pipeline.stages.shapes import expected_shapes
+from pipeline.stages.inputs import expected_shapes
 from pipeline.telemetry.console import Console
 
 FLAGS = (

@@ -11,9 +11,16 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export, write_tokenizer
+from pipeline.convert.exporting import (
+    ExportPlan,
+    Shapes,
+    check_plan,
+    destination,
+    parse_shapes,
+    write_export,
+    write_tokenizer,
+)
 from pipeline.convert.importing import read_model, store_import
-from pipeline.convert.programs import Shapes, parse_shapes
 from pipeline.convert.record import Format
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.core.stop import StopSignal

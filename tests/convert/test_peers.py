@@ -13,10 +13,9 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.exporting import ExportPlan, write_export
+from pipeline.convert.exporting import ExportPlan, Shapes, write_export
 from pipeline.convert.hugging_face import POOLINGS
 from pipeline.convert.importing import read_model, store_import
-from pipeline.convert.programs import Shapes
 from pipeline.convert.record import Family, Format
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.convert.programs import Shapes, default_shapes, write_programs
+from pipeline.convert.exporting import Shapes, default_shapes, write_programs
 from pipeline.core.batching import Bucket
 from pipeline.model.config import InputSpec
 from pipeline.model.ops import unit

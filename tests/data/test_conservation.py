@@ -21,10 +21,10 @@ from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition,
 from pipeline.data.tokens import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
-from pipeline.embed.gather import COLUMNS, gather_rows
+from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.embed.texts import TextRules, judge_rows
 from pipeline.evaluate.config import RetrievalConfig
-from pipeline.evaluate.retrieval_sources import CatalogueFile
+from pipeline.evaluate.retrieval import CatalogueFile
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
-from pipeline.checkpoint.state import TrainState
+from pipeline.checkpoint.store import TrainState
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig

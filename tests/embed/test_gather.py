@@ -14,10 +14,10 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import ColumnMapping, DataConfig, SyntheticConfig
-from pipeline.embed import gather as gather_module
+from pipeline.embed import plan as plan_module
 from pipeline.embed.catalogue import CatalogueReader
 from pipeline.embed.config import CatalogueConfig
-from pipeline.embed.gather import find_catalogue, gather_products
+from pipeline.embed.plan import find_catalogue, gather_products
 from pipeline.settings import Settings
 
 
@@ -93,7 +93,7 @@ def test_products_without_an_id_are_named_by_their_title(ctx: StageContext, tmp_
 def test_file_sizes_do_not_matter(
     ctx: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(gather_module, "FILE_ROWS", size)
+    monkeypatch.setattr(plan_module, "FILE_ROWS", size)
     lines = [json.dumps({"sku": n, "name": f"phone {n}", "text": "long"}) for n in range(10)]
     (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
     config = CatalogueConfig(path=str(tmp_path / "rows.jsonl"), id="sku", title="name")
@@ -120,7 +120,7 @@ def test_a_catalogue_that_is_not_there(ctx: StageContext, tmp_path: Path) -> Non
 
 def test_it_may_be_killed_and_run_again(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataConfig(synthetic=SyntheticConfig(num_queries=10, num_days=3))
-    monkeypatch.setattr(gather_module, "FILE_ROWS", 50)
+    monkeypatch.setattr(plan_module, "FILE_ROWS", 50)
     write = type(ctx.workspace).write_if_absent
     left = iter([True, True, False])
 

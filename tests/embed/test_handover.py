@@ -23,8 +23,7 @@ from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.embed import handover
 from pipeline.embed.forms import FORMS, IDS, MATRIX, Piece, open_form
-from pipeline.embed.handover import STATE, hand_over
-from pipeline.embed.mapped import MappedVectors, open_vectors
+from pipeline.embed.handover import STATE, MappedVectors, hand_over, open_vectors
 from pipeline.embed.vectors import PartCounts, PartInfo, PartRows, VectorLayout, VectorSet, part_files
 from pipeline.embed.vectors import open_vectors as open_committed
 from pipeline.io.atomic import write_bytes_atomic

@@ -12,7 +12,7 @@ from pipeline.evaluate.baselines import hybrid_reports, lexical_search
 from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.ranking import Judgements
-from pipeline.evaluate.retrieval_sources import Queries, RetrievalTask
+from pipeline.evaluate.retrieval import Queries, RetrievalTask
 
 pytestmark = pytest.mark.unit
 

@@ -22,8 +22,7 @@ from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder
 from pipeline.evaluate.products import distinct_products, join_tokens
-from pipeline.evaluate.retrieval import search
-from pipeline.evaluate.retrieval_sources import RetrievalTask, from_catalogue, from_products, open_catalogue
+from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

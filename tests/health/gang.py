@@ -19,19 +19,18 @@ from pipeline.backends.base import HostMean
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
-from pipeline.health.check import run_checks
-from pipeline.health.collectives import (
+from pipeline.health.check import CheckResult, run_checks
+from pipeline.health.config import HealthConfig
+from pipeline.health.ranks import (
     COLLECTIVES,
     Collective,
     Prepared,
+    RankChecks,
     Ranks,
     agent_store,
     check_collectives,
     in_graph,
 )
-from pipeline.health.config import HealthConfig
-from pipeline.health.ranks import RankChecks
-from pipeline.health.report import CheckResult
 from pipeline.parallel.world import World
 
 LIMIT_S = 3.0

@@ -12,7 +12,7 @@ from torch_xla._internal import pjrt
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.stop import StopSignal
-from pipeline.health.collectives import Ranks, agent_store, in_graph
+from pipeline.health.ranks import Ranks, agent_store, in_graph
 
 
 class Traced(XlaBackend):

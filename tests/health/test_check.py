@@ -11,9 +11,8 @@ import pytest
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health import check as check_module
-from pipeline.health.check import Check, CheckContext, run_checks
+from pipeline.health.check import Check, CheckContext, CheckResult, NodeReport, Verdict, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.report import CheckResult, NodeReport, Verdict
 from pipeline.proc.tool import run_tool
 
 QUICK = HealthConfig()

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from pipeline.health.collectives import bus_factor, contents
-from pipeline.health.report import CheckResult, Verdict
+from pipeline.health.check import CheckResult, Verdict
+from pipeline.health.ranks import bus_factor, contents
 from tests.health.gang import SIZES_BYTES, collectives, gang, node
 
 WORLD = 3

@@ -10,10 +10,17 @@ import torch.distributed as dist
 from pipeline.backends import process_group
 from pipeline.backends.cuda import CudaBackend
 from pipeline.core.stop import StopSignal
-from pipeline.health.collectives import COLLECTIVES, SIZES_BYTES, Ranks, agent_store, check_collectives
+from pipeline.health.check import Verdict
 from pipeline.health.config import HealthConfig
-from pipeline.health.ranks import RankChecks, report_rank
-from pipeline.health.report import Verdict
+from pipeline.health.ranks import (
+    COLLECTIVES,
+    SIZES_BYTES,
+    RankChecks,
+    Ranks,
+    agent_store,
+    check_collectives,
+    report_rank,
+)
 from pipeline.parallel.world import World
 
 pytestmark = [pytest.mark.stage, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

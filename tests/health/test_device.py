@@ -10,6 +10,7 @@ from torch import Tensor
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import Verdict
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import (
     OPERATIONS,
@@ -22,7 +23,6 @@ from pipeline.health.device import (
     worst_error,
 )
 from pipeline.health.nodes import slow_ranks
-from pipeline.health.report import Verdict
 
 MIB = 2**20
 

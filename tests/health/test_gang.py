@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.neuron import VERSIONS
 from pipeline.health.nodes import exchange_reports
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.io.local import LocalStorage
 from pipeline.parallel import nodes as node_barrier
 from pipeline.parallel.nodes import Nodes

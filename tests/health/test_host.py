@@ -14,7 +14,7 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.machines import GIB
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import run_checks
+from pipeline.health.check import CheckResult, NodeReport, Verdict, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.host import (
     Disk,
@@ -28,7 +28,6 @@ from pipeline.health.host import (
     usual_places,
     usual_ports,
 )
-from pipeline.health.report import CheckResult, NodeReport, Verdict
 from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
 

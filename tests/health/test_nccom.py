@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import CheckResult, Verdict
 from pipeline.health.neuron import neuron_instance
-from pipeline.health.report import CheckResult, Verdict
-from pipeline.health.tools import (
-    NccomTest,
-    check_nccom,
-    judge_nccom,
-    parse_table,
-)
+from pipeline.health.tools import NccomTest, check_nccom, judge_nccom, parse_table
 from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools
 from tests.health.fake_tools import NCCOM_FAILED, NCCOM_NO_DRIVER, NCCOM_TABLE_NEW, NCCOM_TABLE_OLD, nccom_table

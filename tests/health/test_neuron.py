@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.core.machines import MACHINES
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import Verdict
 from pipeline.health.neuron import (
     NeuronInstance,
     check_counters,
@@ -15,7 +16,6 @@ from pipeline.health.neuron import (
     neuron_instance,
     without_answer,
 )
-from pipeline.health.report import Verdict
 from pipeline.proc.tool import ToolRun
 from tests.health.fake_tools import environment, fake_tool, says
 

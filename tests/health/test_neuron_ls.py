@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import CheckResult, Verdict
 from pipeline.health.neuron import (
     Device,
     NeuronInstance,
@@ -16,7 +17,6 @@ from pipeline.health.neuron import (
     neuron_instance,
     parse_neuron_ls,
 )
-from pipeline.health.report import CheckResult, Verdict
 from tests.health.fake_tools import environment, fake_tool, neuron_ls, says
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX

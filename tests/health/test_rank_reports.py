@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import TransientError
+from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.nodes import leave, results_of, with_slow_ranks
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 
 
 def report(folder: Path, rank: int, *results: CheckResult, is_finished: bool = True) -> None:

@@ -8,10 +8,10 @@ from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.health import ranks as ranks_module
+from pipeline.health.check import Verdict
 from pipeline.health.config import HealthConfig
 from pipeline.health.nodes import results_of
 from pipeline.health.ranks import RankChecks, report_rank
-from pipeline.health.report import Verdict
 from pipeline.parallel.world import World
 
 QUICK = HealthConfig(burn_s=0.2, sweep_mib=64)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.report import (
+from pipeline.health.check import (
     CheckResult,
     NodeReport,
     Verdict,

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, run_checks
+from pipeline.health.check import Check, CheckResult, Verdict, from_json, gang_error, report_lines, run_checks, to_json
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import NeuronInstance, judge_devices, judge_processes, neuron_instance, parse_neuron_ls
-from pipeline.health.report import CheckResult, Verdict, from_json, gang_error, report_lines, to_json
 from pipeline.health.tools import NccomTest, judge_nccom
 from pipeline.proc.tool import ToolRun
 from tests.health import fake_tools

@@ -9,10 +9,10 @@ import torch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import OPERATIONS, check_operations
 from pipeline.health.nodes import beyond_tolerance, leave, results_of, with_shared_errors
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.settings import resolve
 from tests.health.test_device import Faulty
 

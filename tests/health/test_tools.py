@@ -4,10 +4,9 @@ import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.health import tools
-from pipeline.health.check import Check, run_checks
+from pipeline.health.check import Check, CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import neuron_instance
-from pipeline.health.report import CheckResult, Verdict
 from pipeline.health.tools import NccomTest, nccom_checks, ranks_limit_s, stage_limit_s, tool_checks, tools_limit_s
 
 EVERYWHERE = ["kernel log", "neuron devices"]

@@ -7,10 +7,9 @@ import pytest
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.health import tools
-from pipeline.health.check import CheckContext, run_checks
+from pipeline.health.check import CheckContext, CheckResult, NodeReport, Verdict, gang_error, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import DRIVER_FIT, VERSIONS, find_versions, judge_driver, neuron_instance, versions_check
-from pipeline.health.report import CheckResult, NodeReport, Verdict, gang_error
 
 PASS, WARN, FIX = Verdict.PASS, Verdict.WARN, Verdict.FIX
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.mine.config import MineConfig
-from pipeline.mine.task import NONE, Candidates, Counts, Judged, choose_negatives
+from pipeline.mine.run import NONE, Candidates, Counts, Judged, choose_negatives
 
 ITEMS = 12
 

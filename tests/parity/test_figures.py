@@ -13,8 +13,7 @@ from scipy import stats
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import ParityBars, ParityConfig, ReducedBars
 from pipeline.evaluate.metrics.scored import ScoredRows
-from pipeline.parity.compare import judge
-from pipeline.parity.figures import (
+from pipeline.parity.compare import (
     TIE,
     TOP_K,
     Comparison,
@@ -27,6 +26,7 @@ from pipeline.parity.figures import (
     compare_evaluations,
     compare_scores,
     compare_vectors,
+    judge,
     overlap_at,
     pearson,
     relative_difference,

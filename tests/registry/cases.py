@@ -7,13 +7,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from pipeline.checkpoint.state import KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
+from pipeline.checkpoint.store import KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.registry.history import read_history, read_pointer
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of
+from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of, read_history, read_pointer
 
 MODEL = "relevance"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("no", "yes"), label_gains=(0.0, 1.0))

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import history_key
 from pipeline.registry.promote import record_refusal, roll_back
-from pipeline.registry.records import Decision
+from pipeline.registry.records import Decision, history_key
 from tests.killing import FORK, killed_at
 from tests.registry.cases import AUTHOR, MODEL, consistent, prefix, put
 from tests.registry.conftest import FAST, Make

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.state import STATE, WEIGHTS, Best, Origin, Parent
+from pipeline.checkpoint.store import STATE, WEIGHTS, Best, Origin, Parent
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint

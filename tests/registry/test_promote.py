@@ -7,14 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.state import OPTIMIZER, STATE, TOKENIZER, WEIGHTS
+from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import incumbent_prefix
-from pipeline.registry.history import append, history_key, in_use, list_models, pointer_key, read_history, read_pointer
 from pipeline.registry.promote import promote, record_refusal, roll_back, withdrawn
-from pipeline.registry.records import Decision, Entry, Pointer
+from pipeline.registry.records import (
+    Decision,
+    Entry,
+    Pointer,
+    append,
+    history_key,
+    in_use,
+    list_models,
+    pointer_key,
+    read_history,
+    read_pointer,
+)
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put
 from tests.registry.conftest import ON_BOTH, Make
 

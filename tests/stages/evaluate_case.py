@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.state import KIND, STATE, WEIGHTS, TrainState
+from pipeline.checkpoint.store import KIND, STATE, WEIGHTS, TrainState
 from pipeline.cli import main
 from pipeline.context import StageResult, load_result
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.history import read_history, read_pointer
-from pipeline.registry.records import Entry, Pointer
+from pipeline.registry.records import Entry, Pointer, read_history, read_pointer
 from tests.fault.harness import DATA, MODEL, TRAIN
 
 MODEL_NAME = "relevance"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compile import neuron_nodes
+from pipeline.compile import neuron_compile
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron_compile import NeuronCompileResult
 from pipeline.compile.neuron_tool import SCORING
@@ -18,7 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages import compile as stage
-from pipeline.stages.shapes import expected_shapes
+from pipeline.stages.inputs import expected_shapes
 
 RANKS, SCORING_RANKS = 64, 32
 
@@ -81,8 +81,8 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
             True: shapes.scoring_plan(settings, SCORING_RANKS, "xla:NEURON"),
         }
     )
-    monkeypatch.setattr(neuron_nodes, "NeuronCompile", tool)
-    monkeypatch.setattr(neuron_nodes._Node, "done", lambda node: tool.done)
+    monkeypatch.setattr(neuron_compile, "NeuronCompile", tool)
+    monkeypatch.setattr(neuron_compile._Node, "done", lambda node: tool.done)
     return tool
 
 
@@ -108,12 +108,12 @@ def test_without_them_the_node_is_cold(ctx: StageContext, tool: Tool) -> None:
 def test_only_the_main_node_compiles_them_as_a_machine_alone(
     ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neuron_nodes, "nodes_of", lambda *rest: Together())
+    monkeypatch.setattr(neuron_compile, "nodes_of", lambda *rest: Together())
     monkeypatch.setenv("TRNJOBS_NODES", "2")
     plans = {SCORING_RANKS: tool.plans[True]}
     for node_rank in range(2):
         on_node = replace(ctx, world=World(rank=node_rank, world_size=2, node_rank=node_rank))
-        manifests, _ = neuron_nodes.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
+        manifests, _ = neuron_compile.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
         assert len(manifests) == (0 if node_rank else 2)
     assert [("TRNJOBS_NODES" in env, alone) for _, env, alone in tool.calls] == [
         (True, False),

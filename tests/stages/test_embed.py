@@ -17,13 +17,13 @@ from pipeline.compile.config import EstimateConfig
 from pipeline.context import StageContext, StageResult, load_result
 from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.embed.digest import VerifyDigest, digest_key
+from pipeline.embed.flow import share_price
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.registry.serving import CHALLENGER, read_pair
 from pipeline.settings import Settings
-from pipeline.stages.embed import _price
 from tests.embed.catalogues import KINDS, MAX_TOKENS, products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 
@@ -279,4 +279,4 @@ def test_the_price_is_that_of_the_part_of_the_machine(
     settings = Settings(estimate=EstimateConfig.model_validate(estimate))
     ctx = cast(StageContext, SimpleNamespace(world=World(world_size=ranks, local_world_size=ranks)))
     backend = cast(Backend, SimpleNamespace(is_neuron=is_neuron))
-    assert _price(settings, ctx, backend) == expected
+    assert share_price(settings, ctx, backend) == expected

@@ -12,7 +12,7 @@ from pipeline.cli import main
 from pipeline.evaluate.report import load_report
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.storage import Storage
-from pipeline.registry.history import read_pointer
+from pipeline.registry.records import read_pointer
 from tests.fault.harness import Place
 from tests.stages.evaluate_case import FLAGS
 

@@ -8,10 +8,9 @@ import pytest
 from pipeline.context import load_result
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.evaluate.products import text_hashes
+from pipeline.mine import run as mine_run
 from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
-from pipeline.mine.run import Parts, all_negatives
-from pipeline.mine.task import NONE
-from pipeline.stages import mine as stage
+from pipeline.mine.run import NONE, Parts, all_negatives
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
 
@@ -115,11 +114,11 @@ def test_two_workers_that_are_last_at_once(
     said = []
 
     def too_late(parts: Parts, most: int) -> object:
-        monkeypatch.setattr(stage, "all_negatives", all_negatives)
+        monkeypatch.setattr(mine_run, "all_negatives", all_negatives)
         said.append(case.run(stage="mine"))
         return all_negatives(parts, most)
 
-    monkeypatch.setattr(stage, "all_negatives", too_late)
+    monkeypatch.setattr(mine_run, "all_negatives", too_late)
     assert "100% of the slots" in case.run(stage="mine")
     assert "6 of 6 parts done" in said[0] and "100% of the slots" in said[0]
     mined(case, "c1")

@@ -5,7 +5,7 @@ import pytest
 from pipeline.compile.manifest import Plan, graph_key
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
-from pipeline.stages.shapes import expected_shapes
+from pipeline.stages.inputs import expected_shapes
 
 
 def plan(*flags: tuple[str, str]) -> Plan:

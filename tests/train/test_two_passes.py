@@ -15,7 +15,7 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceModel, build_model
-from pipeline.stages.shapes import contrastive_batch
+from pipeline.stages.estimates import contrastive_batch
 from pipeline.train.config import TrainConfig, needs_two_passes
 from pipeline.train.program import flat_strategy
 from pipeline.train.step import TrainProgram

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from pipeline.core.errors import ConfigError
 from pipeline.settings import Settings, resolve
-from pipeline.tune.space import best_toml, open_space
+from pipeline.tune.journal import best_toml, open_space
 
 pytestmark = pytest.mark.unit
 

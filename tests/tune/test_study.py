@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pipeline.train.build as train_build
-import pipeline.tune.trial as tune_trial
+import pipeline.tune.study as tune_trial
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import open_rows

@@ -26,7 +26,7 @@ from pipeline.embed.digest import load_digest as load_verified
 from pipeline.evaluate.digest import ScoreDigest
 from pipeline.evaluate.digest import load_digest as load_scores
 from pipeline.evaluate.report import EvaluationReport, load_report
-from pipeline.health.report import NodeReport, from_json
+from pipeline.health.check import NodeReport, from_json
 from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName
 

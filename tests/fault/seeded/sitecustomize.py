@@ -14,7 +14,7 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     from torch import Tensor
 
     from pipeline.backends.cpu import CpuBackend
-    from pipeline.health import collectives, device, ranks
+    from pipeline.health import device, ranks
 
     def spoil_first_result(value: float) -> None:
         """That of the first operation, the product of fp32 matrices."""
@@ -42,23 +42,23 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
         vars(ranks)["check_burn"] = partial(device.check_burn, clock=lambda: 10 * time.monotonic())
 
     def stay_away() -> None:
-        sound = collectives.Ranks.arrive
+        sound = ranks.Ranks.arrive
 
-        def arrive(self: collectives.Ranks, place: str, limit_s: float | None = None) -> list[int]:
+        def arrive(self: ranks.Ranks, place: str, limit_s: float | None = None) -> list[int]:
             if place == "all-gather/8/0":
                 self.stop.wait(600)
             return sound(self, place, limit_s)
 
-        collectives.Ranks.arrive = arrive  # type: ignore[method-assign]
+        ranks.Ranks.arrive = arrive  # type: ignore[method-assign]
 
     def spoil_gather(spoil: Callable[[Tensor, int], Tensor]) -> None:
-        sound = collectives.all_gather
+        sound = ranks.all_gather
 
-        def faulty(ranks: collectives.Ranks, count: int, turn: int) -> collectives.Prepared:
-            run, expected = sound(ranks, count, turn)
+        def faulty(these: ranks.Ranks, count: int, turn: int) -> ranks.Prepared:
+            run, expected = sound(these, count, turn)
             return lambda: spoil(run(), count), expected
 
-        collectives.COLLECTIVES["all-gather"] = faulty
+        ranks.COLLECTIVES["all-gather"] = faulty
 
     def swap(found: Tensor, count: int) -> Tensor:
         return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])

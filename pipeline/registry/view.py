@@ -1,1 +1,0 @@
-"""The registry of one model from Python: `trnpipe.Registry`."""
