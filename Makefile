@@ -40,8 +40,10 @@ NO_DIGEST := 0000000000000000000000000000000000000000000000000000000000000000
 
 # make image push IMAGE=neuron REPOSITORY=123456789012.dkr.ecr.us-east-1.amazonaws.com/relevance BASE_DIGEST=sha256:...
 IMAGE       ?= cpu
-IMAGES      := cpu cuda neuron
+IMAGES      := cpu cuda neuron neuron-native
 REPOSITORY  ?= trnpipe
+# Of neuron-native, which has no default: docker/neuron-native.Dockerfile.
+BASE_IMAGE  ?=
 BASE_DIGEST ?=
 SOURCE      ?=
 VERSION      = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -148,10 +150,12 @@ bench: $(STAMP)  ## measure every claim; rewrites docs/benchmarks.md and the tab
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.table --write
 
-image:  ## build docker/<IMAGE>.Dockerfile, IMAGE=cpu (default), cuda or neuron, as REPOSITORY:<IMAGE>-<revision>
+image:  ## build docker/<IMAGE>.Dockerfile, IMAGE=cpu (default), cuda, neuron or neuron-native, as REPOSITORY:<IMAGE>-<revision>
 	$(if $(filter $(IMAGE),$(IMAGES)),,$(error IMAGE is '$(IMAGE)', expected one of $(IMAGES): make image IMAGE=cpu))
+	$(if $(filter neuron-native,$(IMAGE)),$(if $(BASE_IMAGE),,$(error BASE_IMAGE is empty, expected AWS's training image of Neuron SDK 2.33 or later: make image IMAGE=neuron-native BASE_IMAGE=<repository>:<tag>)), \
+	  $(if $(BASE_IMAGE),$(error BASE_IMAGE is '$(BASE_IMAGE)', which only IMAGE=neuron-native takes: the others have theirs in docker/)))
 	docker buildx build --platform linux/amd64 --provenance=false --load --file docker/$(IMAGE).Dockerfile \
-	  --build-arg 'BASE_DIGEST=$(BASE_DIGEST)' --build-arg 'VERSION=$(VERSION)' --build-arg 'REVISION=$(REVISION)' \
+	  $(if $(BASE_IMAGE),--build-arg 'BASE_IMAGE=$(BASE_IMAGE)') --build-arg 'BASE_DIGEST=$(BASE_DIGEST)' --build-arg 'VERSION=$(VERSION)' --build-arg 'REVISION=$(REVISION)' \
 	  --build-arg 'SOURCE=$(SOURCE)' --tag '$(TAG)' .
 
 push:  ## AWS: push what `make image` built to REPOSITORY in ECR, and print the line for infra/ with its digest
@@ -213,6 +217,9 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	# pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
 	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
+	# AWS's images from SDK 2.33 on hold Python 3.14. Only wheels: nothing is compiled while the image is built.
+	$(UV_COMPILE) pyproject.toml --extra ann --extra baselines --python-version 3.14 --python-platform x86_64-manylinux_2_28 --no-build \
+	  -c build/constraints.txt --override docker/neuron.overrides -o docker/neuron-native.lock
 	# The same versions beside a later torch, see test-native.
 	printf '%s\n' '$(NATIVE_TORCH)' ninja | $(UV_COMPILE) pyproject.toml - $(patsubst %,--extra %,$(filter-out xla,$(EXTRAS))) --python-version 3.13 \
 	  -c build/constraints.txt --no-emit-package torch --no-emit-package triton $(NATIVE_CUDA:%=--no-emit-package %) -o $(NATIVE_LOCK)

@@ -172,6 +172,30 @@ run "trn1n_has_sixteen" {
   }
 }
 
+run "trn2_has_sixteen" {
+  command = plan
+
+  module {
+    source = "./modules/compute"
+  }
+
+  variables {
+    instance_type     = "trn2.48xlarge"
+    efa_interfaces    = 16
+    capacity_block_id = "cr-0123456789abcdef0"
+  }
+
+  assert {
+    condition     = length(aws_launch_template.trainium.network_interfaces) == 16 && aws_batch_compute_environment.trainium.compute_resources[0].instance_type == toset(["trn2.48xlarge"])
+    error_message = "sixteen cards, of that type alone"
+  }
+
+  assert {
+    condition     = aws_launch_template.trainium.instance_market_options[0].market_type == "capacity-block" && length(aws_placement_group.trainium) == 0
+    error_message = "from its capacity block, which has a placement of its own"
+  }
+}
+
 run "trn1_2xlarge_has_none" {
   command = plan
 

@@ -21,12 +21,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Machine:
-    """A Trainium instance type. A core is one logical NeuronCore (trn2: LNC=2); None is not known."""
+    """A Trainium instance type. A core is one logical NeuronCore (trn2: LNC=2)."""
 
     name: str
-    vcpus: int | None
+    vcpus: int
     memory_gib: int
-    job_memory_mib: int | None
+    job_memory_mib: int
     """A machine registers with AWS Batch what its kernel has left, less what the ECS agent keeps; a job that asks for
     more waits for ever, and memory is a limit only: nothing needs the rest."""
     num_devices: int
@@ -38,10 +38,10 @@ class Machine:
     core_tflops_fp32: float
     core_configs: tuple[int, ...]
     """How many physical cores may make a logical one (LNC); the last is the usual one."""
-    num_efa: int | None
-    """EFA interfaces."""
+    num_efa: int
+    """EFA interfaces that we attach; without one a job is on one node."""
     rank_counts: tuple[int, ...]
-    """How many ranks may run on it; over many nodes only as many as there are cores, the last. Empty: not known."""
+    """How many ranks may run on it; over many nodes only as many as there are cores, the last."""
     bus_gib_s: float | None
     """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
     usd_per_hour: float
@@ -56,16 +56,16 @@ class Machine:
         return self.num_cores // self.num_devices * self.core_memory_bytes
 
     @property
-    def node(self) -> Node | None:
-        """None where too little is known to plan a job for it."""
-        if self.vcpus is None or self.job_memory_mib is None or self.num_efa is None:
-            return None
+    def node(self) -> Node:
         return Node(self.vcpus, self.job_memory_mib, self.num_devices, self.num_efa)
 
 
 # TFLOPS of a chip, bf16 and fp32: 190 and 47.5 for the two cores of trn1, 667 and 181 for the four of trn2.
-# vCPUs of trn2.3xlarge are not confirmed. EFA of trn2.48xlarge: an EKS sample.
-# Ranks: docs/neuron.md for trn1; no page found for trn2.48xlarge, nothing known of trn2.3xlarge.
+# trn2.3xlarge: vCPUs and memory from EC2's "Specifications for accelerated computing instances" (docs.aws.amazon.com/ec2/latest/
+# instancetypes/ac.html), as others quote it; users see 124 of the 128 GiB, and report machines without an EFA device. Whether one
+# can be attached to it is not confirmed, and a job on one machine needs none.
+# EFA of trn2.48xlarge: github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
+# Ranks: docs/neuron.md for trn1; no page found for trn2, users run trn2.3xlarge with 1, 2 and 4.
 # Bandwidth: examples of the nccom-test user guide; for large machines that of two instances, which one alone exceeds.
 # Prices: on-demand list prices of us-east-1 in USD an hour, from third-party tables as of November 2026; other regions,
 # spot and reserved machines differ by a factor of two to three, so `estimate.price_usd_per_hour` goes before them.
@@ -123,17 +123,17 @@ MACHINES: Mapping[str, Machine] = {
         ),
         Machine(
             "trn2.3xlarge",
-            vcpus=None,
+            vcpus=12,
             memory_gib=128,
-            job_memory_mib=None,
+            job_memory_mib=116_000,
             num_devices=1,
             num_cores=4,
             core_memory_bytes=24 * GIB,
             core_tflops_bf16=166.75,
             core_tflops_fp32=45.25,
             core_configs=(1, 2),
-            num_efa=None,
-            rank_counts=(),
+            num_efa=0,
+            rank_counts=(1, 2, 4),
             bus_gib_s=None,
             usd_per_hour=2.235,
         ),
@@ -155,8 +155,8 @@ MACHINES: Mapping[str, Machine] = {
         ),
     )
 }
-NODES: Mapping[str, Node] = {name: node for name, machine in MACHINES.items() if (node := machine.node) is not None}
-"""The machines that jobs can be planned for."""
+NODES: Mapping[str, Node] = {name: machine.node for name, machine in MACHINES.items()}
+"""What a node of a job can ask for on each of them."""
 PRICES_USD_PER_HOUR: dict[str, float] = {name: machine.usd_per_hour for name, machine in MACHINES.items()}
 
 

@@ -28,7 +28,7 @@ def pins(path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["build", "cpu", "cuda", "neuron"])
+@pytest.mark.parametrize("name", ["build", "cpu", "cuda", "neuron", "neuron-native"])
 def test_versions_are_those_that_were_tested(name: str) -> None:
     tested = pins(ROOT / "requirements.lock")
     tested |= {"torch": "2.9.1", "triton": "3.5.1"}  # PyTorch's build is chosen by `make setup`
@@ -39,20 +39,21 @@ def test_versions_are_those_that_were_tested(name: str) -> None:
     }.keys() == older.keys()
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "neuron"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "neuron", "neuron-native"])
 def test_they_hold_what_the_package_needs(name: str) -> None:
     locked = pins(DOCKER / f"{name}.lock") | (pins(DOCKER / "torch-cpu.lock") if name == "cpu" else {})
     for needed in needs():
-        if name == "neuron" and needed.name in NEURON_HAS:
+        if name.startswith("neuron") and needed.name in NEURON_HAS:
             assert needed.name not in locked
         else:
             assert needed.specifier.contains(locked[needed.name]), f"{needed} against {locked[needed.name]}"
 
 
-def test_the_neuron_image_keeps_what_is_its_own() -> None:
-    assert NEURON_HAS & pins(DOCKER / "neuron.lock").keys() == set()
-    [check] = [one.rest for one in of(instructions(DOCKER / "neuron.Dockerfile"), "RUN") if "verify.py" in one.rest]
-    assert set(re.findall(r"--outside (\S+)", check)) == {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "numpy"}
+@pytest.mark.parametrize(("name", "more"), [("neuron", {"torch-xla"}), ("neuron-native", set())])
+def test_a_neuron_image_keeps_what_is_its_own(name: str, more: set[str]) -> None:
+    assert NEURON_HAS & pins(DOCKER / f"{name}.lock").keys() == set()
+    [check] = [one.rest for one in of(instructions(DOCKER / f"{name}.Dockerfile"), "RUN") if "verify.py" in one.rest]
+    assert set(re.findall(r"--outside (\S+)", check)) == {"torch", "torch-neuronx", "neuronx-cc", "numpy"} | more
     assert Requirement("numpy>=1.26") in needs(), "the image's numpy may be 1.26.4"
 
 

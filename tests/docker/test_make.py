@@ -69,6 +69,15 @@ def test_an_image_is_built_and_pushed_and_its_digest_told(fakes: Path) -> None:
     assert describe[7:11] == ["--repository-name", "team/relevance", "--image-ids", "imageTag=neuron-0123456789ab"]
 
 
+def test_the_native_image_is_built_from_the_one_that_is_named(fakes: Path) -> None:
+    words = ["IMAGE=neuron-native", f"BASE_IMAGE={REGISTRY}/mirror:1.2.3", "REVISION=0123456789ab"]
+    done = make(fakes, "image", *words)
+    assert done.returncode == 0, done.stderr
+    [(build, _)] = calls(fakes)
+    assert {f"BASE_IMAGE={REGISTRY}/mirror:1.2.3", "docker/neuron-native.Dockerfile"} <= set(build)
+    assert build[-2] == "trnpipe:neuron-native-0123456789ab"
+
+
 def test_the_image_of_the_cpu_queue_has_its_own_variable(fakes: Path) -> None:
     done = make(fakes, "push", f"REPOSITORY={REGISTRY}/relevance", "REVISION=0123456789ab")
     assert done.stdout.splitlines()[-1] == f'cpu_image = "{REGISTRY}/relevance@{DIGEST}"'
@@ -86,7 +95,9 @@ def test_what_fails_ends_it(fail: str, fakes: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["image", "IMAGE=tpu"], "IMAGE is 'tpu', expected one of cpu cuda neuron"),
+        (["image", "IMAGE=tpu"], "IMAGE is 'tpu', expected one of cpu cuda neuron neuron-native"),
+        (["image", "IMAGE=neuron-native"], "BASE_IMAGE is empty, expected AWS's training image of Neuron SDK 2.33"),
+        (["image", "IMAGE=neuron", "BASE_IMAGE=a:1"], "BASE_IMAGE is 'a:1', which only IMAGE=neuron-native takes"),
         (["push"], "REPOSITORY is 'trnpipe', expected one in ECR"),
         (["push", f"REPOSITORY={REGISTRY}/relevance", "REVISION=abc-dirty"], "the checkout has changes"),
     ],

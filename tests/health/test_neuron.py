@@ -76,7 +76,7 @@ def test_error_counters_of_the_driver(tmp_path: Path) -> None:
         ("trn1n.32xlarge", 8, 8, RETRY),
         ("trn1.2xlarge", 0, 0, FIX),
         ("trn2.48xlarge", 16, 16, PASS),
-        ("trn2.3xlarge", 1, 1, PASS),  # how many it has is not known
+        ("trn2.3xlarge", 1, 1, PASS),  # more than are attached
         ("trn2.3xlarge", 0, 0, FIX),
         ("trn9.48xlarge", 32, 32, PASS),
     ],
@@ -103,11 +103,11 @@ GIB = 2**30
         ("trn1.2xlarge", 1, 2, 32, 0),
         ("trn1.32xlarge", 16, 2, 32, 8),
         ("trn1n.32xlarge", 16, 2, 32, 16),
-        ("trn2.3xlarge", 1, 8, 96, None),
+        ("trn2.3xlarge", 1, 8, 96, 0),
         ("trn2.48xlarge", 16, 8, 96, 16),
     ],
 )
-def test_figures(name: str, devices: int, cores: int, memory_gib: int, efa: int | None) -> None:
+def test_figures(name: str, devices: int, cores: int, memory_gib: int, efa: int) -> None:
     instance = neuron_instance(name)
     assert instance is not None
     assert (instance.num_devices, instance.device_cores, instance.num_efa) == (devices, cores, efa)
@@ -143,7 +143,8 @@ def test_a_tool_without_an_answer() -> None:
         ("trn1.32xlarge", 8, 2, Verdict.FIX),
         ("trn1.32xlarge", 32, 2, Verdict.PASS),
         ("trn1.2xlarge", 4, 1, Verdict.FIX),
-        ("trn2.3xlarge", 3, 1, Verdict.PASS),  # not known
+        ("trn2.3xlarge", 4, 1, Verdict.PASS),
+        ("trn2.3xlarge", 3, 1, Verdict.FIX),
         ("trn9.48xlarge", 3, 2, Verdict.PASS),
     ],
 )

@@ -184,3 +184,16 @@ def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.C
     assert len(container["linuxParameters"]["devices"]) == 16
     command = train["SubmitJob"]["containerOverrides"]["command"]
     assert command[command.index("--launch.processes") + 1] == "64"
+
+
+def test_jobs_on_trn2_3xlarge_ask_for_its_one_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
+    stages = ("health", "compile", "train", "evaluate")
+    small = [f"--jobs.{name}.{what}" for name in stages for what in ("instance=trn2.3xlarge", "processes=4")]
+    assert cli.main(["plan", *trn2, *small, "--train.global-batch-size=512", *WHERE, IMAGE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
+    container = train["RegisterJobDefinition"]["containerProperties"]
+    assert [one["hostPath"] for one in container["linuxParameters"]["devices"]] == ["/dev/neuron0"]
+    needs = {one["type"]: one["value"] for one in container["resourceRequirements"]}
+    assert needs == {"VCPU": "12", "MEMORY": "116000"}
