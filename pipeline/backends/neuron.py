@@ -65,8 +65,9 @@ class NeuronBackend(Accelerator):
     name = "neuron"
     is_neuron = True
     compiles_steps = True
-    # AWS states FSDP2 and tensor parallelism, and not offloading or other collectives. Here none of it was tested yet.
-    spreads: frozenset[str] = frozenset()
+    # What AWS states (training/best-practices, torch/guides/torch-distributed), FSDP2 as eager operations; offloading
+    # and other collectives it does not.
+    spreads = frozenset({"parameters", "tensor"})
     default_tokens = 4096
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class NeuronBackend(Accelerator):
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
         raise ConfigError(
             f"activations offloaded by {self.name}",
-            expected="recompute: offloading was never tried on this device",
+            expected="recompute: AWS does not state offloading for this device",
             next_command="offload_horizon 0",
         )
 

@@ -49,6 +49,19 @@ class EncoderPass:
 
 
 @dataclass(frozen=True)
+class MeasuredTexts:
+    """Texts of one micro-step, each in a row of its own, and what one of them was measured to cost an encoder."""
+
+    texts: int
+    kept_bytes: int
+    """Of one text in fp32, from the forward for the backward pass."""
+    widest_bytes: int
+    """The largest tensor of those."""
+    flops: int
+    """Of its forward pass."""
+
+
+@dataclass(frozen=True)
 class ContrastiveBatch:
     """The contrastive loss, which each core computes over all queries and products of the global batch."""
 
@@ -88,6 +101,8 @@ class Workload:
     """Cores that share one state of the optimizer (parallel/strategies/sharded.py)."""
     match_bytes: int = 0
     """Kept by model/interactions.TokenMatch for the backward pass."""
+    measured: MeasuredTexts | None = None
+    """In place of `passes`, of an encoder whose layers are not known (model/factory.py)."""
 
     @staticmethod
     def of_groups(
@@ -175,11 +190,16 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
     activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes) + workload.match_bytes
     product, other = _bytes_of(workload.precision)
+    # Autocast keeps some of it in fp32, and which is not known.
+    scale = product / 4 if workload.precision == "bf16" else 1.0
     wide = max(product * encoder.intermediate, product * 3 * encoder.width)
     workspace = max(
         (2 * call.sequences * call.tokens * max(wide, other * encoder.heads * call.tokens) for call in workload.passes),
         default=0,
     )
+    if workload.measured is not None:
+        activations += int(scale * workload.measured.texts * workload.measured.kept_bytes)
+        workspace += int(scale * 2 * workload.measured.texts * workload.measured.widest_bytes)
     contrastive_bytes = 0
     if workload.contrastive is not None:
         contrastive_bytes = workload.contrastive.similarity_bytes
@@ -213,6 +233,8 @@ def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int
     for call in workload.passes:
         per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * call.tokens
         encoding += float(call.sequences * call.tokens * per_token)
+    if workload.measured is not None:
+        encoding += 3.0 * workload.measured.texts * workload.measured.flops
     again = (contrastive is not None and contrastive.two_passes) + workload.recompute
     step = workload.accumulation * (encoding * (1.0 + again / 3.0) + 6.0 * sample_parameters * workload.samples)
     return step + (contrastive.flops(encoder.width) if contrastive is not None else 0.0)

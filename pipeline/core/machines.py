@@ -61,9 +61,9 @@ class Machine:
 
 
 # TFLOPS of a chip, bf16 and fp32: 190 and 47.5 for the two cores of trn1, 667 and 181 for the four of trn2.
-# trn2.3xlarge: vCPUs and memory from EC2's "Specifications for accelerated computing instances" (docs.aws.amazon.com/ec2/latest/
-# instancetypes/ac.html), as others quote it; users see 124 of the 128 GiB, and report machines without an EFA device. Whether one
-# can be attached to it is not confirmed, and a job on one machine needs none.
+# trn2.3xlarge: vCPUs and memory from EC2's "Specifications for accelerated computing instances"
+# (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), as others quote it; users see 124 of the 128 GiB, and report
+# machines without an EFA device. Whether one can be attached is not confirmed, and a job on one machine needs none.
 # EFA of trn2.48xlarge: github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
 # Ranks: docs/neuron.md for trn1; no page found for trn2, users run trn2.3xlarge with 1, 2 and 4.
 # Bandwidth: examples of the nccom-test user guide; for large machines that of two instances, which one alone exceeds.

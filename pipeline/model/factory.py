@@ -15,6 +15,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import ModelConfig
@@ -81,6 +83,28 @@ class FactoryEncoder(TextEncoder):
         is_real = inside < sizes.view(-1, 1)
         vectors = self(torch.where(is_real, found, self.pad_id)).float()
         return torch.where(is_real[:, :1], vectors, 0.0).view(tokens.shape[0], texts, -1)
+
+    def cost_of_text(self, tokens: int) -> tuple[int, int, int]:
+        """Measured here on one text of `tokens`: bytes kept for its backward pass, the largest tensor's, forward FLOPs.
+
+        Weights are kept anyway and left out. FLOPs are those of matrix products, convolutions and attention.
+        """
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
+        kept: dict[int, int] = {}
+        alive = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+                alive.append(storage)  # so that no later one takes its place
+            return tensor
+
+        text = torch.full((1, tokens), (self.pad_id + 1) % 2, dtype=torch.int32)
+        counter = FlopCounterMode(display=False)
+        with torch.random.fork_rng(devices=[]), saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+            self.states(text, None, torch.zeros(1, 1, tokens, dtype=torch.bool))
+        return sum(kept.values()), max(kept.values(), default=0), int(counter.get_total_flops())
 
     @torch.no_grad()
     def _check_vectors(self, vocab_size: int, longest: int) -> None:

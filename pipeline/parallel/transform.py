@@ -89,8 +89,20 @@ def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, Pa
     outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)
     whole = mesh.plan.shard == "state"
     for unit in units:
+        _move(unit, mesh.backend.device)
         fully_shard(unit, mesh=mesh.data_axes, reshard_after_forward=not whole, mp_policy=policy)
+    _move(model, mesh.backend.device)
     fully_shard(model, mesh=mesh.data_axes, mp_policy=outermost)  # its own parameters stay whole after forward
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """In place, keeping what is tied. fully_shard would set `.data`, which not every device takes of the host's."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type not in ("meta", device.type):
+            there = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, there)
 
 
 def _described(model: nn.Module) -> str:

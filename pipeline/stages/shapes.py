@@ -1,7 +1,7 @@
 """What decides the shapes of a cycle's graphs beside the training settings: vocabulary, classes, features, buckets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,12 +12,13 @@ from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batching import Bucket, RankShare
-from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Workload, estimate
+from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, MeasuredTexts, Workload, estimate
 from pipeline.core.format import format_bytes
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.tokens import read_token_sets, spec_of
 from pipeline.model.config import InputSpec
+from pipeline.model.factory import FactoryEncoder
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
@@ -108,24 +109,35 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
     samples = settings.train.global_batch_size // share.world_size // share.accumulation
     heads = (model.interactions, model.head)
     contrastive, parallel = contrastive_batch(settings.train, share), settings.train.parallel
+    slots, mined = settings.train.candidates_per_query, settings.train.mined_per_query
+
+    def workload(length: int) -> Workload:
+        found = Workload.of_groups(
+            samples,
+            length,
+            slots=slots,
+            mined=mined,
+            accumulation=share.accumulation,
+            precision=settings.train.precision,
+            moments=3 if settings.train.average_decay else 2,
+            dropout=settings.model.dropout > 0,
+            contrastive=contrastive,
+            recompute=parallel.recompute == "units",
+            token_match=settings.model.token_match,
+            shards=(parallel.shard_degree or share.world_size) if parallel.shard == "state" else 1,
+        )
+        if not isinstance(model.encoder, FactoryEncoder):
+            return found
+        texts = samples // slots * (1 + slots + mined)
+        longest = max(side for one in shapes.buckets for side in (one.query_tokens, one.product_tokens))
+        cost = model.encoder.cost_of_text(min(length, longest))
+        return replace(found, passes=(), measured=MeasuredTexts(texts, *cost))
+
     return {
         length: estimate(
             sum(parameter.numel() for parameter in model.parameters()),
             encoder,
-            Workload.of_groups(
-                samples,
-                length,
-                slots=settings.train.candidates_per_query,
-                mined=settings.train.mined_per_query,
-                accumulation=share.accumulation,
-                precision=settings.train.precision,
-                moments=3 if settings.train.average_decay else 2,
-                dropout=settings.model.dropout > 0,
-                contrastive=contrastive,
-                recompute=parallel.recompute == "units",
-                token_match=settings.model.token_match,
-                shards=(parallel.shard_degree or share.world_size) if parallel.shard == "state" else 1,
-            ),
+            workload(length),
             instance=settings.estimate.instance,
             mfu=settings.estimate.mfu,
             sample_parameters=sum(

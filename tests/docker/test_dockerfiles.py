@@ -24,7 +24,9 @@ def test_the_base_is_a_tag_with_a_place_for_its_digest(path: Path) -> None:
     image, _, name = external[0].partition(" AS ")
     tag = image.removesuffix("${BASE_DIGEST:+@${BASE_DIGEST}}")
     assert (name, tag != image) == ("base", True)
-    if path.name == NATIVE:  # AWS's tag of it is not confirmed: whoever builds it names one, and nothing is taken silently
+    if (
+        path.name == NATIVE
+    ):  # AWS's tag of it is not confirmed: whoever builds it names one, and nothing is taken silently
         assert tag == "${BASE_IMAGE}"
         assert [one.rest for one in of(instructions(path), "ARG")][:2] == ["BASE_IMAGE", 'BASE_DIGEST=""']
         return

@@ -25,15 +25,18 @@ def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def test_it_runs_what_every_machine_runs(workflow: dict[Any, Any]) -> None:
-    assert [step["run"] for step in steps(workflow) if "run" in step] == [".ci/run"]
-    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+    assert [step["run"] for step in steps(workflow) if "run" in step] == [".ci/run", ".ci/run-native"]
+    for name, target in (("run", "make test"), ("run-native", "make test-native")):
+        script = ROOT / ".ci" / name
+        assert script.stat().st_mode & 0o111
+        assert script.read_text().splitlines()[-1] == f"exec {target}"
     triggers = workflow[True]  # YAML 1.1 reads the key `on` as a boolean
     assert triggers.keys() == {"push", "pull_request"}
 
 
 def test_actions_are_pinned_by_commit() -> None:
     used = re.findall(r"uses: (.*)", WORKFLOW.read_text())
-    assert len(used) == 3
+    assert len(used) == 6
     for text in used:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", text), text
 
@@ -48,10 +51,17 @@ def test_it_has_few_rights_and_ends(workflow: dict[Any, Any]) -> None:
 
 
 def test_it_uses_the_python_of_the_project(workflow: dict[Any, Any]) -> None:
-    [version] = [step["with"]["python-version"] for step in steps(workflow) if "python-version" in step.get("with", {})]
+    version, native = [
+        step["with"]["python-version"] for step in steps(workflow) if "python-version" in step.get("with", {})
+    ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert version == project["tool"]["mypy"]["python_version"]
-    assert f"PYTHON  ?= python{version}" in (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"PYTHON  ?= python{version}" in makefile
+    # That of the hashes of its lock, and the only one that `make test-native` finds there.
+    assert f"--python-version {native} \\\n  -c build/constraints.txt --no-emit-package torch" in makefile.replace(
+        "\t", ""
+    )
 
 
 def test_hooks_are_local_and_their_commands_are_those_of_make_lint() -> None:

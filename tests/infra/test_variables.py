@@ -75,7 +75,11 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("max_nodes", 1.5, "expected a whole number"),
     ("efa_interfaces", 7, "efa_interfaces is 7; expected 8 on trn1.32xlarge"),
     ("efa_interfaces", 0, "efa_interfaces is 0; expected 8 on trn1.32xlarge"),
-    ("instance_type", "trn9.xl", "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge, trn2.3xlarge, trn2.48xlarge"),
+    (
+        "instance_type",
+        "trn9.xl",
+        "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge, trn2.3xlarge, trn2.48xlarge",
+    ),
     ("image", "registry/relevance:latest", "expected repository@sha256:"),
     ("cpu_image", "relevance@sha256:0123", "expected repository@sha256:"),
     ("settings_files", ["configs/base"], "expected configs/<name>.toml"),
@@ -147,10 +151,14 @@ def test_what_is_right_is_taken(variables: Terraform, tmp_path: Path) -> None:
 def test_both_sizes_of_trn2_are_taken_with_their_interfaces(variables: Terraform, tmp_path: Path) -> None:
     large = {"instance_type": "trn2.48xlarge", "max_nodes": 2, "quota_vcpus": 384, "capacity_block_id": "cr-0123456789"}
     assert refused(variables, tmp_path, **large, efa_interfaces=16) == ""
-    assert "efa_interfaces is 8; expected 16 on trn2.48xlarge" in refused(variables, tmp_path, **large, efa_interfaces=8)
+    assert "efa_interfaces is 8; expected 16 on trn2.48xlarge" in refused(
+        variables, tmp_path, **large, efa_interfaces=8
+    )
     small = {"instance_type": "trn2.3xlarge", "max_nodes": 1, "quota_vcpus": 12}
     assert refused(variables, tmp_path, **small) == ""
-    assert "max_nodes is 2, which needs 24 vCPU of trn2.3xlarge" in refused(variables, tmp_path, **small | {"max_nodes": 2})
+    assert "max_nodes is 2, which needs 24 vCPU of trn2.3xlarge" in refused(
+        variables, tmp_path, **small | {"max_nodes": 2}
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "said"), MISTAKES, ids=[f"{one[0]}={one[1]}" for one in MISTAKES])

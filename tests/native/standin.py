@@ -3,6 +3,7 @@
 It registers a device for good, so only child processes ever import it.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -45,17 +46,26 @@ def device_library() -> Path:
     folder = Path(tempfile.gettempdir()) / f"trnpipe-standin-{os.getuid()}" / key
     library = folder / "standin_device.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The loader waits for another process that is at it, by a lock file in the folder.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(SOURCE), str(folder)],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    # One process builds, the others wait. Unlike the loader's own lock file, this one ends with a process that is killed.
+    with (folder / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(folder, library)
     return library
+
+
+def _build(folder: Path, library: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILD, str(SOURCE), place],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        (Path(place) / library.name).replace(library)
 
 
 def matching_version() -> str:

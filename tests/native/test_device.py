@@ -192,15 +192,16 @@ def test_an_error_of_the_runtime_is_raised_as_what_it_means(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "plan",
-    ["shard_degree=2", "shard='state', shard_degree=2", "shard_degree=1, tensor_degree=2"],
+    ["shard_degree=2, recompute='units', offload_horizon=2", "shard_degree=2, collectives='hierarchical'"],
 )
-def test_what_was_not_tested_is_refused(tmp_path: Path, plan: str) -> None:
+def test_what_aws_does_not_state_is_refused(tmp_path: Path, plan: str) -> None:
     python(
         tmp_path,
         f"""
         from pipeline.parallel.config import Plan
         from pipeline.parallel.mesh import check_plan
-        check_plan(Plan(shard_degree=1, recompute="units"), backend)
+        for allowed in ({"shard_degree": 1, "recompute": "units"}, {"shard_degree": 2}, {"tensor_degree": 2}):
+            check_plan(Plan(**allowed), backend)
         try:
             check_plan(Plan({plan}), backend)
         except ConfigError as error:

@@ -1,4 +1,5 @@
-"""Training on the stand-in device with two processes: the losses of the CPU, and an operator on the host is named.
+"""Training on the stand-in device with two processes, whole and spread: the losses of the CPU, and an operator on the
+host is named.
 
 test_cycle.py has the whole cycle.
 """
@@ -34,3 +35,38 @@ def test_two_processes_train_as_the_cpu_does_and_name_what_ran_on_the_host(tmp_p
     assert "on 2 x neuron" in said
     warnings = [line for line in said.splitlines() if "ran on the host" in line]
     assert len(warnings) == 1 and "aten::gelu is not an operator of neuron" in warnings[0]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Cycle:
+    cycle = Cycle(tmp_path_factory.mktemp("cpu"), ONE_SHAPE)
+    cycle.on_host("prepare")
+    cycle.on_host("train")
+    return cycle
+
+
+SHARDS = "parallel.shard_degree = 2\n"
+PLANS = {
+    "shards": SHARDS,
+    "recomputed": SHARDS + 'parallel.recompute = "units"\n',
+    "state": SHARDS + 'parallel.shard = "state"\n',
+    "tensor": "parallel.tensor_degree = 2\n",
+}
+
+
+@needs_compiler
+@pytest.mark.stage
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_model_spread_over_two_processes_has_the_losses_of_the_cpu(on_cpu: Cycle, tmp_path: Path, plan: str) -> None:
+    """Compiled ahead of time: a program that the compile stage did not meet would end the run."""
+    cycle = Cycle(tmp_path, ONE_SHAPE.replace("[train]\n", f"[train]\n{plan}"), processes=2)
+    shutil.copytree(on_cpu.workspace / "tokens", cycle.workspace / "tokens")
+    shutil.copytree(on_cpu.workspace / "cycles" / "one" / "prepare", cycle.workspace / "cycles" / "one" / "prepare")
+    cycle.run("compile")
+    said = cycle.run("train")
+    assert "compiled ahead of time" in said and "on 2 x neuron" in said
+    losses, expected = cycle.losses(), on_cpu.losses()
+    assert sorted(losses) == sorted(expected) == [1, 2, 3, 4]
+    assert max(abs(losses[step] - expected[step]) for step in losses) < 1e-5

@@ -1,0 +1,27 @@
+"""An operator of a user's own encoder (model.factory) that the device lacks: counted, and named once in a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.native.cycle import Cycle
+from tests.native.standin import needs_compiler
+from tests.native.test_two_processes import ONE_SHAPE
+
+OWN = ONE_SHAPE.replace(
+    "[model]\n", '[model]\nfactory = "examples.own_encoder:build"\nfactory_options = { width = 32 }\n'
+)
+
+
+@needs_compiler
+@pytest.mark.stage
+@pytest.mark.timeout(600)
+def test_an_operator_of_a_factorys_module_is_named_in_a_training_step(tmp_path: Path) -> None:
+    """tanh is in that module alone: nothing else of the model has one."""
+    cycle = Cycle(tmp_path, OWN)
+    cycle.on_host("prepare")
+    said = cycle.run("train", STANDIN_MISSING="aten::tanh")
+    assert sorted(cycle.losses()) == [1, 2, 3, 4]
+    warnings = [line for line in said.splitlines() if "ran on the host" in line]
+    [warning] = [line for line in warnings if "aten::tanh is not an operator of neuron" in line]
+    assert "times in the last 2 steps" in warning
