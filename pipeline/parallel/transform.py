@@ -102,7 +102,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
             there = tensor.detach().to(device)
             if isinstance(tensor, nn.Parameter):
                 there = nn.Parameter(there, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, there)
+            torch.utils.swap_tensors(tensor, there)  # type: ignore[no-untyped-call]
 
 
 def _described(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ VENV = ROOT / ".venv"
 _LEFT_OUT = (
     ".git",
     ".venv",
+    ".venv-native",
     ".*_cache",
     ".terraform",
     "__pycache__",

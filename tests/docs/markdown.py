@@ -9,7 +9,17 @@ ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<info>.*)$")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^()\s]+(?:\([^()]*\))?)\)")
 _HEADING = re.compile(r"^#{1,6} +(?P<text>.+?) *#*$")
-_NOT_OURS = {".git", ".venv", ".pytest_cache", ".terraform", "build", "workspace", "node_modules", "esci-data"}
+_NOT_OURS = {
+    ".git",
+    ".venv",
+    ".venv-native",
+    ".pytest_cache",
+    ".terraform",
+    "build",
+    "workspace",
+    "node_modules",
+    "esci-data",
+}
 
 
 @dataclass(frozen=True)

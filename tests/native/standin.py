@@ -46,7 +46,7 @@ def device_library() -> Path:
     folder = Path(tempfile.gettempdir()) / f"trnpipe-standin-{os.getuid()}" / key
     library = folder / "standin_device.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # One process builds, the others wait. Unlike the loader's own lock file, this one ends with a process that is killed.
+    # One process builds, the others wait. Unlike the loader's own lock, this one ends with a process that is killed.
     with (folder / "building").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

@@ -200,8 +200,8 @@ def test_what_aws_does_not_state_is_refused(tmp_path: Path, plan: str) -> None:
         f"""
         from pipeline.parallel.config import Plan
         from pipeline.parallel.mesh import check_plan
-        for allowed in ({"shard_degree": 1, "recompute": "units"}, {"shard_degree": 2}, {"tensor_degree": 2}):
-            check_plan(Plan(**allowed), backend)
+        for allowed in (Plan(shard_degree=1, recompute="units"), Plan(shard_degree=2), Plan(tensor_degree=2)):
+            check_plan(allowed, backend)
         try:
             check_plan(Plan({plan}), backend)
         except ConfigError as error:
