@@ -18,11 +18,12 @@ FORMULA = (
     " layers of width D"
 )
 METHOD = f"""
-Processes that take blocks of steps in turn, each with its own copy of the same random pairs and weights: our flat
-program; our module program over the one rank, eager and with each layer compiled; transformers' BertModel
-in a plain loop under DDP and autocast; the same under Hugging Face Trainer. All with AdamW (fused in the peers),
-clipping at 1.0, no dropout. {FORMULA} (PaLM, appendix B; embeddings and heads not counted), the same for all sides;
-MFU is that over the step's time and the dense bf16 peak of the data sheet. Warm-up and compilation are left out.
+Processes that take blocks of steps in turn, each with its own copy of the same random pairs, none of whose tokens is
+padding, and of the weights: our flat program; our module program over the one rank, eager and with each layer
+compiled; transformers' BertModel in a plain loop under DDP and autocast; the same under Hugging Face Trainer. All with
+AdamW (fused in the peers), clipping at 1.0, no dropout. {FORMULA} (PaLM, appendix B;
+embeddings and heads not counted), the same for all sides; MFU is that over the step's time and the dense bf16 peak of
+the data sheet. Warm-up and compilation are left out.
 """
 PEAK_TFLOPS = {
     "H200 NVL": 835.5,
@@ -48,12 +49,15 @@ def flops(preset: str, batch_size: int, tokens: int) -> float:
     return step_flops(encoder, Workload((EncoderPass(2 * batch_size, tokens),), batch_size))
 
 
-def peak_flops() -> tuple[str, float | None]:
-    """Name and peak of the GPU; None for one that is not in the table."""
+def peak_flops(name: str) -> float | None:
+    """Of a GPU, by the name that its driver has for it; None for one that is not in the table."""
+    return next((1e12 * peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
+def gpu_name() -> str:
     import torch
 
-    name = torch.cuda.get_device_name()
-    return name, next((1e12 * peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    return str(torch.cuda.get_device_name())
 
 
 def seconds_of(flags: list[str], *, blocks: int, block: int) -> dict[str, list[float]]:
@@ -71,7 +75,8 @@ def seconds_of(flags: list[str], *, blocks: int, block: int) -> dict[str, list[f
 def run(*, quick: bool) -> Result:
     """Both lengths. Quick: tiny, on the host, where there is no peak."""
     device, preset = ("cpu", "tiny") if quick else ("cuda", "large")
-    name, peak = ("this host", None) if quick else peak_flops()
+    name = "this host" if quick else gpu_name()
+    peak = peak_flops(name)
     batches, blocks, block = ({8: 4}, 1, 1) if quick else (BATCHES, 6, 10)
     figures: list[Figure] = []
     print(FORMULA, flush=True)

@@ -25,15 +25,15 @@ def input_spec(vocab_size: int) -> InputSpec:
 
 
 class RandomRows:
-    """A RowSource of one bucket. Texts fill half to all of it (mean 3/4), the rest is padding."""
+    """A RowSource of one bucket. Texts fill `least` to all of it (mean 3/4), the rest is padding."""
 
-    def __init__(self, spec: InputSpec, bucket: Bucket, rows: int, seed: int = 3) -> None:
+    def __init__(self, spec: InputSpec, bucket: Bucket, rows: int, seed: int = 3, *, least: float = 0.5) -> None:
         random = np.random.default_rng(seed)
         labels = random.integers(0, spec.num_classes, rows)
         self.buckets, self.pad_id = (bucket,), spec.pad_id
         self.arrays: Arrays = {
-            "query": _texts(random, rows, bucket.query_tokens, spec.vocab_size),
-            "product": _texts(random, rows, bucket.product_tokens, spec.vocab_size),
+            "query": _texts(random, rows, bucket.query_tokens, spec.vocab_size, least),
+            "product": _texts(random, rows, bucket.product_tokens, spec.vocab_size, least),
             "label": labels.astype(np.int16),
             "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
             "numeric": random.random((rows, len(spec.numeric)), dtype=np.float32),
@@ -52,8 +52,8 @@ class RandomRows:
 
 
 def _texts(
-    random: np.random.Generator, rows: int, tokens: int, vocab_size: int
+    random: np.random.Generator, rows: int, tokens: int, vocab_size: int, least: float
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
     ids = random.integers(FIRST_ID, vocab_size, (rows, tokens), dtype=np.int32)
-    lengths = random.integers(tokens // 2, tokens + 1, (rows, 1))
+    lengths = random.integers(int(least * tokens), tokens + 1, (rows, 1))
     return np.where(np.arange(tokens) < lengths, ids, np.int32(PAD_ID)).astype(np.int32)
