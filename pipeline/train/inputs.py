@@ -166,7 +166,9 @@ def identity_parts(
 
     `parent` and `negatives` are manifest digests, or empty.
     """
-    parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=_NOT_IDENTITY).items()}
+    # At 1 the order of batches is that of runs from before there were topics.
+    unused = _NOT_IDENTITY | ({"queries_per_topic"} if train.queries_per_topic == 1 else set())
+    parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=unused).items()}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
     parts |= {
         "inputs": inputs.used_fields(),

@@ -52,6 +52,7 @@ def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
         ({"parent": "digest"}, "parent"),
         ({"negatives": "digest"}, "negatives"),
         ({"train_mined_per_query": 2}, "train.mined_per_query"),
+        ({"train_queries_per_topic": 4}, "train.queries_per_topic"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],
@@ -60,6 +61,10 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_identity(identity(), identity(**changes), where="checkpoints/c/step-3")
     assert caught.value.seen == f"checkpoints/c/step-3 was trained with other {named}"
+
+
+def test_runs_from_before_there_were_topics_are_those_without() -> None:
+    assert "train.queries_per_topic" not in identity()
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:
