@@ -187,8 +187,10 @@ def test_what_is_damaged_is_found_when_it_is_read_back(vectors: VectorSet, tmp_p
     hand_over(vectors, made, out, STOP)
     largest = max((path for path in out.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 40] = bytes(40)
+    # usearch has vectors first, and behind them a graph that differs from run to run and is not read back.
+    place = 8 if form == "usearch" else len(data) // 2
+    assert data[place : place + 40] != bytes(40)
+    data[place : place + 40] = bytes(40)
     largest.write_bytes(data)
     piece = handover.pieces_of(vectors)
     with pytest.raises((DataError, RuntimeError, OSError)):
