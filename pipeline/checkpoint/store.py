@@ -4,11 +4,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
@@ -17,6 +16,9 @@ from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.telemetry.events import EventName
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # state.json: everything about a checkpoint that is not a tensor.
 
@@ -121,11 +123,11 @@ class Checkpoint:
     digest: str
     state: TrainState
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> "dict[str, Tensor]":
         """Named tensors, Hugging Face names, fp32."""
         return _tensors(self.folder / WEIGHTS)
 
-    def optimizer(self) -> dict[str, Tensor]:
+    def optimizer(self) -> "dict[str, Tensor]":
         """The optimizer state under the names of TrainProgram."""
         return _tensors(self.folder / OPTIMIZER)
 
@@ -191,7 +193,9 @@ class CheckpointStore:
         self.emit(EventName.CHECKPOINT_DELETED, step=step)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file  # torch costs prepare, which finds checkpoints, seconds
+
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -169,13 +169,14 @@ class AwsClient:
     ) -> Detail:
         """The answer to a request that may be repeated; empty for an error that is `accepted`."""
         try:
-            return self.repeat(lambda: self._send(operation, request), doing=doing, retryable=is_retryable)
+            return self.repeat(lambda: self.send(operation, request), doing=doing, retryable=is_retryable)
         except AWS_ERRORS as error:
             if accepted is not None and accepted(error):
                 return {}
             raise translate(error, doing, rights=self.rights) from error
 
-    def _send(self, operation: str, request: Request) -> Detail:
+    def send(self, operation: str, request: Request) -> Detail:
+        """One try of a request."""
         answer: Detail = getattr(self._raw, operation)(**request)
         return answer
 

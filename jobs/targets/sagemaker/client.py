@@ -88,12 +88,12 @@ class SageMakerClient(AwsClient):
 
         self.call(f"stopping training job {name}", "stop_training_job", accepted=is_over, TrainingJobName=name)
 
-    def _send(self, operation: str, request: Request) -> Detail:
+    def send(self, operation: str, request: Request) -> Detail:
         wait_s = self._next_at - self._monotonic()
         if wait_s > 0:
             self._stop.wait(wait_s)
         self._next_at = self._monotonic() + self._pause_s
-        return super()._send(operation, request)
+        return super().send(operation, request)
 
 
 class ServiceJobClient(BatchClient):
