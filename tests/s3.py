@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -63,6 +64,8 @@ class MotoServer:
         self.watcher: Callable[[str, str], None] | None = None
         self.bucket = bucket
         self._app = DomainDispatcherApplication(create_backend_app)
+        # S3 carries out one request of a key after the other; moto looks at If-Match and writes in two steps.
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
         self.address = ("127.0.0.1", self._server.server_port)
         self.url = "http://{}:{}".format(*self.address)
@@ -73,7 +76,8 @@ class MotoServer:
         watcher = self.watcher
         if watcher is not None:
             watcher(environ["REQUEST_METHOD"], environ["PATH_INFO"])
-        answer: Iterable[bytes] = self._app(environ, start_response)
+        with self._locks[environ["PATH_INFO"]]:
+            answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
 
     def __enter__(self) -> Self:
