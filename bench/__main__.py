@@ -46,6 +46,12 @@ BENCHES: dict[str, Bench] = {
     ),
     "two_pass": Bench("two_pass", "what the loss over a whole batch costs in micro-batches (--only)", by_default=False),
     "gpu": Bench("gpu", "over 50 % of a GPU's peak, ahead of DDP and Trainer (needs a GPU: --only)", by_default=False),
+    "revisions": Bench(
+        "revisions",
+        "not slower than before the plans of parallelism (--only)",
+        ("--before", "26b7675"),
+        by_default=False,
+    ),
     "module_overhead": Bench("module_overhead", "what the program over modules costs where nothing is sharded"),
     "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "cycle_page": Bench("cycle_page", "the page of 128 nodes and 200,000 steps: under 300 kB, 5 s and 500 MiB"),

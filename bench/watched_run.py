@@ -61,33 +61,33 @@ class Watched:
         return next(counter for counter in self.counters if counter.event == name)
 
 
-def command_line(stage: str, folder: Path, *flags: str) -> list[str]:
-    """A stage of the quickstart in `folder`."""
-    config = str(ROOT / "configs" / "quickstart.toml")
+def command_line(stage: str, folder: Path, *flags: str, root: Path = ROOT) -> list[str]:
+    """A stage of the quickstart in `folder`; root: of the checkout whose code and configs run."""
+    config = str(root / "configs" / "quickstart.toml")
     return [stage, "--config", config, "--workspace", str(folder), "--cycle", "bench", *flags]
 
 
-def run_stage(stage: str, folder: Path, *flags: str) -> None:
+def run_stage(stage: str, folder: Path, *flags: str, root: Path = ROOT) -> None:
     """Run a stage to its end. Raises CalledProcessError."""
-    command = [sys.executable, "-m", "pipeline", *command_line(stage, folder, *flags)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=_environment())
+    command = [sys.executable, "-m", "pipeline", *command_line(stage, folder, *flags, root=root)]
+    subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL, env=environment(root))
 
 
-def train_until(folder: Path, backend: str, steps: int) -> Watched:
+def train_until(folder: Path, backend: str, steps: int, *, root: Path = ROOT) -> Watched:
     """Start training with a line for every step, stop it `steps` steps later.
 
     Raises RuntimeError when the run ends in another way than asked for.
     """
     before = len(_events(folder))
-    arguments = command_line("train", folder, *train_flags(backend))
+    arguments = command_line("train", folder, *train_flags(backend), root=root)
     started = time.time()
     with subprocess.Popen(
         [sys.executable, "-c", _DRIVER, backend, *arguments],
-        cwd=ROOT,
+        cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=_environment(),
+        env=environment(root),
     ) as process:
         deadline = time.monotonic() + TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
@@ -123,5 +123,6 @@ def _counters(lines: Sequence[list[str]]) -> list[Compiled]:
     return [Compiled(event, int(graphs), float(seconds)) for _, event, graphs, seconds in told]
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {"PJRT_DEVICE": "CPU"}
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """For a process that runs the code below `root`."""
+    return os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(root)}

@@ -260,12 +260,7 @@ class Place:
 
     def trace(self, *, cycle: str = CYCLE) -> Trace:
         """Figures of every step. Asserts that a step made twice was the same both times."""
-        result: Trace = {}
-        for event in self.events("train_steps", cycle=cycle):
-            rows = list(zip(event["losses"], event["grad_norms"], event["samples"], strict=True))
-            for step, row in enumerate(rows, start=event["step"] - len(rows) + 1):
-                assert result.setdefault(step, row) == row, f"step {step}: {result[step]} and again {row}"
-        return result
+        return trace_of(self.events(cycle=cycle))
 
     def result(self, stage: str = "train", *, cycle: str = CYCLE) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(self.storage.read_bytes(f"cycles/{cycle}/{stage}/result.json"))
@@ -301,6 +296,18 @@ class Place:
     def manifests(self, prefix: str = "") -> dict[str, str]:
         """sha256 of every file below a key, by key."""
         return {stat.key: self.sha256(stat.key) for stat in self.storage.list(prefix)}
+
+
+def trace_of(events: Iterable[Event]) -> Trace:
+    """Figures of every step that the events tell of. Asserts that a step made twice was the same both times."""
+    result: Trace = {}
+    for event in events:
+        if event["event"] != "train_steps":
+            continue
+        rows = list(zip(event["losses"], event["grad_norms"], event["samples"], strict=True))
+        for step, row in enumerate(rows, start=event["step"] - len(rows) + 1):
+            assert result.setdefault(step, row) == row, f"step {step}: {result[step]} and again {row}"
+    return result
 
 
 def _steps_of(folder: Path) -> set[int]:

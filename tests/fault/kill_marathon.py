@@ -2,13 +2,15 @@
 
 Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
 that nobody touched. Exit 0 when all of them do. With several meshes (processes and a plan) cycles take turns, and each
-mesh has its share of the kills; `--mesh all`: those of MATRIX.
+mesh has its share of the kills; `--mesh all`: those of MATRIX. Then what the last kill of a cycle left goes on twice:
+on its mesh, and as a copy on another one, whose losses must equal those of the untouched run within ELSEWHERE.
 """
 
 import argparse
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -17,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.fault import harness
-from tests.fault.harness import ON_XLA, TINY, Ended, Place, copy_of_prepared, empty_place, forget, reference
+from tests.fault.harness import ON_XLA, TINY, Ended, Place, copy_of_prepared, empty_place, forget, reference, trace_of
 from tests.fault.kills import PREPARE_PHASES, S3_PHASES, TRAIN_PHASES, finish, kill_at, lose_scratch, random_moment
 from tests.fault.s3_server import S3Server
 
@@ -33,6 +35,7 @@ MATRIX = (
     "4:shard_degree=1,tensor_degree=2",
     "4:shard_degree=2,tensor_degree=2,offload_horizon=2",
 )
+ELSEWHERE = 1e-6  # relative
 OVER_RANKS = ("--train.candidates-per-query=2", "--train.max-steps=60", "--train.evaluate-every=20")
 
 
@@ -77,12 +80,17 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
         hits = _kill_some(
             place, rng, min(rng.randint(min(2, most), most), arguments.kills - kills), server, start_s, kills
         )
+        mesh, problem = meshes[(cycles - 1) % len(cases)], ""
+        if hits and len(cases) > 1 and server is None:
+            other = rng.choice([number for number in range(len(cases)) if meshes[number] != mesh])
+            print(f"          and a copy goes on on {meshes[other]}", flush=True)
+            flags = (*cases[other], f"--backend={arguments.backend}")
+            problem = _difference_elsewhere(whole, place, home / "elsewhere", flags)
         finish(place)
         kills += len(hits)
         counts.update(hits)
-        problem = _difference(whole, place)
+        problem = problem or _difference(whole, place)
         different += bool(problem)
-        mesh = meshes[(cycles - 1) % len(cases)]
         print(f"cycle {cycles} of {mesh}: {problem or 'bit-identical'} after {len(hits)} kills", flush=True)
     verdict = "ALL BIT-IDENTICAL" if not different else f"{different} OF {cycles} CYCLES DIFFER"
     print(f"{verdict}: {kills} kills in {cycles} cycles on {arguments.backend}{' with s3' if server else ''}")
@@ -151,6 +159,22 @@ def _difference(whole: Ended, place: Place) -> str:
         name for name in ("candidate", "digests", "trace", "figures") if getattr(ours, name) != getattr(whole, name)
     ]
     return f"DIFFERENT {', '.join(names)}" if names else ""
+
+
+def _difference_elsewhere(whole: Ended, killed: Place, folder: Path, flags: tuple[str, ...]) -> str:
+    """Let a copy of what was killed go on with other flags; what differs, in words, empty when nothing does."""
+    for name in ("workspace", "scratch"):
+        if (killed.folder / name).exists():
+            shutil.copytree(killed.folder / name, folder / name)
+    place = Place(str(folder / "workspace"), folder, flags)
+    seen = len(place.events())
+    finish(place)
+    trace = trace_of(place.events()[seen:])
+    for step, (loss, _, samples) in trace.items():
+        expected, _, same = whole.trace[step]
+        if samples != same or abs(loss - expected) > ELSEWHERE * abs(expected):
+            return f"ELSEWHERE step {step} has loss {loss} of {samples}, expected {expected} of {same}"
+    return "" if max(trace, default=place.max_steps) == place.max_steps else f"ELSEWHERE ended at step {max(trace)}"
 
 
 if __name__ == "__main__":

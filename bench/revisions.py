@@ -1,0 +1,136 @@
+"""Today's code beside an earlier revision of it: `python -m bench.revisions --before REVISION`."""
+
+import argparse
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from bench.results import ROOT, Figure, Result, figure, finish
+from bench.watched_run import environment, run_stage, train_until
+
+NAME = "revisions"
+TITLE = "Time of a step, of a start and of a whole cycle over those of an earlier revision, quickstart"
+METHOD = """
+Both revisions run in the same environment with their own configs/quickstart.toml, as processes of their own that take
+turns; who goes first alternates. step: median time between the lines of a training's steps, the first ten left out.
+start: process start until the figures of the first step. cycle: `trnjobs submit --target local` in a new workspace,
+start to end. A ratio is of neighbours in time: today's over the earlier one's.
+"""
+WARM_UP = 10
+PARTS = ("cpu", "xla", "cycle")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A revision's files, and a workspace in which its prepare stage is done."""
+
+    root: Path
+    prepared: Path
+
+
+@dataclass
+class Times:
+    """Seconds of both sides, one value a repeat."""
+
+    before: list[float] = field(default_factory=list)
+    now: list[float] = field(default_factory=list)
+
+    def figures(self, name: str, text: str) -> list[Figure]:
+        ratios = [now / before for before, now in zip(self.before, self.now, strict=True)]
+        return [
+            figure(f"{name}_ratio", ratios, "x", f"today / before, {text}"),
+            figure(f"{name}_before", self.before, "s", f"{text}, before"),
+            figure(f"{name}_now", self.now, "s", f"{text}, today"),
+        ]
+
+
+def revision(text: str) -> str:
+    """The text. Raises ArgumentTypeError for what is not the short or full hash of a commit: it names the result."""
+    if not re.fullmatch("[0-9a-f]{7,40}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the hash of a commit, expected 7 to 40 of 0-9a-f: git log")
+    return text
+
+
+def check_out(revision: str, folder: Path) -> Path:
+    """The committed files of a revision in a new folder. Raises CalledProcessError for one that git does not know."""
+    archive = folder.with_suffix(".tar")
+    command = ["git", "-C", str(ROOT), "archive", "--format=tar", f"--output={archive}", "--end-of-options", revision]
+    subprocess.run(command, check=True)
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    archive.unlink()
+    return folder
+
+
+def training(checkout: Checkout, folder: Path, backend: str, steps: int) -> tuple[float, float]:
+    """(seconds of a step, seconds from process start to the first step) of one run, which is then deleted."""
+    shutil.copytree(checkout.prepared, folder)
+    watched = train_until(folder, backend, steps, root=checkout.root)
+    shutil.rmtree(folder)
+    moments = [watched.moment("train_steps", number) for number in range(steps)]
+    spans = [after - before for before, after in pairwise(moments[WARM_UP:])]
+    return statistics.median(spans), moments[0] - watched.started
+
+
+def cycle(checkout: Checkout, folder: Path) -> float:
+    """Seconds of a whole cycle. Raises CalledProcessError when it does not end well."""
+    flags = ["--config", "configs/quickstart.toml", "--workspace", str(folder), "--cycle", "bench"]
+    command = [sys.executable, "-m", "jobs", "submit", "--target", "local", *flags]
+    started = time.monotonic()
+    subprocess.run(command, cwd=checkout.root, check=True, stdout=subprocess.DEVNULL, env=environment(checkout.root))
+    seconds = time.monotonic() - started
+    shutil.rmtree(folder)
+    return seconds
+
+
+def in_turn(
+    before: Checkout, now: Checkout, repeats: int, once: Callable[[Checkout], tuple[float, ...]]
+) -> list[Times]:
+    """Times of each value that `once` returns."""
+    found: list[Times] = []
+    for number in range(repeats):
+        for side in ((before, now), (now, before))[number % 2]:
+            values = once(side)
+            found = found or [Times() for _ in values]
+            for times, value in zip(found, values, strict=True):
+                (times.now if side is now else times.before).append(value)
+        print("  today / before " + ", ".join(f"{times.now[-1] / times.before[-1]:.3f}" for times in found), flush=True)
+    return found
+
+
+def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
+    """Every part in turn."""
+    repeats, steps = (1, WARM_UP + 5) if quick else (5, 120)
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sides = [Checkout(check_out(before, folder / "before"), folder / "prepared-before")]
+        sides.append(Checkout(ROOT, folder / "prepared-now"))
+        for side in sides:
+            run_stage("prepare", side.prepared, root=side.root)
+        for backend in (part for part in parts if part != "cycle"):
+            step, start = in_turn(*sides, repeats, lambda side, on=backend: training(side, folder / "run", on, steps))  # type: ignore[misc]
+            figures += step.figures(f"{backend}_step", f"one step, {backend}")
+            figures += start.figures(f"{backend}_start", f"start to first step, {backend}")
+        if "cycle" in parts:
+            (whole,) = in_turn(*sides, min(repeats, 3), lambda side: (cycle(side, folder / "run"),))
+            figures += whole.figures("cycle", "a whole cycle")
+    return finish(f"{NAME}_{before}", TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
+    parser.add_argument("--quick", action="store_true", help="one repeat: proves that the script works")
+    parser.add_argument("--before", required=True, type=revision, help="hash of a commit that git knows")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; may be repeated")
+    flags = parser.parse_args()
+    run(quick=flags.quick, before=flags.before, parts=tuple(flags.part or PARTS))
