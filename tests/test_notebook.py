@@ -19,6 +19,7 @@ def cells() -> list[dict[str, Any]]:
     return [cell for cell in found["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_its_cells_run_in_order(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     "preset",
     [
-        "tiny",
+        pytest.param("tiny", marks=pytest.mark.thorough),
         pytest.param("small", marks=pytest.mark.thorough),
         pytest.param("base", marks=pytest.mark.thorough),
         pytest.param("large", marks=pytest.mark.thorough),

@@ -82,7 +82,7 @@ def work(place: Any, config: DataConfig, worker: int, workers: int) -> PreparedD
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("workers", [2, 5, 23])
+@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.thorough), 23])
 def test_bytes_are_those_of_one_alone(workplace: Make, data: Path, workers: int) -> None:
     config = CONFIG.model_copy(update={"path": str(data)})
     alone, shared = workplace("alone"), workplace("shared")
@@ -147,7 +147,7 @@ except Exception as error:
 
 @pytest.mark.fault
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 5))])
 def test_workers_at_once_killed_at_random_and_started_again(workplace: Make, data: Path, workers: int) -> None:
     """Each is killed once, by SIGKILL or SIGTERM, at a time that chance chooses; then all are run to their end."""
     config = CONFIG.model_copy(update={"path": str(data), "rows_per_chunk": 100})

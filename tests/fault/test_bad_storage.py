@@ -66,6 +66,7 @@ def test_every_checkpoint_is_bad(place: Callable[..., Place]) -> None:
     assert here.ended() == reference("cpu")
 
 
+@pytest.mark.thorough
 def test_no_file_can_grow_while_saving(place: Callable[..., Place]) -> None:
     """A limit on file sizes set from outside, and lifted again: the kernel refuses the writes as on a full disk."""
     here = place("cpu", LONG)

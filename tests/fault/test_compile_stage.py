@@ -189,6 +189,7 @@ def test_an_empty_workspace_starts_with_the_cache_of_others(first: Machine, mach
     other.assert_published()
 
 
+@pytest.mark.thorough
 def test_what_earlier_runs_left_and_a_crash_are_repaired(machine: Callable[..., Machine]) -> None:
     here = machine()
     here.tools.poison(0)
@@ -264,6 +265,7 @@ def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[
     return nodes
 
 
+@pytest.mark.thorough
 def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
     machine: Callable[..., Machine], s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def _check_exports(here: Place, tmp_path: Path) -> None:
     assert "came with it" in here.run("import", str(tmp_path / "plain"), cycle="c2").out
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers_and_its_export(place: Callable[..., Place], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     here = place("cpu", (*TINY, *SHORT, *OF_TRANSFORMERS, "--train.max-steps=20"))
@@ -97,6 +98,7 @@ def test_spread_over_two_processes(place: Callable[..., Place]) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_traced_for_xla_and_trained_by_what_was_compiled(place: Callable[..., Place]) -> None:
     here = place("xla", (*ON_XLA, *OF_TRANSFORMERS, "--train.max-steps=20", "--embed.buckets=24"))
     compiled = here.run("compile")

@@ -172,7 +172,7 @@ def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen:
 @pytest.mark.parametrize(
     ("moment", "how"),
     [
-        ("cores", signal.SIGKILL),
+        pytest.param("cores", signal.SIGKILL, marks=pytest.mark.thorough),
         ("collectives", signal.SIGTERM),
         pytest.param("cores", signal.SIGTERM, marks=pytest.mark.thorough),
         pytest.param("collectives", signal.SIGKILL, marks=pytest.mark.thorough),

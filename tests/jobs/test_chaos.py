@@ -18,6 +18,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -128,28 +128,22 @@ def test_an_operator_of_a_users_module_that_runs_on_the_host_is_named(tmp_path: 
     )
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("torch.zeros(2, device='neuron:1')", "Invalid device id: 1"),
-        ("torch.zeros(2, dtype=torch.float64, device='neuron')", "NCC_ESPP004"),
-        ("torch.zeros(2, pin_memory=True)", "pin"),
-        (
-            "torch.compile(lambda v: v * 2, backend='neuron', dynamic=True)(torch.ones(4, device='neuron'))",
-            "NCC_EMOD025",
-        ),
-    ],
-)
-def test_the_stand_in_has_the_limits_of_the_device(tmp_path: Path, code: str, said: str) -> None:
+def test_the_stand_in_has_the_limits_of_the_device(tmp_path: Path) -> None:
     python(
         tmp_path,
-        f"""
-        try:
-            {code}
-        except Exception as error:
-            assert {said!r} in str(error), error
-        else:
-            raise AssertionError("passed")
+        """
+        def refused(said, operation):
+            try:
+                operation()
+            except Exception as error:
+                assert said in str(error), error
+            else:
+                raise AssertionError(f"{said}: passed")
+        refused("Invalid device id: 1", lambda: torch.zeros(2, device="neuron:1"))
+        refused("NCC_ESPP004", lambda: torch.zeros(2, dtype=torch.float64, device="neuron"))
+        refused("pin", lambda: torch.zeros(2, pin_memory=True))
+        twice = torch.compile(lambda values: values * 2, backend="neuron", dynamic=True)
+        refused("NCC_EMOD025", lambda: twice(torch.ones(4, device="neuron")))
         """,
     )
 
@@ -190,23 +184,20 @@ def test_an_error_of_the_runtime_is_raised_as_what_it_means(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize(
-    "plan",
-    ["shard_degree=2, recompute='units', offload_horizon=2", "shard_degree=2, collectives='hierarchical'"],
-)
-def test_what_aws_does_not_state_is_refused(tmp_path: Path, plan: str) -> None:
+def test_what_aws_does_not_state_is_refused(tmp_path: Path) -> None:
     python(
         tmp_path,
-        f"""
+        """
         from pipeline.parallel.config import Plan
         from pipeline.parallel.mesh import check_plan
         for allowed in (Plan(shard_degree=1, recompute="units"), Plan(shard_degree=2), Plan(tensor_degree=2)):
             check_plan(allowed, backend)
-        try:
-            check_plan(Plan({plan}), backend)
-        except ConfigError as error:
-            assert "which neuron cannot do here" in str(error)
-        else:
-            raise AssertionError("passed")
+        for more in ({"recompute": "units", "offload_horizon": 2}, {"collectives": "hierarchical"}):
+            try:
+                check_plan(Plan(shard_degree=2, **more), backend)
+            except ConfigError as error:
+                assert "which neuron cannot do here" in str(error)
+            else:
+                raise AssertionError(f"{more}: passed")
         """,
     )

@@ -87,15 +87,15 @@ def test_a_cycle_is_not_named_like_a_run(place: Path, capsys: pytest.CaptureFixt
 
 
 KILLS = [
-    pytest.param(2, 0.1, id="2"),
-    pytest.param(20, 3.0, id="20", marks=[pytest.mark.thorough, pytest.mark.timeout(1800)]),
+    pytest.param(1, 2, 0.1, id="2"),
+    pytest.param(2, 20, 3.0, id="20", marks=[pytest.mark.thorough, pytest.mark.timeout(1800)]),
 ]
 
 
-@pytest.mark.parametrize(("kills", "step_s"), KILLS)
-def test_two_nodes_of_two_ranks_killed_at_random(place: Path, kills: int, step_s: float) -> None:
+@pytest.mark.parametrize(("nodes", "kills", "step_s"), KILLS)
+def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int, step_s: float) -> None:
     """The weights are those of a run that was left alone, by the checkpoints of the script itself."""
-    ranks, rng, done = ("--nodes=2", "--processes=2", "--attempts=10"), random.Random(kills), 0
+    ranks, rng, done = (f"--nodes={nodes}", "--processes=2", "--attempts=10"), random.Random(kills), 0
     script = ("--", str(SCRIPT), "--steps", "60", "--every", "1")
     assert cli.main([*words(place, *ranks, name="alone"), *script]) == 0
     submit = [*words(place, *ranks, name="killed"), *script, "--step-s", str(step_s)]
