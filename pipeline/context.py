@@ -17,7 +17,7 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage, read_record
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.code_version import code_version

@@ -61,7 +61,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import Say, progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import NUM_NODES, TRACE_FILE
 from pipeline.proc.children import TOOL_S
 from pipeline.proc.tool import ProcessTree, host_memory_bytes, process_tree

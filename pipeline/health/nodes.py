@@ -27,7 +27,7 @@ from pipeline.health.check import (
 )
 from pipeline.io import atomic
 from pipeline.io.storage import Storage
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.node_barrier import Nodes
 
 BURN, ROUND = "burn", "fastest_round_s"
 SHARED = "shares_host_cpu"

@@ -28,7 +28,7 @@ from pipeline.health.nodes import (
 )
 from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
 from pipeline.parallel.launch import launch
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import RANK_REPORTS
 from pipeline.proc.cleanup import exported, guarded
 from pipeline.settings import Settings

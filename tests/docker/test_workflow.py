@@ -25,7 +25,7 @@ def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def test_it_runs_what_every_machine_runs(workflow: dict[Any, Any]) -> None:
-    assert [step["run"] for step in steps(workflow) if "run" in step] == [".ci/run", ".ci/run-native"]
+    assert [step["run"] for step in steps(workflow) if "run" in step] == [".ci/run", ".ci/run-native", "make scan"]
     for name, target in (("run", "make test"), ("run-native", "make test-native")):
         script = ROOT / ".ci" / name
         assert script.stat().st_mode & 0o111
@@ -36,7 +36,7 @@ def test_it_runs_what_every_machine_runs(workflow: dict[Any, Any]) -> None:
 
 def test_actions_are_pinned_by_commit() -> None:
     used = re.findall(r"uses: (.*)", WORKFLOW.read_text())
-    assert len(used) == 6
+    assert len(used) == 8
     for text in used:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", text), text
 
@@ -51,7 +51,7 @@ def test_it_has_few_rights_and_ends(workflow: dict[Any, Any]) -> None:
 
 
 def test_it_uses_the_python_of_the_project(workflow: dict[Any, Any]) -> None:
-    version, native = [
+    version, native, _ = [
         step["with"]["python-version"] for step in steps(workflow) if "python-version" in step.get("with", {})
     ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

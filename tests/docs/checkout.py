@@ -14,6 +14,7 @@ _LEFT_OUT = (
     ".git",
     ".venv",
     ".venv-native",
+    ".venv-scan",
     ".*_cache",
     ".terraform",
     "__pycache__",

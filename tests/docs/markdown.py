@@ -13,6 +13,7 @@ _NOT_OURS = {
     ".git",
     ".venv",
     ".venv-native",
+    ".venv-scan",
     ".pytest_cache",
     ".terraform",
     "build",

@@ -308,6 +308,7 @@ def test_a_node_that_fails_before_it_looks_into_its_cache_ends_the_other(machine
     assert [node.num_trials() for node in (main, other)] == [0, 0]
 
 
+@pytest.mark.thorough
 def test_sigterm_in_an_ordinary_compile(places: Callable[..., Place]) -> None:
     here = places("xla", ON_XLA)
     run = here.start("compile")

@@ -211,6 +211,7 @@ def on_node(place: Place, node: int, folder: Path, attempt: int, *flags: str) ->
     return place.start("health", f"--scratch={folder / str(node)}", *flags)
 
 
+@pytest.mark.thorough
 def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> None:
     port = free_port()
     here.env = {**here.env, "MASTER_PORT": str(port)}

@@ -12,8 +12,8 @@ from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.neuron import VERSIONS
 from pipeline.health.nodes import exchange_reports
 from pipeline.io.local import LocalStorage
-from pipeline.parallel import nodes as node_barrier
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel import node_barrier
+from pipeline.parallel.node_barrier import Nodes
 
 FOLDER = "cycles/c1/health/nodes/job-1"
 SAME = {"torch": "2.9.1", "compiler": "2.24", "driver": "2.27"}

@@ -109,7 +109,7 @@ class Fleet:
             "scheduling_policy_arn": self.batch_arn(f"scheduling-policy/{self.name}"),
             "instances": str(self.instances),
             "wait_limit_s": "3600",
-            "again": (SAGEMAKER / "again.json").read_text(),
+            "again": (SAGEMAKER / "retry.json").read_text(),
         }
 
     def sagemaker_texts(self, role: str) -> list[str]:

@@ -275,7 +275,7 @@ def test_which_events_raise_an_alarm(event: dict[str, Any], alarms: list[str]) -
 
 def test_the_causes_that_raise_none_are_those_that_are_tried_again() -> None:
     rules = [one["onStatusReason"] for one in retry_rules(Retry.of(3)) if one["action"] == "RETRY"]
-    assert json.loads((SAGEMAKER / "again.json").read_text()) == [
+    assert json.loads((SAGEMAKER / "retry.json").read_text()) == [
         rule.removeprefix(RECEIVED).removesuffix("*") for rule in rules
     ]
 

@@ -28,7 +28,7 @@ locals {
     scheduling_policy_arn = var.scheduling_policy_arn
     instances             = var.instances
     wait_limit_s          = var.wait_limit_s
-    again                 = jsonencode(jsondecode(file("${path.module}/again.json")))
+    again                 = jsonencode(jsondecode(file("${path.module}/retry.json")))
   }
 
   policies = merge({ training = var.training_roles, direct = [var.driver_role] }, local.has_queue ? { queue = [var.driver_role] } : {})

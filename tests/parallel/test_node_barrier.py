@@ -9,8 +9,8 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage
-from pipeline.parallel import nodes as node_barrier
-from pipeline.parallel.nodes import Nodes
+from pipeline.parallel import node_barrier
+from pipeline.parallel.node_barrier import Nodes
 
 
 @pytest.fixture(autouse=True)
