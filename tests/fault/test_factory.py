@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, TINY, Place, reference
 from tests.fault.kills import Moment, kill_at
 
@@ -98,6 +99,7 @@ def test_spread_over_two_processes(place: Callable[..., Place]) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@needs_xla
 @pytest.mark.thorough
 def test_traced_for_xla_and_trained_by_what_was_compiled(place: Callable[..., Place]) -> None:
     here = place("xla", (*ON_XLA, *OF_TRANSFORMERS, "--train.max-steps=20", "--embed.buckets=24"))
@@ -107,6 +109,7 @@ def test_traced_for_xla_and_trained_by_what_was_compiled(place: Callable[..., Pl
     assert here.result()["figures"]["steps_done"] == 20
 
 
+@needs_xla
 def test_what_looks_at_values_is_refused_before_xla_is_promised(place: Callable[..., Place]) -> None:
     name = "--model.factory=tests.model.factories:looks"
     here = place("xla", (*ON_XLA, name, "--model.hidden-size=16", "--embed.buckets=24"))
