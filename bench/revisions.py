@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def check_out(revision: str, folder: Path) -> Path:
     return folder
 
 
-def training(checkout: Checkout, folder: Path, backend: str, steps: int) -> tuple[float, float]:
+def training(folder: Path, backend: str, steps: int, checkout: Checkout) -> tuple[float, float]:
     """(seconds of a step, seconds from process start to the first step) of one run, which is then deleted."""
     shutil.copytree(checkout.prepared, folder)
     watched = train_until(folder, backend, steps, root=checkout.root)
@@ -81,15 +82,15 @@ def training(checkout: Checkout, folder: Path, backend: str, steps: int) -> tupl
     return statistics.median(spans), moments[0] - watched.started
 
 
-def cycle(checkout: Checkout, folder: Path) -> float:
-    """Seconds of a whole cycle. Raises CalledProcessError when it does not end well."""
+def cycle(folder: Path, checkout: Checkout) -> tuple[float]:
+    """(seconds of a whole cycle). Raises CalledProcessError when it does not end well."""
     flags = ["--config", "configs/quickstart.toml", "--workspace", str(folder), "--cycle", "bench"]
     command = [sys.executable, "-m", "jobs", "submit", "--target", "local", *flags]
     started = time.monotonic()
     subprocess.run(command, cwd=checkout.root, check=True, stdout=subprocess.DEVNULL, env=environment(checkout.root))
     seconds = time.monotonic() - started
     shutil.rmtree(folder)
-    return seconds
+    return (seconds,)
 
 
 def in_turn(
@@ -115,14 +116,15 @@ def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
         folder = Path(name)
         sides = [Checkout(check_out(before, folder / "before"), folder / "prepared-before")]
         sides.append(Checkout(ROOT, folder / "prepared-now"))
-        for side in sides:
+        backends = [part for part in parts if part != "cycle"]
+        for side in sides if backends else ():
             run_stage("prepare", side.prepared, root=side.root)
-        for backend in (part for part in parts if part != "cycle"):
-            step, start = in_turn(*sides, repeats, lambda side, on=backend: training(side, folder / "run", on, steps))  # type: ignore[misc]
+        for backend in backends:
+            step, start = in_turn(*sides, repeats, partial(training, folder / "run", backend, steps))
             figures += step.figures(f"{backend}_step", f"one step, {backend}")
             figures += start.figures(f"{backend}_start", f"start to first step, {backend}")
         if "cycle" in parts:
-            (whole,) = in_turn(*sides, min(repeats, 3), lambda side: (cycle(side, folder / "run"),))
+            (whole,) = in_turn(*sides, min(repeats, 3), partial(cycle, folder / "run"))
             figures += whole.figures("cycle", "a whole cycle")
     return finish(f"{NAME}_{before}", TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
 
