@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from bench.results import ROOT, Result, Target, figure, finish
 from jobs.config import JobsConfig
+from jobs.cycle.cycle_store import Claim, CycleStore
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.page.publish import data_key, report_key, write_page
-from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState
-from jobs.cycle.store import Claim, CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec, Resources
 from pipeline.context import Figure, StageResult, store_result

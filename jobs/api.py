@@ -20,13 +20,13 @@ from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
-from jobs.cycle.ledger import read_ledger
+from jobs.cycle.cost_ledger import read_ledger
+from jobs.cycle.job_records import Closed, JobRecord, Outcome
+from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.page.charts import escaped, table
 from jobs.cycle.page.data import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.page.sections import sentence
-from jobs.cycle.records import Closed, JobRecord, Outcome
-from jobs.cycle.states import exit_code_of_cycle, outcome_of
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle

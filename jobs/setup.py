@@ -12,9 +12,9 @@ from typing import Self
 from zoneinfo import ZoneInfo
 
 from jobs.config import StageJob
-from jobs.cycle.ledger import CycleLedger, read_ledger
-from jobs.cycle.records import JobRecord
-from jobs.cycle.store import CycleStore, claimed_cycles
+from jobs.cycle.cost_ledger import CycleLedger, read_ledger
+from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.job_records import JobRecord
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.cycle.records import JobRecord
-from jobs.targets.local.keeper import ENDED, STARTED
+from jobs.cycle.job_records import JobRecord
+from jobs.targets.local.node_keeper import ENDED, STARTED
 from jobs.targets.local.nodes import LocalFiles
 from pipeline.core.errors import TrnpipeError
 from pipeline.embed.vectors import open_vectors

@@ -10,7 +10,7 @@ from typing import Literal
 
 import psutil
 
-from jobs.targets.local.keeper import MARK
+from jobs.targets.local.node_keeper import MARK
 
 Role = Literal["keeper", "entry", "launcher", "torchrun", "rank", "worker"]
 SCAN_S = 0.1
@@ -122,7 +122,7 @@ def _seen(pid: int, workspaces: str) -> Seen | None:
 
 def _role(words: Sequence[str], env: dict[str, str]) -> Role:
     line = " ".join(words)
-    if "keeper.py" in line:
+    if "node_keeper.py" in line:
         return "keeper"
     if "jobs.node" in words:
         return "entry"

@@ -49,7 +49,7 @@ def flags_of(
     flags += ["--train.evaluate-every", "0"]
     flags += ["--embed.precision", "fp32" if precision == "fp32" else "bf16"]
     flags += ["--evaluate.split", split, "--evaluate.promote", "false", *OPEN_GATE]
-    if task.splits_pairs and split == "valid":
+    if task.splits_pairs:
         flags += ["--evaluate.leak", "warn"]
     if task.catalogue:
         flags += ["--evaluate.retrieval.catalogue", str(data / task.catalogue), *SEARCH_FLAGS]

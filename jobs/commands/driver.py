@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from jobs.commands.submit import finish, submit_plan
-from jobs.cycle.store import claimed_cycles
+from jobs.cycle.cycle_store import claimed_cycles
 from jobs.schedule import ScheduleConfig, cycle_name, due_cycles
 from jobs.setup import OpenCycle, make_plan, open_cycle, stopping_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, TransientError

@@ -4,11 +4,11 @@ import argparse
 import os
 import time
 
-from jobs.cycle.ledger import read_ledger
+from jobs.cycle.cost_ledger import read_ledger
+from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import Message, deliver, messages_of, put_messages
 from jobs.cycle.page.publish import report_key
-from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jobs.cycle.ledger import CycleLedger, success_of
+from jobs.cycle.cost_ledger import CycleLedger, success_of
+from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.records import JobState
-from jobs.cycle.states import outcome_of
-from jobs.cycle.store import CycleStore, claimed_cycles
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from jobs.commands.notify import make_messages, send_messages
 from jobs.config import StageJob, Step
+from jobs.cycle.cycle_store import claimed_cycles
+from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.records import Closed, JobRecord, JobState
-from jobs.cycle.states import CANCELLED, exit_code_of_cycle, outcome_of
-from jobs.cycle.store import claimed_cycles
 from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, is_python

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.cycle.attempt_time import Moment, moment_of
-from jobs.cycle.ledger import SKEW_MS, CycleLedger, read_ledger
-from jobs.cycle.records import Closed, JobRecord, JobState
-from jobs.cycle.states import exit_code_of_cycle, outcome_of
+from jobs.cycle.cost_ledger import SKEW_MS, CycleLedger, read_ledger
+from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.tables import STATUS, status_rows
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle

@@ -27,9 +27,9 @@ import urllib3
 from pydantic import Field
 
 from jobs.config import NotifyConfig, NotifyEvent, Webhook
-from jobs.cycle.ledger import CycleLedger
-from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cost_ledger import CycleLedger
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.tables import DEADLINES, money
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_duration

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.job_records import JobRecord, JobState
 from jobs.plan.cost import Prices, job_usd, machine_share
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jobs.cycle.records import JobRecord, Submission
-from jobs.cycle.states import Leaf, leaves_of, new_record, parent_record
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobRecord, Submission
+from jobs.cycle.job_states import Leaf, leaves_of, new_record, parent_record
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Child processes: how long each gets, whose they are, and how the last of them ends.
 
-The standard library alone: keeper.py of the local target imports it in a bare interpreter, and it is a program itself,
-`python -I -S children.py FOLDER NAME MARK`, the guardian that clears up after its owner (see cleanup.py).
+The standard library alone: node_keeper.py of the local target imports it in a bare interpreter, and it is a program
+itself, `python -I -S children.py FOLDER NAME MARK`, the guardian that clears up after its owner (see cleanup.py).
 """
 # pathlib and shutil would double the start-up time of a keeper.
 # ruff: noqa: PTH112, PTH115, PTH123, PTH208

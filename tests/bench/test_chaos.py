@@ -14,7 +14,7 @@ from bench.chaos.faults import draw
 from bench.chaos.lane import config_text
 from bench.chaos.processes import run_beside, scan
 from jobs.settings import CycleSettings
-from jobs.targets.local.keeper import MARK
+from jobs.targets.local.node_keeper import MARK
 from pipeline.settings import resolve
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
@@ -43,7 +43,7 @@ def process_of(workspace: Path, attempt: str, *words: str, **env: str) -> Iterat
 
 
 ROLES: Mapping[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "keeper": (("keeper.py",), {}),
+    "keeper": (("node_keeper.py",), {}),
     "entry": (("-m", "jobs.node"), {}),
     "torchrun": (("-m", "torch.distributed.run"), {}),
     "launcher": (("-m", "pipeline", "train"), {}),
@@ -71,7 +71,7 @@ def test_two_tries_at_once_are_seen(tmp_path: Path) -> None:
             seen = scan(str(tmp_path))
             assert [tries for _, tries in run_beside(seen)] == ["id/1 id/2"]
         assert run_beside(seen) == set(), "one of them has ended meanwhile"
-        with process_of(tmp_path, "id/2", "keeper.py"):
+        with process_of(tmp_path, "id/2", "node_keeper.py"):
             assert run_beside(scan(str(tmp_path))) == set(), "a keeper does no work"
         with process_of(tmp_path, "id/2", TRNJOBS_INDEX="1"):
             assert run_beside(scan(str(tmp_path))) == set(), "another child of an array"

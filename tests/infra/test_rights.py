@@ -19,7 +19,7 @@ W = f"{FLEET.bucket_arn}/relevance"
 OF_COMPILER = "the Neuron compiler's own cache (docs/neuron.md), written on Neuron devices alone"
 TOO_SMALL = "files above 16 MiB whose upload failed (pipeline/io/s3.py)"
 EITHER_FORM = "AWS Batch asks about a definition with its revision or without; not confirmed where it does which"
-WITHDRAWN = "a claim whose plan was refused before a job was submitted (jobs/cycle/store.py)"
+WITHDRAWN = "a claim whose plan was refused before a job was submitted (jobs/cycle/cycle_store.py)"
 UNUSED = {
     f"train s3:AbortMultipartUpload {W}/tokens/*": TOO_SMALL,
     f"train s3:AbortMultipartUpload {W}/checkpoints/*": TOO_SMALL,

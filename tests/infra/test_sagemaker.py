@@ -10,7 +10,7 @@ import botocore.session
 import pytest
 
 from jobs.config import JobsConfig, SageMakerConfig
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import Retry
 from jobs.settings import CycleSettings
 from jobs.targets.sagemaker.describe import RECEIVED

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
 from pipeline.io.storage import open_storage
 
 HERE = Path(__file__).parent

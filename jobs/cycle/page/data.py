@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, JsonValue
 
 from jobs.cycle.attempt_time import Moment
-from jobs.cycle.ledger import CycleLedger, Total, read_moments
+from jobs.cycle.cost_ledger import CycleLedger, Total, read_moments
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord, Outcome
+from jobs.cycle.job_states import exit_code, reason_of
 from jobs.cycle.page.charts import Point, thin
-from jobs.cycle.records import Closed, JobRecord, Outcome
-from jobs.cycle.states import exit_code, reason_of
-from jobs.cycle.store import CycleStore
 from jobs.cycle.tables import ran_seconds
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result

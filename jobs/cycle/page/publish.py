@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jobs.config import JobsConfig
-from jobs.cycle.ledger import read_ledger
+from jobs.cycle.cost_ledger import read_ledger
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.page.data import TREND, CycleRow, PageData, gather, row_of
 from jobs.cycle.page.html import index, page
-from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.store import CycleStore
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import DataError, TransientError

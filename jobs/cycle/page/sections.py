@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from statistics import median
 
 from jobs.cycle.attempt_time import SPENT, Category
-from jobs.cycle.ledger import Entry
+from jobs.cycle.cost_ledger import Entry
 from jobs.cycle.page.charts import (
     Bar,
     Box,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jobs.cycle.records import JobRecord, JobState, Sighting
+from jobs.cycle.job_records import JobRecord, JobState, Sighting
 from pipeline.core.format import format_duration
 
 DWELL_S = 15 * 60.0

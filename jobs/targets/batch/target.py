@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState, Submission
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.base import Target, log_stream, no_log, seconds_of

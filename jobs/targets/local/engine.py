@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from jobs.cycle import states
-from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.states import AttemptEnd, Leaf
+from jobs.cycle import job_states
+from jobs.cycle.job_records import JobRecord, JobState
+from jobs.cycle.job_states import AttemptEnd, Leaf
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import (
@@ -141,18 +141,18 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
     if cancelled and (main.stopped_by or code != 0):
         return AttemptEnd(code, cancelled)
     if main.stopped_by == "timeout":
-        return AttemptEnd(code, states.TIMED_OUT)
+        return AttemptEnd(code, job_states.TIMED_OUT)
     if (main.stopped_by == "SIGINT" and code != 0) or (interrupted and main.error):
-        return AttemptEnd(code, states.INTERRUPTED)
+        return AttemptEnd(code, job_states.INTERRUPTED)
     if main.lost:
-        return AttemptEnd(None, states.HOST_TERMINATED)
+        return AttemptEnd(None, job_states.HOST_TERMINATED)
     if code is None:
-        return AttemptEnd(None, states.TASK_NOT_STARTED, f"CannotStartContainerError: {main.error}")
+        return AttemptEnd(None, job_states.TASK_NOT_STARTED, f"CannotStartContainerError: {main.error}")
     if code == SIGKILL_CODE and main.out_of_memory:
-        return AttemptEnd(code, states.EXITED, "OutOfMemoryError: Container killed due to memory usage")
+        return AttemptEnd(code, job_states.EXITED, "OutOfMemoryError: Container killed due to memory usage")
     if code == SIGKILL_CODE and not main.stopped_by:
-        return AttemptEnd(code, states.HOST_TERMINATED, "Killed from outside")
-    return AttemptEnd(code, states.EXITED)
+        return AttemptEnd(code, job_states.HOST_TERMINATED, "Killed from outside")
+    return AttemptEnd(code, job_states.EXITED)
 
 
 DISK_PATIENCE_S = 300.0
@@ -218,17 +218,17 @@ class Engine:
         for leaf in reversed(self.leaves):
             record = self.records[leaf.name]
             if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
-                self._update({leaf.name: states.failed(record, reasons[leaf.name], self.clock())})
+                self._update({leaf.name: job_states.failed(record, reasons[leaf.name], self.clock())})
         for leaf in self._active():
             self._drive(leaf, reasons[leaf.name])
-        while changed := states.settle(self.leaves, self.records, self.clock()):
+        while changed := job_states.settle(self.leaves, self.records, self.clock()):
             self._update(changed)
         if not self.stop.is_set():
-            for leaf in admitted(states.queue(self.leaves, self.records), self._active(), self.machine):
+            for leaf in admitted(job_states.queue(self.leaves, self.records), self._active(), self.machine):
                 record = self.records[leaf.name]
                 nodes, attempt = range(max(1, leaf.spec.num_nodes)), len(record.attempts) + 1
                 streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
-                self._update({leaf.name: states.starting(record, streams)})
+                self._update({leaf.name: job_states.starting(record, streams)})
         changed_any = bool(self._unsaved)
         self._save()
         return changed_any
@@ -239,7 +239,7 @@ class Engine:
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]
         if main.started_at is not None and self.records[leaf.name].state is JobState.STARTING:
-            self._update({leaf.name: states.running(self.records[leaf.name], main.started_at)})
+            self._update({leaf.name: job_states.running(self.records[leaf.name], main.started_at)})
         step = next_step(views, stopping=bool(cancelled) or self.stop.is_set())
         for node in step.exclude:
             self.nodes.exclude(folders[node])
@@ -260,7 +260,7 @@ class Engine:
         if step.is_over and main.end is not None:
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
-            self._update({leaf.name: states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
+            self._update({leaf.name: job_states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
 
     def _late(
         self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal
@@ -283,7 +283,7 @@ class Engine:
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
             if record.state is not self.records[name].state:
-                self.say(states.change_line(record))
+                self.say(job_states.change_line(record))
             self.records[name] = record
             self._unsaved.add(self.rounds[name])
 

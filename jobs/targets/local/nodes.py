@@ -5,7 +5,7 @@ Below one folder of the cycle:
 engine.lock                         held by the one engine of the cycle
 round-<n>/state.json                the leaves that were submitted in a round
 cancel.json                         reasons by id of job: what a user has cancelled
-attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see keeper.py);
+attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py);
                                     killed.json where the engine had to end it
 """
 
@@ -24,10 +24,10 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from jobs.cycle.records import JobRecord
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.local import keeper
+from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
@@ -36,7 +36,7 @@ from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, 
 from pipeline.proc.children import end_marked, kill_marked
 
 T = TypeVar("T")
-KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
+KEEPER = (sys.executable, "-I", "-S", node_keeper.__file__)
 Signal = Literal["SIGTERM", "SIGINT"]
 
 
@@ -107,7 +107,7 @@ class Processes:
         with (folder / "log.txt").open("ab") as log:
             self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
                 [*KEEPER, str(folder), f"{start.timeout_s:.3f}", f"{self.grace_s:g}", *start.command],
-                env={**start.environment, keeper.MARK: _mark(folder)},
+                env={**start.environment, node_keeper.MARK: _mark(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -117,7 +117,7 @@ class Processes:
     def look(self, folder: Path) -> NodeView:
         own = self._own.get(folder)
         own_ended = own is not None and own.poll() is not None  # before the rest: it wrote all it ever will
-        started = _read(folder / keeper.STARTED, _STARTED)
+        started = _read(folder / node_keeper.STARTED, _STARTED)
         if started is None:
             if own is None:
                 return NodeView(Phase.ABSENT)
@@ -127,23 +127,23 @@ class Processes:
             return NodeView(Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "its keeper ended before it began"))
         if started.pid == _NEVER:
             return NodeView(Phase.ENDED, end=NodeEnd(error="stopped before it began"))
-        is_alive = is_locked(folder / keeper.STARTED)  # before the end: a keeper writes it, then lets go
-        end = _read(folder / keeper.ENDED, _END)
+        is_alive = is_locked(folder / node_keeper.STARTED)  # before the end: a keeper writes it, then lets go
+        end = _read(folder / node_keeper.ENDED, _END)
         if end is not None:
             if own is not None:
                 with suppress(subprocess.TimeoutExpired):
                     self._own.pop(folder).wait(timeout=1.0)  # it has written its last file
             return NodeView(Phase.ENDED, None if end.error else started.at, end)
-        if is_alive or end_marked(keeper.MARK, _mark(folder).__eq__):
+        if is_alive or end_marked(node_keeper.MARK, _mark(folder).__eq__):
             return NodeView(Phase.RUNNING, started.at)
         lost = NodeEnd(lost=True, stopped_by=_read(folder / KILLED, _KILLED_BY) or "")
         return NodeView(Phase.ENDED, started.at, lost)
 
     def stop(self, folder: Path, by: Signal) -> None:
-        started = _read(folder / keeper.STARTED, _STARTED)
+        started = _read(folder / node_keeper.STARTED, _STARTED)
         own = self._own.get(folder)
         with suppress(ProcessLookupError):  # ended meanwhile
-            if started is not None and is_locked(folder / keeper.STARTED):
+            if started is not None and is_locked(folder / node_keeper.STARTED):
                 os.kill(started.pid, signal.Signals[by])
             elif started is None and own is not None:
                 own.send_signal(signal.Signals[by])
@@ -151,11 +151,11 @@ class Processes:
     def kill(self, folder: Path, by: StoppedBy) -> None:
         if not (folder / KILLED).exists():  # the reason first: another engine may have to find it
             write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
-        kill_marked(keeper.MARK, _mark(folder).__eq__)
+        kill_marked(node_keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
         make_dirs(folder)
-        lock = keeper.take(str(folder), _NEVER)
+        lock = node_keeper.take(str(folder), _NEVER)
         if lock is not None:
             os.close(lock)
 
@@ -169,7 +169,7 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
         return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
 
     over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
-    return kill_marked(keeper.MARK, is_over)[0]
+    return kill_marked(node_keeper.MARK, is_over)[0]
 
 
 def _mark(folder: Path) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from jobs.cycle.records import JobRecord, Submission
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobRecord, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
 from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log

@@ -1,15 +1,16 @@
 """What is to be done for the jobs of a cycle, from what is known of their training jobs. Pure.
 
-SageMaker knows no dependencies and no second try: both are decided here, by the rules of jobs/cycle/states.py, which
-are those of the local engine. Whoever asks, and as often as they like, gets the same answer for the same knowledge.
+SageMaker knows no dependencies and no second try: both are decided here, by the rules of jobs/cycle/job_states.py,
+which are those of the local engine. Whoever asks, and as often as they like, gets the same answer for the same
+knowledge.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle import states
-from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.states import AttemptEnd, Leaf
+from jobs.cycle import job_states
+from jobs.cycle.job_records import JobRecord, JobState
+from jobs.cycle.job_states import AttemptEnd, Leaf
 from jobs.targets.sagemaker.describe import QUEUED, Seen
 from pipeline.core.record import Record
 
@@ -60,11 +61,11 @@ def advance(
         before = dict(now)
         for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
             now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), at)
-        now |= states.settle(leaves, now, at)
+        now |= job_states.settle(leaves, now, at)
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
-    order = [*states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state.is_active)]
+    order = [*job_states.queue(leaves, now), *(leaf for leaf in live if now[leaf.name].state.is_active)]
     absent = [leaf for leaf in order if tries[leaf.name] in seen and seen[tries[leaf.name]] is None]
     made = {leaf.name for leaf in live if now[leaf.name].state.is_active or seen.get(tries[leaf.name]) is not None}
     return Advance(
@@ -86,21 +87,21 @@ def observed(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None,
     """The record with what was seen of the try that is under way, or may be made."""
     is_runnable = record.state is JobState.RUNNABLE
     if one.is_queued and is_runnable and one.end is not None:
-        return states.failed(record, cancelled.reason if cancelled else one.end.status_reason, one.ended_at or at)
+        return job_states.failed(record, cancelled.reason if cancelled else one.end.status_reason, one.ended_at or at)
     if one.is_queued and one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     if is_runnable:
-        record = states.starting(record, one.streams)
+        record = job_states.starting(record, one.streams)
     if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
-        record = states.running(record, one.started_at or one.ended_at or at)
-    record = states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
+        record = job_states.running(record, one.started_at or one.ended_at or at)
+    record = job_states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
     if one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     end = one.end
-    if cancelled and not states.succeeded(end):
+    if cancelled and not job_states.succeeded(end):
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
-    record = states.ended(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
-    return states.with_last_attempt(record, billable_s=one.billable_s)
+    record = job_states.ended(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
+    return job_states.with_last_attempt(record, billable_s=one.billable_s)
 
 
 def _observed(
@@ -113,7 +114,7 @@ def _observed(
     number = try_of(record)
     if number is None:
         is_waiting = record.state in (JobState.SUBMITTED, JobState.PENDING)
-        return states.failed(record, cancelled.reason, at) if cancelled and is_waiting else record
+        return job_states.failed(record, cancelled.reason, at) if cancelled and is_waiting else record
     one = seen.get((leaf.name, number))
     if one is None:
         if cancelled is None or (leaf.name, number) not in seen:
@@ -121,5 +122,5 @@ def _observed(
         # Never made; or made and deleted. What was handed over to a queue may be listed late.
         is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
         is_gone = is_new or at - cancelled.at > LAG_S
-        return states.failed(record, cancelled.reason, at) if is_gone else record
+        return job_states.failed(record, cancelled.reason, at) if is_gone else record
     return observed(leaf, record, one, cancelled, at)

@@ -14,7 +14,7 @@ from botocore.model import ListShape, MapShape, Shape, StringShape, StructureSha
 from botocore.session import Session
 from botocore.validate import ParamValidator
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan, dag_problems, refuse
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.limits import MAX_ATTEMPTS, MAX_RULES, MAX_SUBMIT_BYTES, SHARE

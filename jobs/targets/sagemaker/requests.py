@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.cycle.states import Leaf, leaves_of
+from jobs.cycle.job_states import Leaf, leaves_of
 from jobs.node.environment import STARTS
 from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine

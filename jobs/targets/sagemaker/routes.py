@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
 from jobs.targets.batch.account import queue_problems, share_warning
 from jobs.targets.batch.client import Detail

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
-from jobs.cycle import states
-from jobs.cycle.records import JobRecord, JobState, Submission
-from jobs.cycle.states import Leaf
-from jobs.cycle.store import CycleStore
+from jobs.cycle import job_states
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobRecord, JobState, Submission
+from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
 from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log
 from jobs.targets.batch.blocked import explain
@@ -92,7 +92,7 @@ class SageMakerTarget(Target):
         again = self._look(cycle, replace(known, records=made)) if step.starts else step
         for name, record in again.records.items():
             if record.state is not known.records[name].state:
-                self.say(states.change_line(record))
+                self.say(job_states.change_line(record))
         # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
         cancelled = self._cancelled()
         for leaf in again.stops:

@@ -8,13 +8,13 @@ import pytest
 
 from jobs import cli
 from jobs.commands import show
-from jobs.cycle.records import Closed
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed
 from jobs.settings import CycleSettings
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_ledger import attempt, record
+from tests.jobs.cycle.test_cost_ledger import attempt, record
 
 
 def cycle(workspace: Path, name: str, code: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from jobs.cycle import store as cycle
-from jobs.cycle.records import Submission
+from jobs.cycle import cycle_store as cycle
+from jobs.cycle.job_records import Submission
 from jobs.plan import cycle as plan
 from pipeline.context import StageResult, store_result
 from pipeline.io.storage import open_storage

@@ -11,8 +11,8 @@ import pytest
 from jobs import cli
 from jobs.commands import driver
 from jobs.config import JobsConfig
-from jobs.cycle.records import Closed, JobRecord, JobState
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.plan.dag import Plan
 from jobs.schedule import MissedPolicy, ScheduleConfig
 from jobs.settings import CycleSettings

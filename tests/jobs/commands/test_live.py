@@ -1,11 +1,11 @@
 """A cycle while it runs: what its records and newest events say of it."""
 
 from jobs.commands.watch import LiveCycle, doing_text, live_cycle, plain_lines
-from jobs.cycle.records import JobRecord, JobState
+from jobs.cycle.job_records import JobRecord, JobState
 from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried, under_way
-from tests.jobs.cycle.test_ledger import at, attempt, ledger
+from tests.jobs.cycle.test_cost_ledger import at, attempt, ledger
 
 SHAPE = plan(job("prepare"), job("health"), job("train", "prepare", "health"), job("embed", "train"))
 MOMENTS = (

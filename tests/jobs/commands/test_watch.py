@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from jobs.commands.watch import watch
-from jobs.cycle.records import Closed, JobRecord
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle

@@ -1,7 +1,7 @@
 """Small records for the tests of jobs."""
 
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.states import DEPENDENCY_FAILED, EXITED
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.job_states import DEPENDENCY_FAILED, EXITED
 
 
 def tried(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import MAX_TEXT, Message, as_json, as_slack, messages_of, plain
-from jobs.cycle.records import Closed, JobRecord
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried
-from tests.jobs.cycle.test_ledger import ledger
+from tests.jobs.cycle.test_cost_ledger import ledger
 
 ABOUT = Message(
     id="", event="test", at=50.0, pipeline="relevance", cycle="c", model="m", workspace="file:///w", text="", page="p"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.cycle.records import AttemptRecord, Closed, JobRecord
-from jobs.cycle.states import (
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord
+from jobs.cycle.job_states import (
     CANCELLED,
     HOST_TERMINATED,
     TIMED_OUT,

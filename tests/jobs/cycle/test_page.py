@@ -12,10 +12,10 @@ import pytest
 from bench.cycle_page import STAGES, T0, make_cycle, make_two
 from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import Moment
+from jobs.cycle.cycle_store import Claim, CycleStore
+from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.page.data import PageData, curves_of
 from jobs.cycle.page.publish import INDEX, INDEX_PAGE, data_key, read_index, report_key, write_page
-from jobs.cycle.records import Closed, JobRecord, JobState
-from jobs.cycle.store import Claim, CycleStore
 from jobs.plan.dag import Plan
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName

@@ -2,8 +2,8 @@
 
 import re
 
-from jobs.cycle.records import JobRecord
-from jobs.cycle.states import EXITED, HOST_TERMINATED
+from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED
 from jobs.cycle.tables import plan_lines, ran_seconds, shape_text, status_lines
 from jobs.plan.cost import Prices
 from pipeline.core.format import aligned

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.cycle.store import LEASE_S, CycleStore
+from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget

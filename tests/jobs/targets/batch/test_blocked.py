@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.cycle.records import JobRecord, JobState, Sighting
+from jobs.cycle.job_records import JobRecord, JobState, Sighting
 from jobs.targets.batch.blocked import BlockKind, block_lines, explain, overdue, watch
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"

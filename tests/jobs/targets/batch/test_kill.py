@@ -10,7 +10,7 @@ from typing import Any
 import boto3
 import pytest
 
-from jobs.cycle.store import LEASE_S, CycleStore
+from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, LogsClient, connect
 from jobs.targets.batch.target import BatchTarget

@@ -10,8 +10,8 @@ from typing import Any
 import boto3
 import pytest
 
-from jobs.cycle.records import JobState
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobState
 from jobs.targets.batch.client import BatchClient, LogsClient, connect
 from jobs.targets.batch.definitions import registered
 from jobs.targets.batch.requests import definition_request

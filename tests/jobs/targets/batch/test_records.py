@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.records import AttemptRecord, JobState
+from jobs.cycle.job_records import AttemptRecord, JobState
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.targets.batch.fake_batch import client_error
 from tests.jobs.targets.batch.faults import Faults

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from jobs.cycle.states import (
+from jobs.cycle.job_states import (
     DEPENDENCY_FAILED,
     EXITED,
     HOST_TERMINATED,

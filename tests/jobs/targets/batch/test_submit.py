@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
-from jobs.cycle.store import LEASE_S
+from jobs.cycle.cycle_store import LEASE_S
 from jobs.plan.dag import Plan
 from jobs.targets.batch.account import preflight
 from jobs.targets.batch.client import BatchClient

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.states import Leaf, leaves_of, new_record
+from jobs.cycle.job_records import JobRecord, JobState
+from jobs.cycle.job_states import Leaf, leaves_of, new_record
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.engine import Engine, Slots, need_of

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.cycle.records import JobState
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobState
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local.engine import Slots

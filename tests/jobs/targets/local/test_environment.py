@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import gang_port, local_command, node_environment
 from pipeline.parallel.network import torchrun_arguments

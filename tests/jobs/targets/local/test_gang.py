@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.cycle.states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
 from jobs.targets.local.engine import Step, attempt_end, next_step
 from jobs.targets.local.nodes import NodeEnd, NodeView, Phase
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.states import DEPENDENCY_FAILED, EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT, change_line
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.job_states import DEPENDENCY_FAILED, EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT, change_line
 
 LOG = "cycles/c/jobs/local/attempts/x/1/node-0/log.txt"
 

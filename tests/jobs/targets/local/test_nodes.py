@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.targets.local import keeper
+from jobs.targets.local import node_keeper
 from jobs.targets.local.nodes import NodeEnd, NodeStart, NodeView, Phase, Processes, end_leftovers
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 
@@ -172,7 +172,7 @@ def test_what_attempts_that_are_over_have_left_is_found(tmp_path: Path) -> None:
     """Processes that bear a mark, beside one of the attempt that runs now and one of another job."""
     job, other = str(uuid.uuid4()), str(uuid.uuid4())
     marks = [f"{job}_3/1/node-0", f"{job}_3/2/node-1", f"{job}_3/3/node-0", f"{job}_30/1/node-0", f"{other}/1/node-0"]
-    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) for mark in marks]
+    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, node_keeper.MARK: mark}) for mark in marks]
     try:
         until(lambda: all(_has_mark(one.pid, mark) for one, mark in zip(sleepers, marks, strict=True)))
         assert end_leftovers({f"{job}:3": 2}) == 2
@@ -233,9 +233,9 @@ def test_a_keeper_waits_for_room_on_the_disk() -> None:
             raise OSError(code, os.strerror(code))
         return 5
 
-    assert keeper._when_there_is_room(write, pauses.append, []) == 5
+    assert node_keeper._when_there_is_room(write, pauses.append, []) == 5
     assert len(pauses) == 2
-    assert keeper._when_there_is_room(write, pauses.append, ["SIGTERM"]) is None
+    assert node_keeper._when_there_is_room(write, pauses.append, ["SIGTERM"]) is None
 
 
 def test_it_does_not_wait_for_what_will_not_change() -> None:
@@ -243,4 +243,4 @@ def test_it_does_not_wait_for_what_will_not_change() -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     with pytest.raises(OSError, match="Read-only"):
-        keeper._when_there_is_room(write, lambda seconds: None, [])
+        node_keeper._when_there_is_room(write, lambda seconds: None, [])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.targets.local.engine import Slots, admitted, check_fits, need_of
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job

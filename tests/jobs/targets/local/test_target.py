@@ -14,11 +14,11 @@ from threading import Thread
 
 import pytest
 
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec, Resources, Retry
-from jobs.targets.local import keeper
+from jobs.targets.local import node_keeper
 from jobs.targets.local.engine import Slots
 from jobs.targets.local.nodes import local_files
 from jobs.targets.local.target import LocalTarget, this_machine
@@ -336,7 +336,7 @@ def test_what_an_attempt_left_behind_ends_with_the_next_submission(place: Path) 
     found = submit(target(place), plan)
     mark = f"{found['a'].id}/1/node-0"
     lines: list[str] = []
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, keeper.MARK: mark}) as left:
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, node_keeper.MARK: mark}) as left:
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
         submit(target(place, say=lines.append), plan)
         assert left.wait() == -signal.SIGKILL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.targets.local import keeper
+from jobs.targets.local import node_keeper
 
 LIMIT_S, STEP_S = 60.0, 0.01
 
@@ -43,8 +43,8 @@ def keepers_of(folder: Path) -> list[int]:
             words = process.cmdline()
         except psutil.Error:  # ended meanwhile
             continue
-        if keeper.__file__ in words and is_alive(process.pid):
-            place = Path(words[words.index(keeper.__file__) + 1])
+        if node_keeper.__file__ in words and is_alive(process.pid):
+            place = Path(words[words.index(node_keeper.__file__) + 1])
             found += [process.pid] if place.is_relative_to(folder) else []
     return found
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.cycle.records import JobRecord, JobState
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import JobRecord, JobState
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import LogsClient

@@ -11,7 +11,7 @@ from botocore.exceptions import ReadTimeoutError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cycle.states import leaves_of
+from jobs.cycle.job_states import leaves_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
 from tests.jobs.targets.batch.faults import Faults

@@ -8,7 +8,7 @@ import pytest
 
 from jobs import cli
 from jobs.config import JobsConfig, Step
-from jobs.cycle.states import Leaf
+from jobs.cycle.job_states import Leaf
 from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ReadTimeoutError
 
-from jobs.cycle.records import JobState
-from jobs.cycle.states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
+from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
 from jobs.targets.sagemaker.controller import LAG_S
 from jobs.targets.sagemaker.describe import end_of
 from pipeline.core.errors import ConfigError, Preempted, TransientError

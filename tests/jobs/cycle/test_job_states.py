@@ -2,9 +2,9 @@
 
 import pytest
 
-from jobs.cycle import states
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
+from jobs.cycle import job_states
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
 from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
 from tests.jobs.cycle.cases import job
 
@@ -113,7 +113,7 @@ def test_sequential_children_run_one_after_another_and_stop_at_the_first_failure
     ],
 )
 def test_the_state_of_an_array(children: tuple[JobState, ...], parent: JobState) -> None:
-    shown = states.parent_record(array("a", 2), "id", [record(f"a:{i}", one) for i, one in enumerate(children)])
+    shown = job_states.parent_record(array("a", 2), "id", [record(f"a:{i}", one) for i, one in enumerate(children)])
     assert (shown.state, shown.id, len(shown.children)) == (parent, "id", 2)
 
 
@@ -123,7 +123,7 @@ def test_an_array_shows_its_times_and_the_first_failure() -> None:
         record("a:0", SUCCEEDED).model_copy(update=ran),
         record("a:1", FAILED).model_copy(update={"started_at": 2.0, "stopped_at": 9.0, "status_reason": "why"}),
     ]
-    shown = states.parent_record(array("a", 2), "id", children)
+    shown = job_states.parent_record(array("a", 2), "id", children)
     assert (shown.created_at, shown.started_at, shown.stopped_at, shown.status_reason) == (1.0, 2.0, 9.0, "why")
 
 
@@ -152,7 +152,7 @@ def test_an_array_shows_its_times_and_the_first_failure() -> None:
 def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> None:
     tries = tuple(AttemptRecord(exit_code=75, status_reason=EXITED) for _ in range(earlier))
     now = record("a", RUNNING, *tries, AttemptRecord(started_at=2.0))
-    after = states.ended(now, RETRY, end, 9.0)
+    after = job_states.ended(now, RETRY, end, 9.0)
     assert after.state is state
     assert after.attempts[-1].stopped_at == 9.0
     assert (after.attempts[-1].exit_code, after.attempts[-1].reason) == (end.exit_code, end.reason)
@@ -163,7 +163,7 @@ def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> Non
 def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
     now = record("a", RUNNING, AttemptRecord(status_reason=INTERRUPTED), AttemptRecord(status_reason=INTERRUPTED))
     for expected in (RUNNABLE, RUNNABLE, FAILED):
-        now = states.ended(
+        now = job_states.ended(
             now.model_copy(update={"state": RUNNING, "attempts": (*now.attempts, AttemptRecord())}),
             RETRY,
             AttemptEnd(75, EXITED),
@@ -174,14 +174,14 @@ def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
 
 
 def test_one_attempt_from_runnable_to_running() -> None:
-    now = states.starting(record("a", RUNNABLE), ["log-0", "log-1"])
+    now = job_states.starting(record("a", RUNNABLE), ["log-0", "log-1"])
     assert (now.state, now.attempts[0].log_streams) == (STARTING, ("log-0", "log-1"))
-    now = states.running(now, 5.0)
+    now = job_states.running(now, 5.0)
     assert (now.state, now.started_at, now.attempts[0].started_at) == (RUNNING, 5.0, 5.0)
 
 
 def test_only_the_moves_of_batch() -> None:
-    allowed = {(one, to) for one in JobState for to in states.MOVES[one]}
+    allowed = {(one, to) for one in JobState for to in job_states.MOVES[one]}
     assert allowed == {
         (SUBMITTED, PENDING),
         (SUBMITTED, RUNNABLE),
@@ -194,20 +194,20 @@ def test_only_the_moves_of_batch() -> None:
         *((one, FAILED) for one in JobState if not one.is_final),
     }
     with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
-        states.failed(record("a", SUCCEEDED), "late", 1.0)
+        job_states.failed(record("a", SUCCEEDED), "late", 1.0)
 
 
 def test_who_is_tried_again_stands_at_the_front() -> None:
     leaves = [Leaf(job(name)) for name in "abcd"]
     again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}
     records = {name: record(name, RUNNABLE, *([again[name]] if name in again else [])) for name in "abcd"}
-    assert [leaf.name for leaf in states.queue(leaves, records)] == ["d", "b", "a", "c"]
+    assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["d", "b", "a", "c"]
     records["d"] = record("d", RUNNING)
-    assert [leaf.name for leaf in states.queue(leaves, records)] == ["b", "a", "c"]
+    assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["b", "a", "c"]
 
 
 def test_children_have_the_id_of_their_parent_and_an_index() -> None:
     children = leaves_of(array("a", 2))
-    assert [states.new_record(one, "id", 1.0).id for one in children] == ["id:0", "id:1"]
+    assert [job_states.new_record(one, "id", 1.0).id for one in children] == ["id:0", "id:1"]
     assert [one.name for one in children] == ["a:0", "a:1"]
-    assert states.new_record(Leaf(job("g", num_nodes=2)), "id", 1.0).num_nodes == 2
+    assert job_states.new_record(Leaf(job("g", num_nodes=2)), "id", 1.0).num_nodes == 2

@@ -9,7 +9,7 @@ Source: the user guide of AWS Batch (job states, dependencies, array jobs, job r
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.plan.dag import Plan
 from jobs.plan.spec import DependencyType, JobSpec, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, TransientError

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from jobs.cycle.records import Closed, JobRecord, Sighting, Submission
+from jobs.cycle.job_records import Closed, JobRecord, Sighting, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import ConfigError, DataError, TransientError

@@ -1,6 +1,6 @@
 """Keeps the command of one node: starts it once, ends it in time, and writes down how it ended.
 
-    python -I -S keeper.py FOLDER TIMEOUT_S GRACE_S COMMAND...
+    python -I -S node_keeper.py FOLDER TIMEOUT_S GRACE_S COMMAND...
 
 One keeper a node and attempt, so that the engine may die at any moment. It takes the node by creating
 FOLDER/started.json, which it locks for as long as it lives: of two keepers one runs the command, and a lock that

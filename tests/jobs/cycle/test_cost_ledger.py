@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jobs.cycle.attempt_time import Category, Moment
-from jobs.cycle.ledger import CycleLedger, deadline_of, ledger_of, success_of
-from jobs.cycle.records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.cost_ledger import CycleLedger, deadline_of, ledger_of, success_of
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.plan.cost import Prices
 from jobs.plan.dag import Plan
 from pipeline.telemetry.events import EventName

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cycle.records import Closed, JobRecord, JobState, Sighting, Submission
-from jobs.cycle.store import LEASE_S, CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles
+from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import SPENT, Category, Moment, Try, moment_of, spent_in, with_kept_until
-from jobs.cycle.records import AttemptRecord, Closed, JobRecord, JobState, Outcome
-from jobs.cycle.states import outcome_of
-from jobs.cycle.store import CycleStore
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
+from jobs.cycle.job_states import outcome_of
 from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
