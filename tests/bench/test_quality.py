@@ -156,6 +156,15 @@ def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
     assert verdicts(table) == {"ahead_of_boosting": True, "ahead_of_bi_encoder": False}
 
 
+def test_pairs_without_a_bi_encoder_of_the_same_number_of_pairs_are_held_against_boosting_alone() -> None:
+    elsewhere = part("contrastive", 0.9, task="cameras", steps=20)
+    (table,), missing = tables([part("ours", 0.84, task="cameras"), elsewhere])
+    assert len(missing) == 1 and "ours was not run on test" in missing[0]
+    assert verdicts(table) == {"ahead_of_boosting": True}
+    assert "no bi-encoder was trained on this many pairs" in table.method
+    assert not any("encoder" in name or "contrastive" in name for name in figures_of(table))
+
+
 def test_a_part_survives_its_file_and_counts_its_runs(tmp_path: Path) -> None:
     first = part("ours", 1 / 3)
     assert keep(first, tmp_path).reads == 1
