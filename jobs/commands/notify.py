@@ -76,7 +76,7 @@ def send_messages(cycle: OpenCycle) -> int:
         return deliver(cycle.store.storage, config, os.environ, secret_text, cycle.say)
     except Preempted:
         raise
-    except Exception as error:
+    except Exception as error:  # also of a bug: they wait for the next cycle to look
         cycle.say(f"notify: messages were not sent: {type(error).__name__}: {error}")
         return 1
 
