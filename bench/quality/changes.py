@@ -72,11 +72,12 @@ def is_kept(result: PartResult, folder: Path = KEPT) -> bool:
 
 
 def changes_table(task: str, budget: Budget, parts: Sequence[PartResult]) -> Table | None:
-    """Of the parts on valid: the recipe, then its changes; None without either."""
+    """Of the parts on valid with the present recipe: the recipe, then its changes; None without either."""
     names = {change.name: change for change in CHANGES}
-    found = [part for part in parts if (part.task, part.split, part.budget, part.part) == (task, "valid", budget, OURS)]
+    wanted = (task, "valid", budget, OURS, ours.recipe())
+    found = [part for part in parts if (part.task, part.split, part.budget, part.part, part.recipe) == wanted]
     recipe = [part for part in found if not part.variant]
-    changed = [part for part in found if part.variant in names and recipe and part.recipe == recipe[0].recipe]
+    changed = [part for part in found if part.variant in names and recipe]
     sides = sides_of(sorted(changed, key=lambda part: list(names).index(part.variant)))
     if not sides:
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.quality import ours
 from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
@@ -77,8 +78,8 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     test, valid = (sides_of([part for part in of_task if part.split == split]) for split in ("test", "valid"))
     if OURS not in test:
         raise Incomplete("ours was not run on test")
-    if len({part.recipe for part in test[OURS]}) > 1:
-        raise Incomplete("seeds of ours were run with different recipes (configs/small.toml); run all of them again")
+    if {part.recipe for part in test[OURS]} != {ours.recipe()}:
+        raise Incomplete("ours was run with a recipe that is not the present one (configs/small.toml); run it again")
     searched = bool(TASKS[task].catalogue)
     peers = set(test) - {OURS, BM25}
     if peers or searched:
@@ -126,18 +127,18 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
     """Retrieval beside the best peer and BM25, hybrid search, and scores of pairs of the same model."""
     if BM25 not in sides:
         raise Incomplete("bm25 was not run on test")
-    ours, bm25 = sides[OURS], sides[BM25]
+    own, bm25 = sides[OURS], sides[BM25]
     lexical = mean(bm25, NDCG)
-    gains = [hybrid - max(own, lexical) for hybrid, own in zip(values(ours, HYBRID), values(ours, NDCG), strict=True)]
+    gains = [hybrid - max(alone, lexical) for hybrid, alone in zip(values(own, HYBRID), values(own, NDCG), strict=True)]
     figures = [
         figure(
-            "ahead_of_best_peer", mean(ours, NDCG) - mean(sides[best], NDCG), "", f"nDCG@10, mean less that of {best}"
+            "ahead_of_best_peer", mean(own, NDCG) - mean(sides[best], NDCG), "", f"nDCG@10, mean less that of {best}"
         ),
-        mean_figure(f"{OURS}_{NDCG}", values(ours, NDCG), "", f"nDCG@10 of retrieval, ours, {len(ours)} seed(s)"),
-        *interval_figures(ours, {BM25: bm25, "best_peer": sides[best]}),
+        mean_figure(f"{OURS}_{NDCG}", values(own, NDCG), "", f"nDCG@10 of retrieval, ours, {len(own)} seed(s)"),
+        *interval_figures(own, {BM25: bm25, "best_peer": sides[best]}),
         mean_figure("hybrid_ahead", gains, "", "nDCG@10, hybrid of ours and BM25 less the better of both"),
-        mean_figure(f"{OURS}_{ACCURACY}", values(ours, ACCURACY), "", "accuracy of pairs, the same model of ours"),
-        *_of_sides({OURS: ours}, ("boosting_accuracy", "macro_f1", "boosting_macro_f1", "hybrid_rrf_ndcg@10", HYBRID)),
+        mean_figure(f"{OURS}_{ACCURACY}", values(own, ACCURACY), "", "accuracy of pairs, the same model of ours"),
+        *_of_sides({OURS: own}, ("boosting_accuracy", "macro_f1", "boosting_macro_f1", "hybrid_rrf_ndcg@10", HYBRID)),
         *(one for one in _of_sides(sides, RETRIEVAL) if one.name != f"{OURS}_{NDCG}"),
     ]
     targets = (
@@ -156,17 +157,17 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
 
 def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...], list[str]]:
     """Pairs: F1 of match beside boosting on the lexical features and the best fine-tuned bi-encoder, where one was."""
-    ours, boosting = sides[OURS], f"boosting_{F1}"
-    beside = {"boosting": ("boosting", mean(ours, boosting))}
+    own, boosting = sides[OURS], f"boosting_{F1}"
+    beside = {"boosting": ("boosting", mean(own, boosting))}
     if best:
         beside["bi_encoder"] = (best, mean(sides[best], F1))
     figures = [
         *(
-            figure(f"ahead_of_{name}", mean(ours, F1) - value, "", f"F1 of match, mean of ours less that of {text}")
+            figure(f"ahead_of_{name}", mean(own, F1) - value, "", f"F1 of match, mean of ours less that of {text}")
             for name, (text, value) in beside.items()
         ),
-        mean_figure(f"{OURS}_{F1}", values(ours, F1), "", f"F1 of match, ours, {len(ours)} seed(s)"),
-        mean_figure(boosting, values(ours, boosting), "", "F1 of match, boosting on lexical features"),
+        mean_figure(f"{OURS}_{F1}", values(own, F1), "", f"F1 of match, ours, {len(own)} seed(s)"),
+        mean_figure(boosting, values(own, boosting), "", "F1 of match, boosting on lexical features"),
         *(one for one in _of_sides(sides, (F1,)) if one.name != f"{OURS}_{F1}"),
     ]
     targets = tuple(Target(figure=f"ahead_of_{name}", comparison=">", value=0.0) for name in beside)
