@@ -57,14 +57,23 @@ class Queries(NamedTuple):
     high: Bins
 
 
+Pieces = Callable[[int, int], Iterable[Queries]]
+"""Queries of a split with ids from one number up to another, in pieces; a query may be in several."""
+
+
 def count_judgements(
     folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
 ) -> dict[Split, JudgedSplit]:
     """Of the shards in `folder`. The same shards give the same counts, to the bit."""
+
+    def queries_in(shards: Sequence[ShardInfo]) -> Pieces:
+        return lambda first, last: _queries(folder, shards, first, last, stop)
+
     return {
         split: add_up(
             bucket_counts(folder, shards, num_labels, stop),
-            lambda first, last, shards=shards: _queries(folder, shards, first, last, stop),  # type: ignore[misc]
+            queries_in(shards),
+            trained=queries_in(splits.get("train", ()) if split != "train" else ()),
             num_buckets=len(shards[0].rows),
             num_labels=num_labels,
         )
@@ -94,16 +103,17 @@ def queries_of(folder: Path, shard: ShardInfo, stop: StopSignal) -> Queries:
 
 def add_up(
     counts: Iterable[BucketCounts],
-    queries: Callable[[int, int], Iterable[Queries]],
+    queries: Pieces,
     *,
+    trained: Pieces,
     num_queries: int | None = None,
     num_buckets: int,
     num_labels: int,
 ) -> JudgedSplit:
     """The counts of a split of those of its shards, in their order.
 
-    `queries`: those of each shard with ids from one number up to another, in pieces; a query may be in several.
-    `num_queries`: in all pieces together (None: at most one a row); it bounds memory, and changes nothing else.
+    `queries`: of the split. `trained`: of the train split, where this is another one. `num_queries`: in all pieces of
+    the split together (None: at most one a row); it bounds memory, and changes nothing else.
     """
     gains = np.zeros((num_buckets, _STEPS + 1), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
@@ -112,18 +122,26 @@ def add_up(
         rows += np.array(one.labels, dtype=np.int64)
         sums += np.array(one.label_gain_sums, dtype=np.float64)
     best, worst = np.zeros((2, _STEPS + 1), dtype=np.int64)
+    in_train = 0
     passes = -(-(int(gains.sum()) if num_queries is None else num_queries) // _ROWS_AT_ONCE)
     for number in range(passes):
         first, last = number * _IDS // passes, (number + 1) * _IDS // passes - 1
-        _, low, high = _by_query(queries(first, last))
+        ids, low, high = _by_query(queries(first, last))
         best += np.bincount(high, minlength=_STEPS + 1)
         worst += np.bincount(low, minlength=_STEPS + 1)
+        is_trained = np.zeros(len(ids), dtype=np.bool_)
+        for piece in trained(first, last):
+            places = ids.searchsorted(piece.ids)
+            places = places[places < len(ids)]
+            is_trained[places[ids[places] == piece.ids[: len(places)]]] = True  # both ascend, so the rest is behind
+        in_train += int(is_trained.sum())
     return JudgedSplit(
         gains=tuple(_filled(one) for one in gains),
         labels=tuple(rows.tolist()),
         label_gain_sums=tuple(sums.tolist()),
         query_best=_filled(best),
         query_worst=_filled(worst),
+        queries_in_train=in_train,
     )
 
 
@@ -222,6 +240,8 @@ _RARE = 0.001
 _POINTS, _TIMES, _SIGMA = 0.05, 2.0, 3.0
 """Shares of a label in train and valid differ much: by so much or so many times, and so many standard errors."""
 _SAME_GAIN = 1e-6
+_IN_TRAIN = 0.05
+"""Of the queries of a holdout split: above this share of trained ones a warning says so."""
 
 
 def about_positives(judged: Judgements, buckets: Sequence[Bucket], positive_gain: float) -> dict[str, str]:
@@ -282,6 +302,23 @@ def about_labels(labels: Sequence[str], train: Judgements, valid: Judgements | N
     return found
 
 
+def about_leak(infos: Sequence[TokenSetInfo]) -> dict[str, str]:
+    """Queries that are in train and in a holdout split of the same partition. Warnings by kind."""
+    found = {}
+    for split in ("valid", "test"):
+        counted = [info.judged[split] for info in infos if split in info.judged]
+        queries = sum(sum(one.query_best.values()) for one in counted)
+        again = sum(one.queries_in_train for one in counted)
+        if again > _IN_TRAIN * queries:
+            found[f"leak to {split}"] = (
+                f"{again:,} of {queries:,} queries ({again / queries:.0%}) of split {split} are in split train too:"
+                " figures on them are better than on new queries, and evaluate refuses to judge by more of them than"
+                " evaluate.max_leak_share; give the data a split column that keeps queries apart, or"
+                " --evaluate.leak warn"
+            )
+    return found
+
+
 def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> list[str]:
     """Warnings of all prepared partitions together, then what is wrong with the newest day alone.
 
@@ -306,7 +343,7 @@ def _warnings(infos: Sequence[TokenSetInfo], positive_gain: float, contrastive: 
             f" bucket {largest.name}: the rest of it is not read; add a larger one to data.buckets"
         )
     train, valid = (judgements_of(infos, split, positive_gain) for split in ("train", "valid"))
-    found |= training_warnings(infos, positive_gain, contrastive=contrastive)
+    found |= training_warnings(infos, positive_gain, contrastive=contrastive) | about_leak(infos)
     return found if train is None else found | about_labels(infos[0].labels, train, valid)
 
 

@@ -8,7 +8,7 @@ another number of workers goes on where the last ones stopped. Bytes are those o
 
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from pipeline.data.accounts import (
 )
 from pipeline.data.chunks import ChunkRecord, ChunkTask, Staging, chunk_name, encode_chunk
 from pipeline.data.config import DataConfig
-from pipeline.data.judgements import BucketCounts, Queries, add_up, bucket_counts, queries_of
+from pipeline.data.judgements import BucketCounts, Pieces, Queries, add_up, bucket_counts, queries_of
 from pipeline.data.prepare import (
     Emit,
     PreparedData,
@@ -412,22 +412,24 @@ def _judged(
     with os_errors("reading", f"file://{folder}"):
         maps = [map_safetensors(folder / name) for name in names]
         for split, shards in shards_by_split([part.chunk for part in parts]).items():
-            of_split = [arrays for arrays in maps if f"{split}.ids" in arrays]
             judged[split] = add_up(
                 (counts for part in parts for counts in part.judged.get(split, ())),
-                _queries_of(of_split, split, stop),
-                num_queries=sum(len(arrays[f"{split}.ids"]) for arrays in of_split),
+                _queries_of(maps, split, stop),
+                trained=_queries_of(maps if split != "train" else (), "train", stop),
+                num_queries=sum(len(arrays[f"{split}.ids"]) for arrays in maps if f"{split}.ids" in arrays),
                 num_buckets=len(shards[0].rows),
                 num_labels=num_labels,
             )
     return judged
 
 
-def _queries_of(
-    maps: Sequence[Mapping[str, Any]], split: Split, stop: StopSignal
-) -> Callable[[int, int], Iterator[Queries]]:
+def _queries_of(maps: Sequence[Mapping[str, Any]], split: Split, stop: StopSignal) -> Pieces:
+    """Of the parts that have rows of it."""
+
     def pieces(first: int, last: int) -> Iterator[Queries]:
         for arrays in maps:
+            if f"{split}.ids" not in arrays:
+                continue
             stop.raise_if_set("counting judgements")
             ids, low, high = (arrays[f"{split}.{name}"] for name in Queries._fields)
             start, end = ids.searchsorted(first), ids.searchsorted(last, side="right")

@@ -63,6 +63,9 @@ class JudgedSplit(Record):
     label_gain_sums: tuple[float, ...] = Field(description="Sum of the gains of each label")
     query_best: dict[int, int] = Field(description="Queries by the highest gain of their rows")
     query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
+    queries_in_train: int = Field(
+        0, description="Of a holdout split: queries that the train split of the partition has too"
+    )
 
 
 QUARANTINE = "quarantine.jsonl"

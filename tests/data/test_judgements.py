@@ -96,6 +96,25 @@ def test_however_many_passes_the_counts_are_the_same(tmp_path: Path, monkeypatch
     assert JudgedSplit.model_validate_json(whole["train"].model_dump_json()) == whole["train"]
 
 
+@pytest.mark.parametrize("at_once", [1_000, 25])
+def test_queries_of_a_holdout_that_are_trained_on_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(judgements, "_ROWS_AT_ONCE", at_once)
+    shards, rows = write(tmp_path)
+    counts = count_judgements(tmp_path, {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}, 2, StopSignal())
+    ends = np.cumsum([sum(size) for size in SIZES])
+    first, second, third = (
+        {query for _, query, _, _ in part} for part in (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :])
+    )
+    assert 0 < len(first & third) < len(third)
+    assert counts["train"].queries_in_train == 0
+    assert counts["valid"].queries_in_train == len(first & (second | third))
+    assert counts["test"].queries_in_train == len(first & third)
+    alone = count_judgements(tmp_path, {"test": shards}, 2, StopSignal())
+    assert alone["test"].queries_in_train == 0
+
+
 def test_hundredths_are_those_of_float32() -> None:
     for step in range(101):
         exact = np.float32(step / 100)

@@ -41,10 +41,15 @@ CONFIG = DataConfig(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two days in three files each (Parquet, JSON lines, one that is empty), with bad rows, blank lines, a gap."""
+    """Two days in three files each (Parquet, JSON lines, one that is empty), with bad rows, blank lines, a gap.
+
+    Splits cut through queries.
+    """
     folder = tmp_path_factory.mktemp("input")
     for name in partitions(SYNTHETIC):
         table = pa.Table.from_batches(generate(SYNTHETIC, name))
+        splits = ["test" if number % 9 == 0 else "train" for number in range(len(table))]
+        table = table.append_column("split", pa.array(splits))
         (folder / name).mkdir()
         first, second = table.slice(0, 430), table.slice(430)
         pq.write_table(first, folder / name / "part-0.parquet", row_group_size=90)
@@ -92,6 +97,7 @@ def test_bytes_are_those_of_one_alone(workplace: Make, data: Path, workers: int)
     assert all(isinstance(result, int) and result > 0 for result in results[:-1])
     assert results[-1] == expected
     assert expected.rows_bad == 4 and expected.rows_blank == 2
+    assert all(info.judged["test"].queries_in_train > 10 for info in expected.infos)
     assert tokens_of(shared) == tokens_of(alone)
     assert not (shared.folder / "scratch" / "prepare" / f"worker-{order[-1]}").exists()
     late = work(shared, config, 0, workers)
