@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,9 +24,18 @@ if TYPE_CHECKING:  # an overview needs no settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
     show_stacks_when_asked()
+    allow_open_files()
     code = Program("trnpipe", COMMANDS, _run)(argv)
     note_exit_code(code)
     return code
+
+
+def allow_open_files(wanted: int = 65_536) -> None:
+    """Up to what the machine allows: a map of a token shard holds its file open, and a shell often grants 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _run(name: str, words: list[str]) -> int:

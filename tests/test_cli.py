@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import types
@@ -326,3 +327,22 @@ def test_a_closed_pipe_is_no_failure() -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((1024, 4096), [(4096, 4096)]),
+        ((1024, resource.RLIM_INFINITY), [(65_536, resource.RLIM_INFINITY)]),
+        ((1_048_576, 1_048_576), []),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), []),
+    ],
+)
+def test_as_many_files_may_be_open_as_the_machine_allows(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, wanted: asked.append(wanted))
+    cli.allow_open_files()
+    assert asked == expected

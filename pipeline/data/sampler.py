@@ -350,7 +350,8 @@ def _lined_up(
 ) -> Arrays:
     """Queries [G, Tq] and products [G S, Tp] of groups as rows of tokens, all int32 [G, length].
 
-    `has_text` [G, S]: a product without it takes no room.
+    `has_text` [G, S]: a product without it takes no room. Padding within a text is left out: sets of earlier versions
+    have it where a text spells it out.
     """
     groups, slots = has_text.shape
     is_query = query != pad
@@ -359,10 +360,11 @@ def _lined_up(
     starts = np.cumsum(sizes, axis=1) - sizes
     texts = {name: np.zeros((groups, length), dtype=np.int32) for name in ("tokens", "positions", "segments")}
     texts["tokens"][:] = pad
-    row, place = np.nonzero(is_query)
+    row, place = np.nonzero(is_query)[0], (is_query.cumsum(axis=1) - 1)[is_query]
     at = row, starts[row, 0] + place
     texts["tokens"][at], texts["positions"][at], texts["segments"][at] = query[is_query], place, 1
-    row, slot, place = np.nonzero(is_product)
+    row, slot, _ = np.nonzero(is_product)
+    place = (is_product.cumsum(axis=2) - 1)[is_product]
     at = row, starts[row, 1 + slot] + place
     ids = product.reshape(groups, slots, -1)[is_product]
     texts["tokens"][at], texts["positions"][at], texts["segments"][at] = ids, place, slot + 2

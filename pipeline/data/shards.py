@@ -1,5 +1,6 @@
 """Token shards as memory maps: rows of any bucket by number, without reading the rest."""
 
+import errno
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import Bucket
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
@@ -112,6 +113,12 @@ class TokenRows:
                         if len(arrays[name]) != count:
                             raise ValueError(f"{name} has {len(arrays[name])} rows, not {count}")
             except (OSError, ValueError, KeyError, struct.error) as error:
+                if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                    raise ConfigError(
+                        f"too many open files at {len(self._maps) + 1:,} of {len(self._shards):,} token shards",
+                        expected="room for one more than there are shards, in each process",
+                        next_command="ulimit -n 65536, then the same command again",
+                    ) from error
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
                     expected="the file that prepare committed",

@@ -297,7 +297,10 @@ def _tasks(
         staging.create()
         for number, mine in share.files.items():
             if file_name(number) in there:
-                num_chunks = of_partition.read_of(number).num_chunks
+                try:
+                    num_chunks = of_partition.read_of(number).num_chunks
+                except KeyNotFound:  # another worker has committed the partition meanwhile, and tidied up
+                    continue
                 if all(part_name(chunk_name(number, place)) in there for place in mine.chunks(num_chunks)):
                     continue
             file, counts, chunks = partition.files[number], list[FileCount](), 0

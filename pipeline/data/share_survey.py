@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
@@ -22,7 +22,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.rows import RawBatch, text_characters
 from pipeline.data.sources import InputFile, Source, reading
 from pipeline.data.survey import FileLabels, LabelCount, Survey, TextSample, fits, survey_file
-from pipeline.io.storage import Storage, join_key, names_in, read_record
+from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
 
 _LEVELS = 64
 _DENSER = 2
@@ -126,7 +126,17 @@ class SharedSurvey:
     stop: StopSignal
 
     def __call__(self, want_labels: bool, want_sample: bool) -> Survey:
-        """Raises DataError, TransientError, Preempted."""
+        """Raises DataError, Preempted, TransientError too when another worker finishes all and tidies up meanwhile."""
+        try:
+            return self._survey(want_labels, want_sample)
+        except KeyNotFound as error:
+            raise TransientError(
+                f"{error.seen}, which another worker deleted as it finished",
+                expected="what was seen of each file, until all is prepared",
+                next_command="the same command again: it finds what is done",
+            ) from error
+
+    def _survey(self, want_labels: bool, want_sample: bool) -> Survey:
         if not want_sample and (known := self._known()):
             return Survey(_counts(known.labels), TextSample(self.config.tokenizer.train_rows), known.there)
         folder = join_key(self._prefix, "texts" if want_sample else "labels")

@@ -133,14 +133,21 @@ class TextTokenizer:
         self.pad_id, self.cls_id, self.sep_id, self.unk_id = special.values()
 
     def encode(self, texts: Sequence[str]) -> Tokens:
-        """Tokens of each text, not truncated. Equal texts are tokenised once."""
+        """Tokens of each text, not truncated. Equal texts are tokenised once.
+
+        A text that spells out the padding token is read without it: that token says where a text ends.
+        """
         unique = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         distinct = list(unique)
         ids, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
         for start in range(0, len(distinct), _ENCODE_BLOCK):
             block = self._tokenizer.encode_batch_fast(distinct[start : start + _ENCODE_BLOCK], add_special_tokens=False)
             lists = [[self.cls_id, *encoding.ids, self.sep_id] for encoding in block]
-            ids.append(np.fromiter(chain.from_iterable(lists), dtype=np.int32))
+            together = np.fromiter(chain.from_iterable(lists), dtype=np.int32)
+            if (together == self.pad_id).any():
+                lists = [[token for token in tokens if token != self.pad_id] for tokens in lists]
+                together = together[together != self.pad_id]
+            ids.append(together)
             lengths.append(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)))
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
         encoded = Tokens(np.concatenate(ids), offsets)

@@ -18,7 +18,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s
 from pipeline.core.batching import first_rows, locate
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -30,7 +30,7 @@ from pipeline.evaluate.bm25 import K1, B, Bm25, best_of
 from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
 from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.storage import KeyNotFound, Storage, join_key
 from pipeline.mine.config import BM25, DECIDES, MineConfig
 from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
 from pipeline.settings import Settings
@@ -299,13 +299,23 @@ class Parts:
         return {int(name) for name in names if read_manifest(self.workspace, join_key(root, name)) is not None}
 
     def commit(self, index: int, array: npt.NDArray[np.generic], fields: Mapping[str, int] | None = None) -> None:
+        """Of several that make a piece at once the first one commits it: another may be reading it already."""
+        if read_manifest(self.workspace, self._key(index)) is not None:
+            return
         folder = empty_folder(self.scratch / self.kind)
         np.save(folder / "part.npy", array)
         commit_dir(self.workspace, folder, self._key(index), kind=f"mined-{self.kind}", fields=dict(fields or {}))
 
     def open(self, index: int) -> npt.NDArray[Any]:
-        """The rows of a piece, mapped into memory. Raises DataError."""
-        folder = fetch_dir(self.workspace, self._key(index), self.cache_dir)
+        """The rows of a piece, mapped into memory. Raises DataError, TransientError."""
+        try:
+            folder = fetch_dir(self.workspace, self._key(index), self.cache_dir)
+        except KeyNotFound as error:
+            raise TransientError(
+                f"{error.seen} while another worker committed or deleted it",
+                expected="a piece that stays",
+                next_command="the same command again: it finds what is done",
+            ) from error
         array: npt.NDArray[Any] = np.load(folder / "part.npy", mmap_mode="r")
         start, stop = self.rows(index)
         if len(array) != stop - start:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.sampler import GroupedRows, MinedProducts, TrainingPools
+from pipeline.data.sampler import GroupedRows, MinedProducts, TrainingPools, _lined_up
 from pipeline.data.shards import Arrays, TokenRows
 from tests.train.rows import make_rows, mined_from
 
@@ -86,6 +86,15 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
         assert is_row or sample == first  # an empty slot repeats the first row
     assert_equal_keys_for_equal_texts(arrays, SLOTS)
+
+
+def test_padding_within_a_text_takes_no_room() -> None:
+    query = np.array([[2, 7, 0, 8, 3, 0]], dtype=np.int32)
+    product = np.array([[2, 0, 5, 3], [2, 9, 3, 0]], dtype=np.int32)
+    lined = _lined_up(query, product, np.ones((1, 2), dtype=np.bool_), 10, 0)
+    assert lined["tokens"].tolist() == [[2, 7, 8, 3, 2, 5, 3, 2, 9, 3]]
+    assert lined["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+    assert lined["segments"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
 
 
 def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:

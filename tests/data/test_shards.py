@@ -1,5 +1,6 @@
 """Token shards: any row by number, in the order asked for, widened to a larger bucket."""
 
+import errno
 import json
 import struct
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.shards import FIELDS, ShardFile, TokenRows, map_safetensors
 from tests.train.rows import BUCKETS, PAD, make_rows, write_shard
 
@@ -120,3 +121,16 @@ def test_a_missing_or_cut_shard_is_a_data_error(tmp_path: Path) -> None:
     shard.path.unlink()
     with pytest.raises(DataError, match="cannot be read"):
         TokenRows([shard], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
+
+
+def test_too_many_open_files_are_no_damaged_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows(tmp_path, [(3, 2), (1, 1)])
+
+    def refused(path: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    rows.read(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 0)
+    monkeypatch.setattr("pipeline.data.shards.map_safetensors", refused)
+    with pytest.raises(ConfigError, match=r"too many open files at 2 of 2 token shards") as caught:
+        rows.read(np.zeros(1, dtype=np.int64), np.full(1, 3), 0)
+    assert caught.value.next_command.startswith("ulimit -n")

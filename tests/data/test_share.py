@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data import share, share_survey, survey
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
@@ -290,3 +290,22 @@ def test_the_survey_is_that_of_one_alone(
         assert found.sample.stride == alone.sample.stride
     known = looks[0](True, False)
     assert known.labels == alone.labels and list(known.labels) == list(alone.labels)
+
+
+@pytest.mark.stage
+def test_a_survey_that_another_worker_tidied_up_is_tried_again(
+    workplace: Make, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = workplace("one")
+    read = SharedSurvey._read
+
+    def tidied(self: SharedSurvey, folder: str, number: int) -> Any:
+        if number == 1:
+            self.delete()
+        return read(self, folder, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedSurvey, "_read", tidied)
+        with pytest.raises(TransientError, match="which another worker deleted as it finished"):
+            work(place, CONFIG.model_copy(update={"path": str(data)}), 0, 1)
+    assert not isinstance(work(place, CONFIG.model_copy(update={"path": str(data)}), 0, 1), int)

@@ -43,6 +43,14 @@ def test_texts_are_wrapped_and_known(trained: TextTokenizer) -> None:
 
 
 @pytest.mark.unit
+def test_a_text_that_spells_out_padding_is_read_without_it(trained: TextTokenizer) -> None:
+    texts = ["red shoe", "red [PAD] shoe", "[PAD]", "[PAD]red[PAD][PAD] shoe [PAD]", ""]
+    found = trained.encode(texts)
+    each = [found.part(place, place + 1).ids.tolist() for place in range(len(texts))]
+    assert each[1] == each[3] == each[0] and each[2] == each[4] == [trained.cls_id, trained.sep_id]
+    assert trained.pad_id not in found.ids
+
+
 def test_single_characters_are_not_special(trained: TextTokenizer) -> None:
     added = [token["content"] for token in json.loads(trained.data)["added_tokens"]]
     assert added == list(SPECIAL_TOKENS)

@@ -118,6 +118,7 @@ def test_the_documents_hold_commands_of_both_kinds() -> None:
         ("trnjobs plan --jsno", "jsno"),
         ("trnjobs plan --jobs.train.nodes many", "valid integer"),
         ("trnjobs logs", "job"),
+        ("trnjobs run --nodes 2 -- sleep 600", "2 nodes of 1 processes run sleep"),
         ("make nothing", "no target nothing"),
         ("make cycle CYLCE=x", "no variable CYLCE"),
         ("make train CONFIG=configs/none.toml", "No such file"),

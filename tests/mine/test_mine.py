@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.errors import Preempted
+from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
@@ -183,3 +183,18 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert found.best_positive[0] == max(of_items.get(2, 0.0), of_items.get(4, 0.0)) > 0
     assert found.best_positive[1:].tolist() == [0.0, 0.0]
     assert search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]
+
+
+def test_a_piece_that_two_make_is_never_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker reads a piece from the moment it is committed."""
+    first, second = parts_of(tmp_path)[0], parts_of(tmp_path, worker=1)[0]
+    first.commit(0, np.zeros((50, 4), dtype=np.float32))
+    deleted: list[object] = []
+    monkeypatch.setattr(type(second.workspace), "delete", lambda self, keys: deleted.extend(keys))
+    second.commit(0, np.zeros((50, 4), dtype=np.float32))
+    assert deleted == [] and len(first.open(0)) == 50
+
+
+def test_a_piece_that_is_gone_is_looked_for_again(tmp_path: Path) -> None:
+    with pytest.raises(TransientError, match="while another worker committed or deleted it"):
+        parts_of(tmp_path)[0].open(0)
