@@ -122,6 +122,7 @@ module "sagemaker" {
   account_id            = local.account_id
   region                = var.region
   driver_role           = module.roles.job_roles["driver"]
+  report_role           = module.roles.job_roles["report"]
   training_roles        = [for kind in ["train", "promote", "embed", "report"] : module.roles.job_roles[kind]]
   workspace_arn         = module.storage.workspace_arn
   repository_arn        = module.storage.repository_arn

@@ -80,6 +80,7 @@ run "the_module" {
   variables {
     account_id            = "123456789012"
     driver_role           = "relevance-driver"
+    report_role           = "relevance-report"
     training_roles        = ["relevance-train", "relevance-promote", "relevance-embed", "relevance-report"]
     workspace_arn         = "arn:aws:s3:::bucket/relevance"
     repository_arn        = "arn:aws:ecr:us-west-2:123456789012:repository/relevance"
@@ -97,11 +98,11 @@ run "the_module" {
   }
 
   assert {
-    condition     = toset(keys(aws_iam_role_policy_attachment.this)) == toset(["training-relevance-train", "training-relevance-promote", "training-relevance-embed", "training-relevance-report", "direct-relevance-driver", "queue-relevance-driver"])
+    condition     = toset(keys(aws_iam_role_policy_attachment.this)) == toset(["training-relevance-train", "training-relevance-promote", "training-relevance-embed", "training-relevance-report", "direct-relevance-driver", "queue-relevance-driver", "look-relevance-report", "look-queue-relevance-report"])
     error_message = "a policy at another role: ${join(", ", keys(aws_iam_role_policy_attachment.this))}"
   }
   assert {
-    condition     = strcontains(aws_iam_policy.this["training"].policy, "ecr:BatchGetImage") && strcontains(aws_iam_policy.this["direct"].policy, "sagemaker:CreateTrainingJob") && strcontains(aws_iam_policy.this["queue"].policy, "batch:SubmitServiceJob")
+    condition     = strcontains(aws_iam_policy.this["training"].policy, "ecr:BatchGetImage") && strcontains(aws_iam_policy.this["direct"].policy, "sagemaker:CreateTrainingJob") && strcontains(aws_iam_policy.this["queue"].policy, "batch:SubmitServiceJob") && strcontains(aws_iam_policy.this["look"].policy, "training-job/relevance-*") && strcontains(aws_iam_policy.this["look-queue"].policy, "batch:ListServiceJobs")
     error_message = "a policy with the text of another"
   }
   assert {
@@ -113,7 +114,7 @@ run "the_module" {
     error_message = "the service environment has another size"
   }
   assert {
-    condition     = toset(keys(aws_cloudwatch_event_rule.this)) == toset(["failed", "service-failed", "service-blocked"]) && alltrue([for one in aws_cloudwatch_event_target.this : one.arn == var.topic_arn && can(jsondecode(one.input_transformer[0].input_template))])
+    condition     = toset(keys(aws_cloudwatch_event_rule.this)) == toset(["failed", "timed-out", "service-failed", "service-blocked"]) && alltrue([for one in aws_cloudwatch_event_target.this : one.arn == var.topic_arn && can(jsondecode(one.input_transformer[0].input_template))])
     error_message = "an event goes elsewhere, or the text of a message is no JSON string"
   }
   assert {
@@ -130,6 +131,7 @@ run "without_a_queue_there_is_none" {
   variables {
     account_id            = "123456789012"
     driver_role           = "relevance-driver"
+    report_role           = "relevance-report"
     training_roles        = ["relevance-train"]
     workspace_arn         = "arn:aws:s3:::bucket/relevance"
     repository_arn        = "arn:aws:ecr:us-west-2:123456789012:repository/relevance"
@@ -147,7 +149,7 @@ run "without_a_queue_there_is_none" {
   }
 
   assert {
-    condition     = length(aws_cloudformation_stack.queue) == 0 && keys(aws_iam_policy.this) == ["direct", "training"] && keys(aws_cloudwatch_event_rule.this) == ["failed"] && keys(output.settings) == ["security_groups", "subnets"]
+    condition     = length(aws_cloudformation_stack.queue) == 0 && keys(aws_iam_policy.this) == ["direct", "look", "training"] && keys(aws_cloudwatch_event_rule.this) == ["failed", "timed-out"] && keys(output.settings) == ["security_groups", "subnets"]
     error_message = "something of a queue, without one"
   }
 }

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
+from pipeline.core.format import quotable
 from pipeline.parallel.world import JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES
 
 JOB_VARIABLE = "TRAINING_JOB_NAME"
@@ -72,7 +73,8 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
     root = root_of(env)
     if root is None or code == EXIT_OK:
         return
-    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {' '.join(reason.split())}" if reason.strip() else "")
+    said = quotable(" ".join(reason.split()))
+    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {said}" if said else "")
     with suppress(OSError):
         folder = root / "output"
         folder.mkdir(parents=True, exist_ok=True)

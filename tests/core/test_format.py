@@ -1,12 +1,13 @@
 """Numbers as people read them."""
 
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.format import format_bytes, format_count, format_duration, format_share
+from pipeline.core.format import format_bytes, format_count, format_duration, format_share, quotable
 
 NOT_NUMBERS = [None, math.nan, math.inf, -math.inf]
 
@@ -97,3 +98,9 @@ def test_durations_are_close(seconds: float) -> None:
         else:
             number += letter
     assert total == pytest.approx(seconds, rel=0.03, abs=0.06)
+
+
+def test_a_quotable_text_is_a_json_string_between_quotation_marks() -> None:
+    for text in ('say "no" to C:\\x', "\x1b[31mred\x1b[0m\n", "plain, naïve"):
+        assert json.loads(f'"{quotable(text)}"') == quotable(text)
+    assert quotable('say "no" to C:\\x') == "say 'no' to C:/x"

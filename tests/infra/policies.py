@@ -115,8 +115,9 @@ class Fleet:
     def sagemaker_texts(self, role: str) -> list[str]:
         """Policies that are attached to a role where SageMaker is used."""
         names = ["training"] if role in TRAINING_ROLES else []
-        if role == "driver":
-            names = ["direct", "queue"] if self.instances else ["direct"]
+        names += {"driver": ["direct"], "report": ["look"]}.get(role, [])
+        if self.instances:
+            names += {"driver": ["queue"], "report": ["look-queue"]}.get(role, [])
         found = [render(SAGEMAKER / "policies" / f"{name}.json.tftpl", self.sagemaker_values()) for name in names]
         return found if self.sagemaker else []
 

@@ -1,7 +1,9 @@
 """SageMaker in infra/: rights, trust, alarms and the queue of service jobs, against the code that needs them."""
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,27 @@ import botocore.session
 import pytest
 
 from jobs.config import JobsConfig, SageMakerConfig
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import Leaf, is_tried_again, succeeded
 from jobs.plan.spec import Retry
 from jobs.settings import CycleSettings
-from jobs.targets.sagemaker.describe import RECEIVED
+from jobs.targets.batch.client import LogsClient
+from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
+from jobs.targets.sagemaker.describe import RECEIVED, end_of
 from jobs.targets.sagemaker.requests import Cycle, direct_request, retry_rules, service_job_request
-from jobs.targets.sagemaker.target import LOG_GROUP
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+from jobs.targets.sagemaker.target import LOG_GROUP, SageMakerTarget
+from pipeline.core.errors import ConfigError
+from pipeline.core.stop import StopSignal
 from pipeline.settings import resolve
 from tests.infra.events import job_event, matches
 from tests.infra.iam import Decision, Policy, Request, Statement, decide, texts
 from tests.infra.policies import JOB_ROLES, SAGEMAKER, TRAINING_ROLES, Fleet, render
 from tests.infra.test_policies import C, on_object
 from tests.jobs.cycle.cases import job
-from tests.jobs.targets.sagemaker.setting import QUEUE, ml_plan
+from tests.jobs.targets.batch.fake_batch import client_error
+from tests.jobs.targets.batch.setting import FAST
+from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, ml_plan
 
 OFF, DIRECT, QUEUED = Fleet(), Fleet(sagemaker=True), Fleet(sagemaker=True, instances=16)
 IN_OREGON = Fleet(sagemaker=True, instances=16, region="us-west-2")
@@ -32,6 +42,8 @@ LOGS = f"arn:aws:logs:{PLACE}:log-group:{LOG_GROUP}"
 TAGGED = {"aws:RequestTag/pipeline": "relevance"}
 TO_SAGEMAKER = {"iam:PassedToService": "sagemaker.amazonaws.com"}
 SHARE = {"batch:ShareIdentifier": "production"}
+HOLDERS = ("driver", "train", "report")
+"""Of all policies of the module between them."""
 MAX_MANAGED = 6144  # characters of a managed policy, white space not counted (IAM quotas)
 
 
@@ -55,7 +67,6 @@ def directly() -> Iterator[Request]:
     arn = f"{TRAINING_JOB}/{made['TrainingJobName']}"
     yield request_of("sagemaker:CreateTrainingJob", arn, tags)
     yield request_of("sagemaker:AddTags", arn, tags)
-    yield request_of("sagemaker:DescribeTrainingJob", arn)
     yield request_of("sagemaker:StopTrainingJob", arn)
     yield request_of("logs:GetLogEvents", f"{LOGS}:log-stream:{made['TrainingJobName']}/algo-1-1")
     for role in TRAINING_ROLES:
@@ -73,9 +84,7 @@ def through_the_queue() -> Iterator[Request]:
     yield request_of("batch:SubmitServiceJob", service_job, context, share)
     yield request_of("batch:TagResource", service_job, context)
     yield request_of("batch:TerminateServiceJob", service_job, {"aws:ResourceTag/pipeline": "relevance"})
-    for action in ("DescribeServiceJob", "ListServiceJobs", "DescribeServiceEnvironments"):
-        yield request_of(f"batch:{action}", "*")
-    yield request_of("sagemaker:DescribeTrainingJob", f"{TRAINING_JOB}/{training}")
+    yield request_of("batch:DescribeServiceEnvironments", "*")
     yield request_of("logs:GetLogEvents", f"{LOGS}:log-stream:{training}/algo-1-1")
 
 
@@ -103,6 +112,84 @@ def test_the_driver_alone_makes_training_jobs_and_only_where_sagemaker_is_on(req
 def test_the_driver_alone_submits_service_jobs_and_only_where_there_is_a_queue(request_: Request) -> None:
     assert who(OFF, request_) == who(DIRECT, request_) == []
     assert who(QUEUED, request_) == ["driver"]
+
+
+DESCRIBE, LIST_SERVICE_JOBS = "sagemaker:DescribeTrainingJob", "batch:ListServiceJobs"
+DESCRIBE_SERVICE_JOB = "batch:DescribeServiceJob"
+
+
+@dataclass
+class ClientOf:
+    """boto3's client in the hands of a role: what its policies do not allow is refused. `asked`: of IAM, in order."""
+
+    raw: Any
+    fleet: Fleet
+    role: str
+    asked: list[Request]
+
+    def describe_training_job(self, **request: Any) -> Any:
+        self._check(DESCRIBE, f"{TRAINING_JOB}/{request['TrainingJobName']}")
+        return self.raw.describe_training_job(**request)
+
+    def list_service_jobs(self, **request: Any) -> Any:
+        self._check(LIST_SERVICE_JOBS)
+        return self.raw.list_service_jobs(**request)
+
+    def describe_service_job(self, **request: Any) -> Any:
+        self._check(DESCRIBE_SERVICE_JOB)
+        return self.raw.describe_service_job(**request)
+
+    def _check(self, action: str, resource: str = "*") -> None:
+        self.asked.append(Request(action, resource))
+        if not allows(self.fleet, self.role, self.asked[-1]):
+            raise client_error("AccessDeniedException", str(self.asked[-1]), operation=action.partition(":")[2])
+
+
+def records_for(role: str, fleet: Fleet, at: Setting) -> tuple[dict[str, JobState], list[Request]]:
+    """What `trnjobs report` and others read, as a job of that role; and what IAM is asked for it."""
+    asked: list[Request] = []
+    training = SageMakerClient(ClientOf(at.ml, fleet, role, asked), policy=FAST, calls_per_s=1e9)
+    queue = QueueRoute(ServiceJobClient(ClientOf(at.batch, fleet, role, asked), policy=FAST), training, print)
+    logs = LogsClient(None, policy=FAST)
+    target = SageMakerTarget(DirectRoute(training), queue, logs, at.store(), print, StopSignal())
+    return {one.name: one.state for one in target.records(at.plan)}, asked
+
+
+def at_its_last_job(folder: Path, fleet: Fleet) -> Setting:
+    """A cycle whose report runs."""
+    placement = {"sagemaker": QUEUE} if fleet.instances else {}
+    at = Setting(folder, plan=ml_plan(job("verify"), job("report", "verify"), **placement))
+    for name in ("verify", "report"):
+        at.tick()
+        started = at.batch.dispatch(at.batch.job(f"-{name}-")) if fleet.instances else at.name(name)
+        if name == "report":
+            at.ml.start(started)
+        else:
+            at.ml.finish(started, 0)
+        at.batch.settle()
+    return at
+
+
+LOOKS = {DIRECT: {DESCRIBE}, QUEUED: {DESCRIBE, LIST_SERVICE_JOBS, DESCRIBE_SERVICE_JOB}}
+
+
+@pytest.mark.parametrize("fleet", [DIRECT, QUEUED], ids=["direct", "queue"])
+def test_the_report_of_a_cycle_may_describe_its_jobs_its_own_among_them(tmp_path: Path, fleet: Fleet) -> None:
+    at = at_its_last_job(tmp_path, fleet)
+    states, asked = records_for("report", fleet, at)
+    assert states == {"verify": JobState.SUCCEEDED, "report": JobState.RUNNING}
+    assert {one.action for one in asked} == LOOKS[fleet]
+    assert records_for("driver", fleet, at) == (states, asked)
+    for one in asked:
+        assert who(OFF, one) == []
+        assert who(fleet, one) == ["driver", "report"]
+    with pytest.raises(ConfigError, match="AccessDenied"):
+        records_for("embed", fleet, at)
+
+
+def test_service_jobs_and_their_training_jobs_are_described_only_where_there_is_a_queue(tmp_path: Path) -> None:
+    _, asked = records_for("report", QUEUED, at_its_last_job(tmp_path, QUEUED))
+    assert asked and all(who(DIRECT, one) == [] for one in asked)
 
 
 @pytest.mark.parametrize("request_", [*by_sagemaker()], ids=str)
@@ -139,6 +226,7 @@ def test_every_job_that_is_started_again_counts_it_and_nobody_forgets_a_start() 
     [
         request_of("sagemaker:CreateTrainingJob", f"{TRAINING_JOB}/other-train-r1a1-0badcafe"),
         request_of("sagemaker:StopTrainingJob", f"{TRAINING_JOB}/AWSBatchtrain-0badcafe"),
+        request_of("sagemaker:DescribeTrainingJob", f"{TRAINING_JOB}/other-train-r1a1-0badcafe"),
         request_of("sagemaker:AddTags", f"{TRAINING_JOB}/relevance-train", {"aws:RequestTag/pipeline": "other"}),
         request_of("sagemaker:DeleteTrainingJob", f"{TRAINING_JOB}/relevance-train"),
         request_of("iam:PassRole", OFF.role_arn("driver"), TO_SAGEMAKER),
@@ -179,7 +267,7 @@ def test_training_jobs_of_this_account_and_region_take_on_the_roles_of_stages(ro
 
 
 def statements() -> Iterator[Statement]:
-    for role in ("driver", "train"):
+    for role in HOLDERS:
         for text in QUEUED.sagemaker_texts(role):
             yield from Policy.parse(text).statements
 
@@ -215,7 +303,7 @@ def test_every_action_is_named_in_full_and_exists() -> None:
 def test_policies_have_room_in_a_managed_policy() -> None:
     large = Fleet(name="n" * 31, region="us-gov-west-1", bucket="b" * 63, share_identifier="s" * 64, sagemaker=True)
     for fleet in (large, Fleet(**{**vars(large), "instances": 16})):
-        for role in ("driver", "train"):
+        for role in HOLDERS:
             for text in fleet.sagemaker_texts(role):
                 assert len(json.dumps(json.loads(text), separators=(",", ":"))) <= MAX_MANAGED
 
@@ -230,9 +318,9 @@ def pattern(name: str) -> dict[str, Any]:
     return found
 
 
-def training_event(name: str, status: str, reason: str = "") -> dict[str, Any]:
-    """As SageMaker sends it: `detail` is like DescribeTrainingJob."""
-    detail = {"TrainingJobName": name, "TrainingJobStatus": status, "SecondaryStatus": status}
+def training_event(name: str, status: str, reason: str = "", *, secondary: str = "") -> dict[str, Any]:
+    """As SageMaker sends it: `detail` is like DescribeTrainingJob, with a reason where it failed."""
+    detail = {"TrainingJobName": name, "TrainingJobStatus": status, "SecondaryStatus": secondary or status}
     detail |= {"FailureReason": reason} if reason else {}
     return job_event("", "", kind="SageMaker Training Job State Change", source="aws.sagemaker") | {"detail": detail}
 
@@ -259,6 +347,12 @@ BLOCKED = "Batch Service Job Queue Blocked"
         (training_event(OURS, "Failed", "InternalServerError: try again"), []),
         (training_event(OURS, "Failed", "CapacityError: none"), []),
         (training_event(OURS, "Completed"), []),
+        (training_event(OURS, "Stopped", secondary="MaxRuntimeExceeded"), ["timed-out"]),
+        (training_event(OURS, "InProgress", secondary="MaxRuntimeExceeded"), []),
+        (training_event(OURS, "Stopped", secondary="MaxWaitTimeExceeded"), []),
+        (training_event(OURS, "Stopped"), []),
+        (training_event("other-train-r1a1-0badcafe", "Stopped", secondary="MaxRuntimeExceeded"), []),
+        (training_event("AWSBatchtrain-0badcafe" + "0" * 32, "Stopped", secondary="MaxRuntimeExceeded"), []),
         (training_event("other-train-r1a1-0badcafe", "Failed", "ClientError: no image"), []),
         (training_event("AWSBatchtrain-0badcafe" + "0" * 32, "Failed", "ClientError: no image"), []),
         (service_event("FAILED", "relevance-training"), ["service-failed"]),
@@ -269,8 +363,41 @@ BLOCKED = "Batch Service Job Queue Blocked"
     ],
 )
 def test_which_events_raise_an_alarm(event: dict[str, Any], alarms: list[str]) -> None:
-    names = ("failed", "service-failed", "service-blocked")
-    assert [name for name in names if matches(pattern(name), event)] == alarms
+    assert [name for name in messages() if matches(pattern(name), event)] == alarms
+    for name in alarms:  # a message says what it says of fields that are there
+        for path in messages()[name]:
+            assert isinstance(event["detail"][path], str) and event["detail"][path]
+
+
+def messages() -> dict[str, tuple[str, str]]:
+    """By event of the module: the fields of its `detail` that a message has."""
+    text = (SAGEMAKER / "main.tf").read_text()
+    found = re.findall(
+        r'([\w-]+) = {\s+description = ".*"\s+job += "\$\.detail\.(\w+)"\s+reason += "\$\.detail\.(\w+)"', text
+    )
+    assert {name for name, *_ in found} == {path.name.split(".")[0] for path in (SAGEMAKER / "patterns").iterdir()}
+    return {name: (job, reason) for name, job, reason in found}
+
+
+@pytest.mark.parametrize(
+    ("status", "secondary", "failure"),
+    [
+        ("Stopped", "MaxRuntimeExceeded", ""),
+        ("Stopped", "MaxWaitTimeExceeded", ""),
+        ("Stopped", "Stopped", ""),
+        ("Failed", "Failed", "AlgorithmError: exit 75 TransientError, exit code: 75"),
+        ("Failed", "Failed", "AlgorithmError: exit 65 DataError, exit code: 65"),
+        ("Failed", "Failed", "CapacityError: none"),
+        ("Failed", "Failed", "ClientError: no image"),
+        ("Completed", "Completed", ""),
+    ],
+)
+def test_an_end_raises_an_alarm_where_our_rules_take_it_for_a_final_failure(
+    status: str, secondary: str, failure: str
+) -> None:
+    end, event = end_of(status, secondary, failure), training_event(OURS, status, failure, secondary=secondary)
+    is_final = not succeeded(end) and not is_tried_again(Retry.of(3), 1, end)
+    assert any(matches(pattern(name), event) for name in messages()) == is_final
 
 
 def test_the_causes_that_raise_none_are_those_that_are_tried_again() -> None:

@@ -1,5 +1,6 @@
-# Training jobs of Amazon SageMaker, besides AWS Batch: what their roles and the driver may do more, where they write
-# their logs, and who is told of their failures. A role's own policies have no room for it, so these are policies apart.
+# Training jobs of Amazon SageMaker, besides AWS Batch: what their roles, the driver and the report may do more, where
+# they write their logs, and who is told of their failures. A role's own policies have no room for it, so these are
+# policies apart.
 
 locals {
   log_group        = "/aws/sagemaker/TrainingJobs" # SageMaker's own name: one group of the account and region
@@ -31,7 +32,10 @@ locals {
     again                 = jsonencode(jsondecode(file("${path.module}/retry.json")))
   }
 
-  policies = merge({ training = var.training_roles, direct = [var.driver_role] }, local.has_queue ? { queue = [var.driver_role] } : {})
+  policies = merge(
+    { training = var.training_roles, direct = [var.driver_role], look = [var.report_role] },
+    local.has_queue ? { queue = [var.driver_role], look-queue = [var.report_role] } : {},
+  )
   attached = { for pair in flatten([for policy, roles in local.policies : [for role in roles : { policy = policy, role = role }]]) : "${pair.policy}-${pair.role}" => pair }
 
   events = merge(
@@ -40,6 +44,11 @@ locals {
         description = "A training job of ${var.name} has failed, and is not tried again."
         job         = "$.detail.TrainingJobName"
         reason      = "$.detail.FailureReason"
+      }
+      timed-out = {
+        description = "A training job of ${var.name} has reached its time limit, and is not tried again."
+        job         = "$.detail.TrainingJobName"
+        reason      = "$.detail.SecondaryStatus" # only a failed one has a FailureReason
       }
     },
     local.has_queue ? {
@@ -104,6 +113,7 @@ resource "aws_cloudwatch_event_target" "this" {
   rule = aws_cloudwatch_event_rule.this[each.key].name
   arn  = var.topic_arn
 
+  # EventBridge does not escape values: a quotation mark or a backslash in one breaks the message (jobs/node/sagemaker.py).
   input_transformer {
     input_paths    = { job = each.value.job, reason = each.value.reason }
     input_template = "\"${each.value.description} <job>: <reason>. Next: trnjobs reconcile, then trnjobs status; docs/operate.md has what to do.\""

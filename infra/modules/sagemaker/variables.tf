@@ -18,6 +18,11 @@ variable "driver_role" {
   description = "Name of the role that makes, follows and ends training jobs."
 }
 
+variable "report_role" {
+  type        = string
+  description = "Name of the role of the report, which describes training jobs."
+}
+
 variable "training_roles" {
   type        = list(string)
   description = "Names of the roles that training jobs have."

@@ -14,6 +14,7 @@ from botocore.config import Config
 
 from jobs.targets.batch.requests import Request
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
+from pipeline.core.format import quotable
 from pipeline.core.stop import StopSignal
 from pipeline.io import s3_client
 from pipeline.io.requests import RetryPolicy, call_with_retry
@@ -221,7 +222,7 @@ class BatchClient(AwsClient):
 
     def terminate_job(self, job_id: str, reason: str) -> None:
         """End a job in whatever state; one that has ended stays as it is."""
-        text = reason[:MAX_REASON_CHARACTERS]
+        text = quotable(reason)[:MAX_REASON_CHARACTERS]
         self.call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
 
     def queues(self, names: Sequence[str]) -> list[Detail]:

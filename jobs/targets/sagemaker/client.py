@@ -23,6 +23,7 @@ from jobs.targets.batch.client import (
 )
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
+from pipeline.core.format import quotable
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 
@@ -131,7 +132,7 @@ class ServiceJobClient(BatchClient):
 
     def terminate_service_job(self, job_id: str, reason: str) -> None:
         """End it in whatever state; one that has ended stays as it is."""
-        text = reason[:MAX_REASON_CHARACTERS]
+        text = quotable(reason)[:MAX_REASON_CHARACTERS]
         self.call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
 
     def service_environments(self, names: Sequence[str]) -> list[Detail]:

@@ -101,6 +101,23 @@ def test_the_failure_file_begins_with_the_code_and_is_cut_between_characters(tmp
     assert (tmp_path / "output" / "failure").read_text() == "exit 3 error"
 
 
+@pytest.mark.parametrize(
+    ("reason", "written"),
+    [
+        ('KeyError: "a\\b"', "KeyError: 'a/b'"),
+        ('{"level": "error",\t"path": "C:\\\\x"}', "{'level': 'error', 'path': 'C://x'}"),
+        ("\x1b[31mred\x1b[0m\x00 \x7f é", "[31mred[0m \x7f é"),
+        ("\x1b\x00", ""),
+    ],
+)
+def test_a_failure_can_stand_in_a_json_string_as_it_is(tmp_path: Path, reason: str, written: str) -> None:
+    """As the alarm of infra/modules/sagemaker has it."""
+    write_failure({"TRAINING_JOB_NAME": "x", "TRNJOBS_ML_ROOT": str(tmp_path)}, 65, reason)
+    text = (tmp_path / "output" / "failure").read_text()
+    assert text == f"exit 65 DataError: {written}".removesuffix(": ")
+    assert json.loads(f'"{text}"') == text
+
+
 def test_an_entry_that_cannot_begin_tells_sagemaker_why(tmp_path: Path) -> None:
     env = ml_root(tmp_path, "algo-1", ["algo-1"])
     (tmp_path / "input" / "config" / "resourceconfig.json").unlink()
