@@ -242,7 +242,7 @@ class Holdout:
 
 
 def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, max_rows: int) -> Holdout:
-    """Raises DataError when the split has no row in these partitions."""
+    """Raises DataError when the split has no row in these partitions, or no whole query in `max_rows` rows."""
     extra = EXTRA if sets[0].info.slices else ("partition",)
     rows = open_rows(workspace, sets, split, cache_dir, extra)
     if not sum(rows.sizes):
@@ -257,7 +257,15 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
         if size:
             buckets, numbers = np.full(size, bucket, dtype=np.int64), np.arange(size, dtype=np.int64)
             query_ids[bucket] = rows.read(buckets, numbers, bucket, ("query_id",))["query_id"]
-    return Holdout(split, sets, rows, choose_rows(query_ids, max_rows), max_rows)
+    order = choose_rows(query_ids, max_rows)
+    if not order.total:
+        largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
+        raise DataError(
+            f"evaluate.max_rows is {max_rows:,}, and the query of split {split} that is chosen first has more rows",
+            expected=f"room for whole queries, of which the largest has {largest:,} rows; or 0, for all rows",
+            next_command=f"--evaluate.max-rows {largest}, or more",
+        )
+    return Holdout(split, sets, rows, order, max_rows)
 
 
 def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:

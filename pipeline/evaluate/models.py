@@ -16,7 +16,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.report import EvaluationReport
-from pipeline.evaluate.retrieval import Vectors
+from pipeline.evaluate.retrieval import Vectors, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
@@ -51,9 +51,15 @@ class Models:
         return self.pointer is not None and self.pointer.digest == self.candidate.digest
 
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
-        """What is judged by what: all that decides the verdict, and whether it is acted on."""
+        """What is judged by what: all that decides the verdict, and whether it is acted on.
+
+        Reads a catalogue file for its fingerprint. Raises DataError when there is none.
+        """
         acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
+        retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
+        path = retrieval.catalogue if retrieval.enabled else None
+        # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
@@ -64,6 +70,8 @@ class Models:
             "code_version": ctx.code_version,
             **({"dimensions": str(dimensions)} if dimensions else {}),
             **({"chunks": str(chunks)} if chunks > 1 else {}),
+            **({"embed_precision": precision} if precision != "fp32" else {}),
+            **({"catalogue": open_catalogue(retrieval, path, ctx.stop).content} if path else {}),
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:

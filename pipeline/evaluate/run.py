@@ -149,16 +149,34 @@ def _open(
     with notes.timed("leak_check"):
         leak = _find_leak(settings, ctx, models, holdout, gang, notes)
     scorer = ModelScorer(settings, ctx, backend, gang)
-    valid: Holdout | str = "the valid split is the one that is judged"
-    if settings.evaluate.split != VALID:
-        try:
-            valid = splits.open(VALID)
-        except DataError as error:
-            valid = error.seen
     tokenizer = models.candidate.tokenizer()
-    search = ModelSearch(settings, ctx, backend, gang, sets, holdout, valid, tokenizer, notes.warn)
+    search = ModelSearch(settings, ctx, backend, gang, sets, holdout, _open_valid(splits, gang), tokenizer, notes.warn)
     baselines = Baselines(settings, ctx, sets, search, notes.timed)
     return Evaluation(settings, ctx, models, inputs, backend, notes, splits, holdout, leak, scorer, search, baselines)
+
+
+def _open_valid(splits: Splits, gang: Gang) -> Holdout | str:
+    """The valid split beside the one that is judged, or why there is none: one answer on all ranks.
+
+    Raises DataError when it can be read on some ranks only: their collectives would get out of step.
+    """
+    if splits.settings.evaluate.split == VALID:
+        return "the valid split is the one that is judged"
+    valid: Holdout | str
+    try:
+        valid = splits.open(VALID)
+    except DataError as error:
+        valid = error.seen
+    reasons = gang.gather(valid if isinstance(valid, str) else "")
+    if any(reasons) and not all(reasons):
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        raise DataError(
+            f"split {VALID} cannot be used on rank {rank} of {len(reasons)}: {reasons[rank]}",
+            expected="the same prepared rows on all ranks",
+            next_command="delete the tokens folder in the scratch of that rank's machine and run the same command"
+            " again; if it stays, prepare again",
+        )
+    return valid
 
 
 def _find_leak(
@@ -231,10 +249,14 @@ class Evaluation:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
         if len(self.holdout.sets[0].info.labels) != 2 or not checkpoint.state.trained_head:
             return None
+        if self.holdout.split != VALID:
+            valid = self.search.valid
+            if isinstance(valid, str):
+                self.notes.warn(f"no threshold for the {role}: {valid}")
+                return None
+            # Ranks gather in here: an error of one of them ends the run, or the others would wait for it.
+            scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
         try:
-            if self.holdout.split != VALID:
-                valid = self.splits.open(VALID)
-                scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
             return best_threshold(to_rows(scores)) if scores else None
         except DataError as error:
             self.notes.warn(f"no threshold for the {role}: {error.seen}")

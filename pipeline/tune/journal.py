@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -20,7 +20,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
@@ -49,19 +49,22 @@ class Space:
     ranges: Mapping[str, Range]
 
     def apply(self, values: Mapping[str, Value]) -> Settings:
-        """The settings with these values over them. Raises ValidationError for one out of bounds."""
+        """The settings with these values over them.
+
+        Raises ValidationError for one out of bounds, or for values that the settings do not allow together.
+        """
         tree: dict[str, Any] = self.base.model_dump()
         for name, value in values.items():
             *sections, last = name.split(".")
             table = tree
             for section in sections:
                 table = table[section]
-            table[last] = leaves(Settings)[name].decode(value) if isinstance(value, str) else value
+            table[last] = _decoded(leaves(Settings)[name], value)
         return Settings.model_validate(tree)
 
     def typed(self, values: Mapping[str, Value]) -> dict[str, JsonValue]:
-        tree = self.apply(values).model_dump(mode="json")
-        return {name: _leaf(tree, name) for name in values}
+        """The values as the settings hold them, whether or not the settings allow them together."""
+        return {name: _typed(leaves(Settings)[name], value) for name, value in values.items()}
 
     def start(self) -> dict[str, Value]:
         """What the settings have already, of those that lie in their range: what the first trial has."""
@@ -98,9 +101,8 @@ def open_space(settings: Settings) -> Space:
             try:
                 space.apply({name: value})
             except ValidationError as error:
-                reason = error.errors(include_url=False)[0]["msg"]
                 raise ConfigError(
-                    f"tune.space {name} = {texts[name]!r}: {value}: {reason[:1].lower()}{reason[1:]}",
+                    f"tune.space {name} = {texts[name]!r}: {value}: {reason_of(error)}",
                     expected=f"{leaf.takes} - {leaf.field.description}",
                     next_command=f"correct it under [tune.space], or --tune.space.{name}",
                 ) from None
@@ -142,6 +144,23 @@ def _searchable(name: str) -> Leaf:
             next_command="take it out; tune.steps, tune.min_steps and tune.metric say how trials are trained",
         )
     return leaf
+
+
+def reason_of(error: ValidationError) -> str:
+    """What is wrong, in a line: the first of its errors."""
+    reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+    return reason[:1].lower() + reason[1:]
+
+
+def _decoded(leaf: Leaf, value: Value) -> Any:
+    """Of a range's value, what validation takes."""
+    return leaf.decode(value) if isinstance(value, str) else value
+
+
+def _typed(leaf: Leaf, value: Value) -> JsonValue:
+    kind = TypeAdapter(cast(type[Any], leaf.field.annotation))
+    found: JsonValue = kind.dump_python(kind.validate_python(_decoded(leaf, value)), mode="json")
+    return found
 
 
 def _leaf(tree: Mapping[str, Any], name: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
 
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.context import NoEvents, StageContext, share_tokens
@@ -35,7 +35,7 @@ from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Rungs, train
 from pipeline.tune.config import Hyperband
-from pipeline.tune.journal import Journal, OpenTrial, Space, State, TrialRecord, best_toml, open_space
+from pipeline.tune.journal import Journal, OpenTrial, Space, State, TrialRecord, best_toml, open_space, reason_of
 
 # One trial of a search: the training program itself with the trial's values, in a place of its own.
 
@@ -57,6 +57,7 @@ class Basis:
     metric: str
 
     def settings(self, opened: OpenTrial) -> Settings:
+        """Raises ValidationError for values that the settings do not allow together."""
         return self.of_trial(self.space.apply(opened.record.values))
 
     def of_trial(self, settings: Settings) -> Settings:
@@ -136,11 +137,11 @@ def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageCon
     Values that do not go together and training that diverges are ends of a trial like others. Every other error is
     raised: Preempted and TransientError leave the trial to be continued.
     """
-    settings = basis.settings(opened)
     try:
+        settings = basis.settings(opened)
         inputs = basis.inputs(settings, ctx.workspace)
-    except ConfigError as error:
-        opened.fail(error.seen)
+    except (ValidationError, ConfigError) as error:
+        opened.fail(error.seen if isinstance(error, ConfigError) else reason_of(error))
         return
     starts = opened.record.starts
     opened.note(starts=[*starts, place.step()])
@@ -432,11 +433,14 @@ class _Study:
     def _take(self, held: ExitStack) -> OpenTrial | None:
         """A trial that was begun and nobody works on, else a new one; its lock is `held` from then on."""
         records = self.journal.records()
-        for record in records:
-            place = self._place(record.number) if record.is_running else None
-            if place is None or not held.enter_context(atomic.if_free(place.lock)):
+        for number in [record.number for record in records if record.is_running]:
+            place = self._place(number)
+            if not held.enter_context(atomic.if_free(place.lock)):
                 continue
-            opened = self.journal.resume(record.number)
+            record = self.journal.records()[number]  # who held the lock may have ended the trial since
+            if not record.is_running:
+                continue
+            opened = self.journal.resume(number)
             if is_stuck(record.starts, step := place.step()):
                 opened.fail(f"{len(record.starts)} attempts ended the process; the last ones began at step {step}")
                 place.clear()

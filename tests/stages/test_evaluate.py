@@ -13,10 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.core.errors import DataError
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from pipeline.evaluate import run as evaluate_work
-from pipeline.evaluate.holdout import Leak
+from pipeline.evaluate.holdout import Holdout, Leak
+from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote
@@ -185,6 +187,25 @@ def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatc
     assert "production changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
 
 
+def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
+    """Under the same path; also where an earlier version stored its result without a mark of the catalogue."""
+    path = case.folder / "offers.csv"
+    flags = ("--no-evaluate.promote", f"--evaluate.retrieval.catalogue={path}")
+    path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n")
+    case.run(*flags)
+    assert "done already" in case.run(*flags) and case.report().holdout.retrieval_items == 2
+    path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n3,black hat,hat\n")
+    assert "done already" not in case.run(*flags)
+    assert case.report().holdout.retrieval_items == 3
+
+    result = json.loads(case.storage.read_bytes("cycles/c1/evaluate/result.json"))
+    del result["inputs"]["catalogue"]
+    case.storage.write_bytes("cycles/c1/evaluate/result.json", json.dumps(result).encode())
+    assert "done already" not in case.run(*flags)
+    assert "done already" in case.run(*flags)
+    assert "done already" not in case.run(*flags, "--embed.precision=bf16"), "items are embedded in it"
+
+
 def test_judged_first_and_promoted_later(case: Case) -> None:
     told = case.run("--no-evaluate.promote")
     assert "passed, and not promoted (evaluate.promote)" in told and case.pointer is None
@@ -278,6 +299,7 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
         ({"tokenizer_fingerprint": "other"}, (), 78, "the data has tokenizer"),
         ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "no committed checkpoint"),
         ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
+        ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, and the query of split test"),
         ({}, ("--gate.drops=nonsense=0.1",), 78, "no metric is called 'nonsense'"),
     ],
 )
@@ -301,7 +323,9 @@ def test_the_scores_tell_the_metrics(promoted: Case) -> None:
     assert found == pytest.approx(report.candidate.metrics.values["accuracy"])
 
 
-def test_two_classes_get_a_threshold_on_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_classes_get_a_threshold_on_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = pa.Table.from_batches(synthetic.generate(SyntheticConfig(num_queries=90), "dt=2026-01-01"))
     is_match = pc.equal(table["label"], "exact")
     table = table.set_column(table.schema.get_field_index("label"), "label", pc.if_else(is_match, "match", "other"))
@@ -324,3 +348,14 @@ def test_two_classes_get_a_threshold_on_valid(tmp_path: Path, capsys: pytest.Cap
     case.run("--evaluate.candidate=checkpoints/other/step-20", "--evaluate.split=valid", "--gate.drops=f1=0.5")
     assert case.report().holdout.split == "valid"
     assert len(case.storage.list_dirs("cycles/c1/evaluate/scores/")) == 4, "valid is scored once for each model"
+
+    def unreadable(self: ModelScorer, role: str, checkpoint: Any, holdout: Holdout, *args: Any) -> Any:
+        if holdout.split == "valid":
+            raise DataError("a token shard cannot be read")
+        return original(self, role, checkpoint, holdout, *args)
+
+    case.made("third", noisy(0.2))
+    original = ModelScorer.run
+    with monkeypatch.context() as patch:  # it may be so on one rank alone, while the others wait for it
+        patch.setattr(ModelScorer, "run", unreadable)
+        assert "cannot be read" in case.run("--evaluate.candidate=checkpoints/third/step-20", code=65)

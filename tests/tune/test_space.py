@@ -2,15 +2,16 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from pipeline.core.errors import ConfigError
-from pipeline.settings import Settings, resolve
-from pipeline.tune.journal import best_toml, open_space
+from pipeline.settings import Settings, leaves, resolve
+from pipeline.tune.journal import Space, best_toml, open_space, reason_of
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +68,29 @@ def test_values_become_settings_and_the_rest_stays() -> None:
         }
     )
     assert space.typed({"model.mlp_sizes": "128,64"}) == {"model.mlp_sizes": [128, 64]}
+
+
+def test_values_that_are_not_allowed_together_have_their_types_all_the_same() -> None:
+    names = ("train.loss.graded_weight", "train.loss.contrastive_weight")
+    space = {name: "one of 0 0.50" for name in names}
+    settings = resolve([], {}, given={"train": {"metric": "retrieval_ndcg"}, "tune": {"space": space}}).settings
+    opened = open_space(settings)
+    with pytest.raises(ValidationError) as caught:
+        opened.apply(dict.fromkeys(names, "0"))
+    assert reason_of(caught.value).startswith("no term of the loss has a weight")
+    assert opened.typed(dict.fromkeys(names, "0")) == dict.fromkeys(names, 0.0)
+
+
+def test_every_setting_that_may_be_searched_has_the_type_it_has_in_the_settings() -> None:
+    settings = Settings()
+    tree, space = settings.model_dump(mode="json"), Space(settings, {})
+    for name in leaves(Settings):
+        value: Any = tree
+        for word in name.split("."):
+            value = value[word]
+        if name.startswith(("train.", "model.")) and isinstance(value, int | float | str | list):
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            assert space.typed({name: text}) == {name: value}, name
 
 
 def test_the_start_is_what_the_settings_have_where_it_lies_in_the_range() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pipeline.tune.study as tune_trial
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokens import open_rows
+from pipeline.io import atomic
 from pipeline.settings import LaunchConfig, Settings, resolve
 from pipeline.stages import train as train_stage
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train.step import TrainProgram
+from pipeline.tune.journal import Journal, open_space
 from pipeline.tune.study import StudyTable, lines_of, run_study
 from tests.killing import FORK
 from tests.tune.case import SPACE, TUNE, context, search, settings_of, without_seconds
@@ -268,12 +271,51 @@ def test_a_trial_at_work_elsewhere_is_left_alone(workspace: Path, tmp_path: Path
     assert {row.state for row in search(settings).trials} == {"complete"}
 
 
+def test_a_trial_that_ends_while_its_lock_is_waited_for_is_left_alone(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker ends it, and gives its lock back, after this one has read that it runs."""
+    settings, ended = settings_of(workspace, tmp_path, trials=2), list[int]()
+
+    def stopped(*args: Any) -> None:
+        raise TransientError("the other machine goes away")
+
+    with monkeypatch.context() as patch, pytest.raises(TransientError, match="goes away"):
+        patch.setattr(tune_trial, "_train", stopped)
+        search(settings)
+    space, tune, original = open_space(settings), settings.tune, atomic.if_free
+
+    def late(path: Path) -> AbstractContextManager[bool]:
+        if path.parent.name == "trial-0" and not ended:
+            file = tmp_path / TUNE.name / tune_trial.JOURNAL
+            other = Journal(file, tune.name, space.ranges, space.start(), tune.hyperband, tune.seed)
+            other.resume(0).fail("ended elsewhere")
+            ended.append(0)
+        return original(path)
+
+    monkeypatch.setattr(atomic, "if_free", late)
+    assert [(row.trial, row.state) for row in search(settings).trials] == [(1, "complete"), (0, "failed")]
+    assert ended == [0]
+
+
 def test_values_that_do_not_go_together_are_a_failed_trial(workspace: Path, tmp_path: Path) -> None:
     space = {"train.candidates_per_query": "one of 2 3"}  # a batch of 8 is no whole number of threes
     table = search(settings_of(workspace, tmp_path, space=space, trials=6))
     states = {(row.settings["train.candidates_per_query"], row.state == "failed") for row in table.trials}
     assert states == {(2, False), (3, True)}
     assert "a global batch of 8" in table.trials[-1].reason
+
+
+def test_values_that_the_settings_do_not_allow_together_are_a_failed_trial(workspace: Path, tmp_path: Path) -> None:
+    space = {"train.loss.graded_weight": "one of 0.0 1.0", "train.loss.contrastive_weight": "one of 0.0 0.5"}
+    settings = settings_of(workspace, tmp_path, space=space, metric="retrieval_ndcg", trials=8)
+    train = settings.train.model_copy(update={"metric": "retrieval_ndcg"})
+    table = search(settings.model_copy(update={"train": train}))
+    assert {(sum(map(float, map(str, row.settings.values()))) == 0, row.state == "failed") for row in table.trials} == {
+        (True, True),
+        (False, False),
+    }
+    assert table.num_running == 0 and "no term of the loss has a weight" in table.trials[-1].reason
 
 
 def test_training_that_diverges_is_a_failed_trial(workspace: Path, tmp_path: Path) -> None:
