@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from jobs.commands.submit import finish, submit_plan
-from jobs.cycle.cycle_store import claimed_cycles
+from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.schedule import ScheduleConfig, cycle_name, due_cycles
 from jobs.setup import OpenCycle, make_plan, open_cycle, stopping_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, TransientError
@@ -39,6 +39,11 @@ class WorkspaceCycles:
     def claimed(self) -> Sequence[str]:
         return claimed_cycles(self.any.store.storage)
 
+    def newest_under_way(self, names: Sequence[str]) -> str:
+        """Empty: all of these cycles have ended."""
+        unclosed = unclosed_cycles(self.any.store, names)
+        return next((name for name in reversed(unclosed) if not self.has_ended(name)), "")
+
     def has_ended(self, name: str) -> bool:
         cycle = self.any.other(name)
         if cycle.store.closed() is not None:
@@ -61,14 +66,16 @@ def drive(
 ) -> int:
     """Start the cycles that are due, each when nothing else is under way; the exit code of the last."""
     schedule = config.schedule()
-    due = due_cycles(config, scheduled=scheduled, now=now, claimed=cycles.claimed())
+    claimed = cycles.claimed()
+    due = due_cycles(config, scheduled=scheduled, now=now, claimed=claimed)
     for one in due.passed:
         say(f"cycle {cycle_name(schedule, one.when)} is not started: {one.reason}")
     names = [cycle_name(schedule, when) for when in due.start]
     code = EXIT_OK
     for index, name in enumerate(names):
-        others = [other for other in reversed(cycles.claimed()) if other != name]
-        running = next((other for other in others if not cycles.has_ended(other)), "")
+        if index:  # the cycle before may have taken hours
+            claimed = cycles.claimed()
+        running = cycles.newest_under_way([other for other in claimed if other != name])
         if running and not index:
             raise TransientError(
                 f"cycle {running} is under way: cycle {name} would overlap it",
@@ -78,7 +85,7 @@ def drive(
         if running:
             say(f"{len(names) - index} cycles wait for it, from {name} on; next: the same command once it has ended")
             return EXIT_OK
-        if name in cycles.claimed() and cycles.has_ended(name):
+        if name in claimed and cycles.has_ended(name):
             say(f"cycle {name} has ended already")
         else:
             code = cycles.submit(name)

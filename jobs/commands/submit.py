@@ -9,23 +9,25 @@ from pydantic import ValidationError
 
 from jobs.commands.notify import make_messages, send_messages
 from jobs.config import StageJob, Step
-from jobs.cycle.cycle_store import claimed_cycles
+from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.plan.dag import Plan
-from jobs.plan.script import RUN_PREFIX, is_python
+from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
-from jobs.setup import OpenCycle, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
+from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.limits import check_plan
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
+from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     """Hand the jobs of a cycle over; run again, it goes on where it stopped. `batch` alone returns before its end."""
     settings: CycleSettings = arguments.settings
+    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # one day for the plan and the workspace
     with stopping_jobs(settings) as stop:
         plan = make_plan(settings)
         return submit_plan(open_cycle(settings, say, stop), plan, arguments.target or settings.jobs.target)
@@ -44,7 +46,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
     jobs, words = settings.jobs, list(arguments.command)
-    script = next((word for word in words if not is_python(word)), words[0])
+    script = (without_interpreter(words) or words)[0]
     stem = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:-1] else Path(script).stem
     given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
@@ -78,11 +80,15 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
 
         limits.check_plan(plan)
     open_target(cycle, target_name).check(plan)
-    return _hand_over(cycle, target_name, plan, 1, [job.name for job in plan.jobs])
+    round_, jobs = max(store.rounds(), default=1), [job.name for job in plan.jobs]
+    if round_ > 1 and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
+        jobs = _unfinished(plan, cycle.target().records(plan))
+    return _hand_over(cycle, target_name, plan, round_, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs of a cycle that failed, and those after them, once more, as a new round.
+    """The jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round whose
+    submission was cut.
 
     Raises ConfigError while jobs are under way, or when none failed.
     """
@@ -90,15 +96,21 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         cycle = open_cycle(arguments.settings, say, stop)
         plan, target = cycle.plan(), cycle.target()
         records = target.records(plan)
-        if (cycle.store.closed() or outcome_of(plan, records)) is None:
+        again, round_ = _unfinished(plan, records), max(cycle.store.rounds(), default=0)
+        if cycle.store.closed() or outcome_of(plan, records):
+            round_ += 1
+        elif round_ < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way", expected="one that ended", next_command="trnjobs status"
             )
-        done = {record.name for record in records if record.state is JobState.SUCCEEDED}
-        again = [job.name for job in plan.jobs if job.name not in done]
         if not again:
             raise ConfigError(f"cycle {cycle.name}: no job failed", next_command="trnjobs status")
-        return _hand_over(cycle, target.name, plan, max(cycle.store.rounds(), default=0) + 1, again)
+        return _hand_over(cycle, target.name, plan, round_, again)
+
+
+def _unfinished(plan: Plan, records: Sequence[JobRecord]) -> list[str]:
+    done = {record.name for record in records if record.state is JobState.SUCCEEDED}
+    return [job.name for job in plan.jobs if job.name not in done]
 
 
 def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs: Sequence[str]) -> int:
@@ -150,8 +162,8 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     if asked.settings.cycle:
         close_cycle(asked)
         return EXIT_OK
-    cycles = [asked.other(name) for name in claimed_cycles(asked.store.storage, runs=True)]
-    under_way = [cycle for cycle in cycles if cycle.store.closed() is None]
+    names = unclosed_cycles(asked.store, claimed_cycles(asked.store.storage, runs=True))
+    under_way = [asked.other(name) for name in names]
     failed: TrnpipeError | None = None
     for cycle in under_way:
         try:
@@ -192,6 +204,11 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
     for line in status_lines(records):
         say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
+    if closed is not None:
+        round_ = max(store.rounds(), default=0)
+        # By the newest round: somebody may have retried the cycle since the records were read.
+        is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
+        closed = None if is_retried else closed.model_copy(update={"round": round_})
     if closed is None:
         say(f"cycle {store.cycle}: under way; next: trnjobs status")
         make_messages(cycle, plan, records, None)

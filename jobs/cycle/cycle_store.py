@@ -5,13 +5,13 @@ plan.json, settings.json what was submitted
 submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
 records.json             what became of the jobs (AWS Batch forgets them after a week)
 blocked.json             which jobs were seen blocked, and since when
-closed.json              the outcome; the next cycle may start
+closed.json              the outcome of the newest round; the next cycle may start
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -21,9 +21,11 @@ from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.record import Record
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import KeyNotFound, Storage
 
 LEASE_S = 120.0
+NUM_READ_THREADS = 16
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
 _SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
 T = TypeVar("T")
@@ -55,10 +57,11 @@ class CycleStore:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
 
         A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
-        Raises ConfigError when the cycle belongs to another plan or target, TransientError while somebody else submits
-        it (or took the lease over meanwhile).
+        One without plan.json counts as new: whoever made it died before it could submit anything. Raises ConfigError
+        when the cycle belongs to another plan or target, TransientError while somebody else submits it (or took the
+        lease over meanwhile).
         """
-        is_new = self.claim() is None
+        is_new = self._has_no_plan()
         etag = self._take(plan, target, owner)
 
         def renew() -> None:
@@ -135,8 +138,10 @@ class CycleStore:
         self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(sightings, indent=1))
 
     def closed(self) -> Closed | None:
-        """None while the cycle is under way."""
-        return self._read("closed.json", Closed.model_validate_json)
+        """None while the cycle is under way, also where somebody retried it while another process closed it."""
+        found = self._read("closed.json", Closed.model_validate_json)
+        is_earlier = found is not None and found.round is not None and found.round < max(self.rounds(), default=0)
+        return None if is_earlier else found
 
     def close(self, closed: Closed) -> None:
         self.storage.write_bytes(self.key("closed.json"), closed.model_dump_json(indent=1).encode())
@@ -148,11 +153,12 @@ class CycleStore:
     def _take(self, plan: Plan, target: str, owner: str) -> str:
         now = self.clock()
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
-        key = self.key("claim.json")
+        key, is_other = self.key("claim.json"), False
         if not self.storage.write_if_absent(key, _dump(mine)):
             etag = self._etag()
             theirs = self._claim()
-            if (theirs.plan_id, theirs.target) != (mine.plan_id, target):
+            is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
+            if is_other and not self._has_no_plan():
                 raise ConfigError(
                     f"cycle {self.cycle} was submitted to {theirs.target} with plan {theirs.plan_id[:12]}",
                     expected=f"that one, or a cycle nobody has submitted (this is {target}, plan {plan.plan_id[:12]})",
@@ -165,16 +171,25 @@ class CycleStore:
                     next_command="run the same command again then",
                 )
             self._replace(mine.model_copy(update={"claimed_at": theirs.claimed_at}), etag)
-        self.storage.write_if_absent(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
-        return self._etag()
+        write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
+        write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
+        etag = self._etag()
+        if self._claim().plan_id != plan.plan_id:  # this process was slower than its lease
+            raise self._taken_over()
+        return etag
+
+    def _has_no_plan(self) -> bool:
+        """plan.json follows the claim, and the first job follows plan.json."""
+        return self.storage.stat(self.key("plan.json")) is None and not self.rounds()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        key = self.key("claim.json")
-        if not self.storage.write_if_match(key, _dump(claim), etag):
-            raise TransientError(
-                f"{self.storage.uri(key)}: another process took the cycle over", next_command="trnjobs status"
-            )
+        if not self.storage.write_if_match(self.key("claim.json"), _dump(claim), etag):
+            raise self._taken_over()
         return self._etag()
+
+    def _taken_over(self) -> TransientError:
+        uri = self.storage.uri(self.key("claim.json"))
+        return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
 
     def _claim(self) -> Claim:
         found = self._read("claim.json", Claim.model_validate_json)
@@ -203,7 +218,20 @@ class CycleStore:
 def claimed_cycles(storage: Storage, *, runs: bool = False) -> list[str]:
     """Names of the cycles with jobs, sorted; `runs`: also what `trnjobs run` has submitted, which is no cycle."""
     names = [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
-    return [name for name in names if storage.stat(f"cycles/{name}/jobs/claim.json")]
+    found = _of_each(storage, names, lambda name: storage.stat(f"cycles/{name}/jobs/claim.json"))
+    return [name for name, stat in zip(names, found, strict=True) if stat]
+
+
+def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
+    """Those of these cycles, in the workspace of `store`, that nobody has closed; in their order."""
+    found = _of_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
+    return [name for name, closed in zip(names, found, strict=True) if closed is None]
+
+
+def _of_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
+    return run_parallel(
+        read, names, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"looking at cycles of {storage.root}"
+    )
 
 
 def _dump(claim: Claim) -> bytes:

@@ -90,6 +90,7 @@ class Closed(Record):
     outcome: Outcome
     at: float
     reason: str = ""
+    round: int | None = Field(None, description="Of submission, whose end it is; none: an earlier version wrote it")
 
     @property
     def text(self) -> str:

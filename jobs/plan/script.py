@@ -1,14 +1,13 @@
 """Scripts as jobs: the steps of `[[jobs.steps]]` beside the stages of a cycle, and the one of `trnjobs run`. Pure."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from jobs.config import JobsConfig, Step
 from jobs.plan.dag import Plan
 from jobs.plan.resources import check_instance, resources_of
 from jobs.plan.spec import Dependency, JobSpec, Retry
 from pipeline.core.errors import ConfigError
+from pipeline.core.interpreter import without_interpreter
 
 STAGE = "run"
 """The kind of every script: they share a definition of AWS Batch and a line of the ledger."""
@@ -92,8 +91,7 @@ def script_of(job: JobSpec) -> str:
         return ""
     words = list(job.command[len(ENTRY) :])
     if words[:2] == ["trnpipe", "launch"]:
-        words = words[words.index("--") + 1 :]
-        words = words[1:] if is_python(words[0]) else words
+        words = without_interpreter(words[words.index("--") + 1 :])
         return "" if words[:1] == ["-m"] else words[0] if words else ""
     return words[0] if "/" in words[0] else ""
 
@@ -101,9 +99,13 @@ def script_of(job: JobSpec) -> str:
 def _words(step: Step) -> tuple[str, ...]:
     """Under torchrun what Python runs; any other command as it is."""
     first = step.command[0]
-    if is_python(first) or first == "-m" or first.endswith(".py"):
-        if len(step.command) == 1 and is_python(first):
-            raise ConfigError(f"{step.name}: {first} without a script", expected="-- python SCRIPT.py [ARGUMENT ...]")
+    script = without_interpreter(step.command)
+    if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
+        if not script or (script[0].startswith("-") and script[0] != "-m"):
+            seen = f"with option {script[0]}" if script else "without a script"
+            raise ConfigError(
+                f"{step.name}: {first} {seen}", expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE"
+            )
         ranks = ("--launch.processes", str(step.processes))
         return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
     if step.nodes > 1 or step.processes > 1:
@@ -113,8 +115,3 @@ def _words(step: Step) -> tuple[str, ...]:
             next_command="-- python SCRIPT.py, or 1 node of 1 process",
         )
     return (*ENTRY, *step.command)
-
-
-def is_python(word: str) -> bool:
-    """Whether the word starts an interpreter, at any path."""
-    return re.fullmatch(r"python[\d.]*", Path(word).name) is not None

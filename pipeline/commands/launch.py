@@ -1,12 +1,12 @@
 """`trnpipe launch -- script.py`: a script written for torchrun, in ranks here and on each node of an AWS Batch gang."""
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.command_table import ToolCall
 from pipeline.core.errors import ConfigError
+from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch
@@ -25,9 +25,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def script_words(command: Sequence[str]) -> list[str]:
     """`SCRIPT.py ...` or `-m MODULE ...`, with `python` before it or not. Raises ConfigError for anything else."""
-    words = list(command)
-    if words and (words[0] == sys.executable or re.fullmatch(r"python[\d.]*", words[0])):
-        del words[: 2 if words[1:2] == ["-u"] else 1]
+    words = without_interpreter(command)
     if not words or words == ["-m"]:
         raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)
     if words[0] != "-m" and not Path(words[0]).is_file():

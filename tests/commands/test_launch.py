@@ -14,7 +14,7 @@ from pipeline.core.errors import ConfigError
 def test_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
-    for python in (["python"], ["python3"], ["python3.11", "-u"], [sys.executable], []):
+    for python in (["python"], ["python3"], ["python3.11", "-u"], ["/usr/bin/python3"], [sys.executable], []):
         assert script_words([*python, "x.py", "--", "-m", "a"]) == ["x.py", "--", "-m", "a"]
         assert script_words([*python, "-m", "a.b", "x.py"]) == ["-m", "a.b", "x.py"]
 

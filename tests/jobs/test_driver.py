@@ -24,9 +24,14 @@ class Cycles:
     ends: bool = False
     codes: dict[str, int] = field(default_factory=dict)
     submissions: list[str] = field(default_factory=list)
+    looks: int = 0
 
     def claimed(self) -> Sequence[str]:
+        self.looks += 1
         return sorted(self.states)
+
+    def newest_under_way(self, names: Sequence[str]) -> str:
+        return next((name for name in reversed(names) if not self.has_ended(name)), "")
 
     def has_ended(self, cycle: str) -> bool:
         if self.states[cycle] == "ending":  # known once its records are looked at
@@ -49,7 +54,7 @@ def deliver(
 def test_it_starts_the_cycle_of_its_time() -> None:
     cycles = Cycles()
     assert deliver(cycles) == (0, [])
-    assert cycles.submissions == ["2026-11-20"]
+    assert (cycles.submissions, cycles.looks) == (["2026-11-20"], 1)
 
 
 def test_a_second_delivery_goes_on_with_the_cycle_and_starts_no_other() -> None:

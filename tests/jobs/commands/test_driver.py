@@ -55,7 +55,25 @@ def test_claimed_cycles_and_those_that_have_ended(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr("jobs.setup.open_target", lambda *_, state=state: Target(state))
         assert cycles.has_ended("2026-11-19") is ended
         assert {one.state for one in store.records()} == {state}
-    assert store.closed() == Closed(outcome="succeeded", at=1.0)
+    assert store.closed() == Closed(outcome="succeeded", at=1.0, round=0)
+
+
+def test_of_several_cycles_the_newest_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles, names = in_workspace(tmp_path, []), [f"2026-11-{day}" for day in range(10, 20)]
+    for name in names:
+        store = claim(tmp_path, name)
+        if name not in ("2026-11-12", "2026-11-15", "2026-11-17"):
+            store.close(Closed(outcome="failed", at=1.0))
+    asked: list[str] = []
+
+    def target(cycle: OpenCycle, _: str) -> Target:
+        asked.append(cycle.name)
+        return Target(JobState.SUCCEEDED if cycle.name == "2026-11-17" else JobState.RUNNING)
+
+    monkeypatch.setattr("jobs.setup.open_target", target)
+    assert cycles.newest_under_way(names) == "2026-11-15"
+    assert asked == ["2026-11-17", "2026-11-15"]
+    assert cycles.newest_under_way(names[-2:]) == ""
 
 
 def test_a_claim_without_a_plan_has_not_ended(tmp_path: Path) -> None:
@@ -86,6 +104,9 @@ class Nothing:
 
     def claimed(self) -> Sequence[str]:
         return []
+
+    def newest_under_way(self, names: Sequence[str]) -> str:
+        return ""
 
     def submit(self, name: str) -> int:
         self.started.append(f"{name} on {self.target}")

@@ -1,11 +1,14 @@
 """What a workspace knows of a cycle's jobs: one owner at a time, records that survive, one truth."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -148,6 +151,59 @@ def test_killed_at_any_file_change_a_claim_can_be_taken_after_its_lease(tmp_path
     assert number > 5
 
 
+def test_a_claim_without_a_plan_does_not_keep_out_another_plan(tmp_path: Path, clock: Clock) -> None:
+    """Killed behind claim.json; then the plan has changed, as after a deploy."""
+    number, died, taken, other = 0, True, [], plan(job("other"))
+    while died:
+        number += 1
+        store = CycleStore(open_storage(str(tmp_path / str(number))), "c", clock)
+        died = killed_at(number, lambda store=store: claim(store, cycle())) != 0  # type: ignore[misc]
+        was_claimed, had_plan = store.claim() is not None, store.plan() is not None
+        if was_claimed and not had_plan:
+            with pytest.raises(TransientError, match="being submitted by a"):
+                claim(store, other, "b")
+        clock.now += LEASE_S + 1
+        if had_plan:
+            with pytest.raises(ConfigError, match="was submitted to batch"):
+                claim(store, other, "b", "local")
+        else:
+            claim(store, other, "b", "local")
+            held = store.claim()
+            assert held is not None
+            assert (held.plan_id, held.target, store.plan()) == (other.plan_id, "local", other)
+        taken.append((was_claimed, had_plan))
+    assert {*taken} == {(False, False), (True, False), (True, True)}
+
+
+def test_who_comes_back_to_find_another_plan_has_lost_the_cycle(
+    store: CycleStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It slept between claim.json and plan.json, for longer than its lease."""
+    storage, other = store.storage, plan(job("other"))
+    write = storage.write_if_absent
+
+    def write_if_absent(key: str, data: bytes) -> bool:
+        if key.endswith("plan.json"):
+            monkeypatch.setattr(storage, "write_if_absent", write)
+            clock.now += LEASE_S + 1
+            claim(store, other, "b")
+        return write(key, data)
+
+    monkeypatch.setattr(storage, "write_if_absent", write_if_absent)
+    with pytest.raises(TransientError, match="another process took the cycle over"):
+        claim(store, cycle())
+    held = store.claim()
+    assert held is not None
+    assert (held.plan_id, store.plan()) == (other.plan_id, other)
+
+
+def test_a_refused_plan_that_was_only_claimed_before_can_be_corrected(store: CycleStore, clock: Clock) -> None:
+    claim(store, cycle())
+    store.storage.delete([store.key("plan.json")])
+    refused(store, plan(job("train"), queue="typo"))
+    assert store.claim() is None
+
+
 def test_submissions_by_round_and_the_newest_of_each_job(store: CycleStore) -> None:
     for round_, name, job_id in ((1, "train", "1"), (1, "embed", "2"), (2, "embed", "3"), (10, "verify", "4")):
         store.save_submission(round_, Submission(job=name, id=job_id, submitted_at=5.0))
@@ -182,6 +238,15 @@ def test_records_sightings_settings_and_the_end(store: CycleStore, storage: Stor
     assert store.closed() is None
 
 
+def test_the_end_of_an_earlier_round_is_no_end(store: CycleStore) -> None:
+    for round_ in (1, 2):
+        store.save_submission(round_, Submission(job="train", id=str(round_), submitted_at=5.0))
+    for of, ends in ((0, False), (1, False), (2, True), (None, True)):  # none: written by an earlier version
+        store.close(Closed(outcome="failed", at=3.0, round=of))
+        assert (store.closed() is not None) is ends
+        assert unclosed_cycles(store, [store.cycle]) == ([] if ends else [store.cycle])
+
+
 @pytest.mark.parametrize("name", ["plan.json", "records.json", "closed.json", "blocked.json", "claim.json"])
 def test_a_file_that_is_no_such_record(store: CycleStore, storage: Storage, name: str) -> None:
     storage.write_bytes(store.key(name), b'{"a": 1}')
@@ -201,3 +266,24 @@ def test_claimed_cycles(storage: Storage, clock: Clock) -> None:
         claim(CycleStore(storage, name, clock), cycle())
     storage.write_bytes("cycles/2026-11-19/train/result.json", b"{}")
     assert claimed_cycles(storage) == ["2026-11-20", "2026-11-21"]
+
+
+def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
+    storage: Storage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request waits for another one to be under way: one after the other they would wait in vain."""
+    names = [f"cycle-{number}" for number in range(8)]
+    for name in names:
+        store = CycleStore(storage, name, clock)
+        claim(store, cycle())
+        if name != "cycle-3":
+            store.close(Closed(outcome="succeeded", at=1.0))
+    both = threading.Barrier(2, timeout=20)
+
+    def met(call: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda key: (both.wait(), call(key))[1]
+
+    for request in ("stat", "read_bytes"):
+        monkeypatch.setattr(storage, request, met(getattr(storage, request)))
+    assert claimed_cycles(storage) == names
+    assert unclosed_cycles(store, names) == ["cycle-3"]

@@ -44,6 +44,7 @@ def test_a_script_under_torchrun() -> None:
     ("command", "script"),
     [
         (("python3.11", "a/b.py"), "a/b.py"),
+        (("/usr/bin/python3", "-u", "a/b.py"), "a/b.py"),
         (("b.py", "--x"), "b.py"),
         (("-m", "package.module"), ""),
         (("python", "-m", "package.module"), ""),
@@ -107,6 +108,7 @@ def test_without_steps_a_plan_is_as_it_was() -> None:
         ((step("a", environment={"RANK": "1"}),), "sets RANK"),
         ((step("a", instance="m9.huge"),), "unknown instance"),
         ((step("a", "python"),), "python without a script"),
+        ((step("a", "python", "--version"),), "python with option --version"),
     ],
 )
 def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:

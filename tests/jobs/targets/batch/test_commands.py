@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from jobs import setup
 from jobs.commands import driver, submit
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
+from jobs.cycle.job_records import Submission
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
@@ -31,6 +33,7 @@ FLAGS = {
     "--jobs.train.instance": "trn1.32xlarge",
     "--jobs.embed.workers": "4",
 }
+STATES = {name: ("SUCCEEDED", "") for name in ("prepare", "health", "compile")} | {"train": ("FAILED", "exit 65")}
 NAMES = ["prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report"]
 
 
@@ -164,6 +167,88 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
     assert closed is not None and closed.outcome == outcome
     page = commands.page()
     assert f'class="{outcome}">{outcome}' in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
+
+
+def train_failed(commands: Commands) -> Namespace:
+    """A cycle whose training has failed; the arguments of commands about it."""
+    assert commands.submit()
+    for name, job_id in commands.live().items():
+        job, (status, reason) = commands.batch.jobs[job_id], STATES.get(name, ("FAILED", "Dependent Job failed"))
+        ran = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 65 if name == "train" else 0}}
+        job |= {"status": status, "statusReason": reason, "stoppedAt": 2000}
+        job |= {"attempts": [ran] if name in STATES else []}
+    return Namespace(settings=commands.settings(cycle="2026-11-20"))
+
+
+@pytest.mark.parametrize("again", [submit.run_retry, submit.run_submit])
+@pytest.mark.parametrize("handed_over", [1, 3])
+def test_a_retry_that_was_cut_goes_on(
+    handed_over: int, again: Any, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = train_failed(commands)
+    arguments.target = "batch"
+    left, save = handed_over, CycleStore.save_submission
+
+    def save_and_die(store: CycleStore, round_: int, one: Submission) -> None:
+        nonlocal left
+        save(store, round_, one)
+        left -= 1
+        if not left:
+            raise TransientError("no answer", next_command="run the same command again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CycleStore, "save_submission", save_and_die)
+        with pytest.raises(TransientError, match="no answer"):
+            submit.run_retry(arguments, commands.said.append)
+    late = ["train", "evaluate", "embed", "verify", "report"]
+    assert {*commands.store().submitted(2)} == {*late[:handed_over]}
+    assert again(arguments, commands.said.append) == 0
+    recorded = {name: one.id for name, one in commands.store().submitted(2).items()}
+    assert {f"{name}-round-2": job_id for name, job_id in recorded.items()}.items() <= commands.live().items()
+    assert {*recorded} == {*late}
+    assert commands.batch.jobs[recorded["evaluate"]]["dependsOn"] == [{"jobId": recorded["train"]}]
+    assert commands.store().rounds() == [1, 2]
+    with pytest.raises(ConfigError, match="is under way"):
+        submit.run_retry(arguments, commands.said.append)
+
+
+@pytest.mark.parametrize("step", ["write_page", "outcome_of"])
+def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
+    step: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = train_failed(commands)
+    work = getattr(submit, step)
+
+    def retried_before(*words: Any, **more: Any) -> Any:
+        monkeypatch.setattr(submit, step, work)
+        assert submit.run_retry(arguments, commands.said.append) == 0
+        return work(*words, **more)
+
+    monkeypatch.setattr(submit, step, retried_before)
+    assert submit.run_reconcile(arguments, commands.said.append) == 0
+    assert commands.store().closed() is None
+    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
+    assert cycles.newest_under_way(["2026-11-20"]) == "2026-11-20"
+    for job in commands.batch.jobs.values():
+        job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
+    assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0
+    closed = commands.store().closed()
+    assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 2)
+
+
+def test_a_submission_at_midnight_is_of_one_day(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    days = iter(range(20, 30))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls(2026, 11, next(days), tzinfo=UTC)
+
+    monkeypatch.setattr(setup, "datetime", Clock)
+    monkeypatch.setattr(submit, "open_cycle", setup.open_cycle)
+    assert submit.run_submit(Namespace(settings=commands.settings(), target="batch"), commands.said.append) == 0
+    assert commands.store().storage.list_dirs("cycles") == ["2026-11-20"]
+    assert list(commands.live()) == NAMES
 
 
 def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
