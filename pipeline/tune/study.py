@@ -61,7 +61,10 @@ class Basis:
         return self.of_trial(self.space.apply(opened.record.values))
 
     def of_trial(self, settings: Settings) -> Settings:
-        """Settings with what a search sets for every trial."""
+        """Settings with what a search sets for every trial.
+
+        Raises ValidationError where the metric of the search says nothing of what they train.
+        """
         tune = settings.tune
         train = {
             "max_steps": tune.steps,
@@ -72,7 +75,7 @@ class Basis:
         }
         return settings.model_copy(
             update={
-                "train": settings.train.model_copy(update=train),
+                "train": TrainConfig.model_validate({**settings.train.model_dump(), **train}),
                 # Each is traced anew where values are constants of the graphs; none is compiled ahead of time.
                 "compile": settings.compile.model_copy(update={"on_unknown_graph": "warn"}),
                 "checkpoint": CheckpointConfig(every_steps=settings.checkpoint.every_steps, keep_last=1),
@@ -362,7 +365,15 @@ def _pin(settings: Settings, basis: Basis, folder: Path, ctx: StageContext) -> N
     Raises ConfigError naming what is different, and for settings that cannot be trained with at all.
     """
     tune = settings.tune
-    parts = dict(basis.inputs(basis.of_trial(settings), ctx.workspace).identity)
+    try:
+        base = basis.of_trial(settings)
+    except ValidationError as error:
+        raise ConfigError(
+            f"tune.metric {basis.metric}: {reason_of(error)}",
+            expected="a metric of what is trained",
+            next_command="--tune.metric retrieval_ndcg, or a train.loss.graded_weight above 0",
+        ) from None
+    parts = dict(basis.inputs(base, ctx.workspace).identity)
     ours: dict[str, Json] = {
         "space": tune.space,
         "seed": tune.seed,

@@ -318,6 +318,21 @@ def test_values_that_the_settings_do_not_allow_together_are_a_failed_trial(works
     assert table.num_running == 0 and "no term of the loss has a weight" in table.trials[-1].reason
 
 
+def test_a_metric_of_what_is_not_trained_ranks_no_trial(workspace: Path, tmp_path: Path) -> None:
+    space = {"train.loss.graded_weight": "one of 0.0 1.0"}
+    settings = settings_of(workspace, tmp_path, space=space, metric="ndcg", trials=8)
+    train = settings.train.model_copy(update={"metric": "retrieval_ndcg"})
+    table = search(settings.model_copy(update={"train": train}))
+    assert {(row.settings["train.loss.graded_weight"], row.state) for row in table.trials} == {
+        (0.0, "failed"),
+        (1.0, "complete"),
+    }
+    loss = settings.train.loss.model_copy(update={"graded_weight": 0.0})
+    bare = train.model_copy(update={"loss": loss})
+    with pytest.raises(ConfigError, match=r"tune\.metric ndcg: metric ndcg with loss\.graded_weight 0"):
+        search(settings.model_copy(update={"train": bare}))
+
+
 def test_training_that_diverges_is_a_failed_trial(workspace: Path, tmp_path: Path) -> None:
     settings = settings_of(workspace, tmp_path, space={"train.optimizer.learning_rate": "one of 5e-4 1e-3"}, trials=2)
     guard = settings.train.guard.model_copy(update={"patience": 1})
