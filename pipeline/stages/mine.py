@@ -7,7 +7,7 @@ import os
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.data.tokens import open_rows, read_token_sets
@@ -83,7 +83,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
             return _result(ctx, mining, started, {"parts_missing": missing})
         made = made or commit_all(ctx, mining, task, negatives, config.negatives_per_query)
-    except DataError:
+    except (DataError, TransientError):
         made = find_negatives(ctx.workspace, mining.prefix)
         if made is None:
             raise

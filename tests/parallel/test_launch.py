@@ -138,7 +138,10 @@ from pathlib import Path
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[2])))
+Path(f"joined-{dist.get_rank()}").touch()
 if dist.get_rank() == 1:
+    while not all(Path(f"joined-{rank}").exists() for rank in (0, 2)):  # or they lose it while they still connect
+        time.sleep(0.01)
     Path("here").touch()
     os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(300)
 started = time.time()
