@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,10 @@ def compile_all(entries: list[Path], options: argparse.Namespace, workdir: Path)
         (entry / fake.LOG).unlink(missing_ok=True)  # it is here although it failed: to be compiled again
     started, report = time.time(), Outcome()
     with ProcessPoolExecutor(max_workers=options.num_parallel) as pool:
-        jobs: list[Future[Outcome]] = [
-            pool.submit(work, sorted(set(entries)), workdir, index) for index in range(options.num_parallel)
-        ]
+        jobs: list[Future[Outcome]] = []
+        with suppress(BrokenExecutor):  # a worker may have died before the next one is asked for
+            for index in range(options.num_parallel):
+                jobs.append(pool.submit(work, sorted(set(entries)), workdir, index))
         for index, job in enumerate(jobs):
             try:
                 report.update(job.result())
