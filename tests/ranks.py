@@ -3,8 +3,10 @@
 Each rank is forked from the zygote, joins nothing by itself, and leaves what the function returns (plain JSON).
 """
 
+import faulthandler
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -18,7 +20,8 @@ from pipeline.core.errors import TrnpipeError
 from tests.ports import free_port
 from tests.zygote import ROOT, Forked
 
-WAIT_S = 150.0  # generous, machines may be loaded
+WAIT_S = 300.0  # generous, machines may be loaded
+STACKS_S = WAIT_S - 20.0
 STAY_S = 60.0
 
 
@@ -46,9 +49,13 @@ def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[s
 
 
 def end_ranks(started: list[Forked], folder: Path, wait_s: float = WAIT_S) -> list[RankResult]:
-    """Wait for all of them. Raises TimeoutExpired, with none left running."""
+    """Wait for all of them. Fails the test, with none left running, when one is not done in time."""
+    limit = time.monotonic() + wait_s
     try:
-        codes = [rank.wait(wait_s) for rank in started]
+        codes = [rank.wait(max(0.0, limit - time.monotonic())) for rank in started]
+    except subprocess.TimeoutExpired:
+        said = [f"rank {n}: {rank.poll()}\n{(folder / f'rank-{n}.err').read_text()}" for n, rank in enumerate(started)]
+        raise AssertionError(f"not done after {wait_s:g} s\n" + "\n".join(said)) from None
     finally:
         for rank in started:
             rank.kill()
@@ -73,6 +80,7 @@ def run_ranks(
 def main(case: str, output: str, *words: str) -> int:
     """In a rank: leave what the function returns."""
     module, _, name = case.partition(":")
+    faulthandler.dump_traceback_later(STACKS_S)
     try:
         value = getattr(import_module(module), name)(*words)
     except TrnpipeError as error:

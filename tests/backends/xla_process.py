@@ -36,6 +36,6 @@ def run_cases(file: Path, mode: str, *arguments: str, **env: str) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -69,7 +69,7 @@ def _trace(what: str, variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
             },
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=400,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         texts = {path.stem: path.read_text(encoding="utf-8") for path in Path(folder).glob("*.hlo")}

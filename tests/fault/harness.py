@@ -26,7 +26,7 @@ from tests.zygote import Forked
 ROOT = Path(__file__).parents[2]
 CYCLE = "c1"
 MAX_STEPS, SAVE_EVERY, EVALUATE_EVERY, LOG_EVERY = 120, 10, 30, 5
-WAIT_S = 150.0  # longest wait for something that must happen; generous, machines may be loaded
+WAIT_S = 300.0  # longest wait for something that must happen; generous, machines may be loaded
 
 DATA = (
     "--data.name=tiny",

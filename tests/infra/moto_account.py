@@ -1,7 +1,6 @@
 """An AWS account in moto, in a process of its own: Terraform and jobs reach it by its address."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
+
 START_S = 60.0
 
 
 @contextmanager
 def moto_account(log: Path) -> Iterator[str]:
     """Its URL. AWS's own policies are there; jobs of Batch end at once."""
-    url = f"http://127.0.0.1:{_free_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", url.rpartition(":")[2]]
     env = os.environ | {"MOTO_IAM_LOAD_MANAGED_POLICIES": "true"}
     with log.open("w") as output, subprocess.Popen(words, env=env, stdout=output, stderr=output) as server:
@@ -30,13 +31,6 @@ def moto_account(log: Path) -> Iterator[str]:
             yield url
         finally:
             server.terminate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

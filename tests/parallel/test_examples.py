@@ -21,7 +21,7 @@ ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
 PLAIN_LIGHTNING = ("from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),")
 ADOPTED_LIGHTNING = (ADOPTED[0], "strategy=trn.Strategy(),")
 NEEDS = {"bert": "transformers", "llama": "transformers", "vit": "transformers", "lightning_mlp": "lightning"}
-WAIT_S = 150.0  # under a minute on two processors of their own; machines may be loaded
+WAIT_S = 300.0  # under a minute on two processors of their own; machines may be loaded
 
 
 def losses(text: str) -> list[float]:

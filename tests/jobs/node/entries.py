@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from jobs.node.__main__ import main
 from pipeline.parallel.network import own_address
+from tests.ports import free_port
 
 FAST = {
     "TRNJOBS_HEARTBEAT_S": "0.1",
@@ -114,12 +114,6 @@ def post_mortem(workspace: Path, *, node: int = 0, job: str = "train", attempt: 
     path = workspace / f"cycles/2026-11-20/jobs/post-mortem/{job}-{attempt}-node{node}.json"
     found: dict[str, Any] = json.loads(path.read_bytes())
     return found
-
-
-def free_port() -> int:
-    """A port p so that p + 1 was free a moment ago, on all interfaces."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1]) - 1
 
 
 @dataclass

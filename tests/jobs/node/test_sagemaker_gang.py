@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs.node.entries import Entry, entry, free_port, read_until
+from tests.jobs.node.entries import Entry, entry, read_until
 from tests.jobs.node.gang_of_twelve import train
 from tests.jobs.node.test_sagemaker import ml_root
+from tests.ports import free_port
 
 HOSTS = [f"127.0.0.{number}" for number in range(1, 13)]
 SCRIPT = Path(__file__).with_name("gang_of_twelve.py")

@@ -9,9 +9,10 @@ from jobs.node.environment import Start, count_start
 from pipeline.context import attempt_name
 from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage
-from tests.jobs.node.entries import entry, free_port, post_mortem, python
+from tests.jobs.node.entries import entry, post_mortem, python
 from tests.jobs.node.test_sagemaker import ml_root
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
+from tests.ports import free_port
 
 COUNTED = {"TRNJOBS_STARTS": "train-r1", "TRNPIPE_CYCLE": "2026-11-20", "TRNJOBS_JOB": "train"}
 

@@ -216,12 +216,13 @@ def test_cancelled_when_the_engine_is_dead(place: Path) -> None:
     plan = plan_of(sleeps("a"), work("b", "a"))
     engine = FORK.Process(target=lambda: submit(target(place), plan))
     engine.start()
-    until(lambda: number_in(Path("command")), "the command")
+    to = target(place)
+    states = [JobState.RUNNING, JobState.PENDING]
+    until(lambda: [record.state for record in to.records(plan)] == states, "the command, and that it is written down")
     engine.kill()
     engine.join()
+    until(lambda: number_in(Path("command")), "its number")
     assert is_alive(number_in(Path("command")))
-    to = target(place)
-    assert [record.state for record in to.records(plan)] == [JobState.RUNNING, JobState.PENDING]
     to.cancel(plan, "why")
     assert [(record.state, record.status_reason) for record in to.records(plan)] == [(FAILED, "why")] * 2
     assert not is_alive(number_in(Path("command")))
