@@ -30,5 +30,6 @@ def test_gradients_averaged_over_ranks_are_those_of_one_process(
     assert first.keys() == second.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
+        largest = float(gradient.abs().max())  # one unit in the last place of 10 is 1e-6 already
+        torch.testing.assert_close(first[name], gradient, rtol=0, atol=1e-6 * max(largest, 0.1), msg=name)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-2
