@@ -7,6 +7,9 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+# Before torch is imported, here and in children: two threads that spin on a busy machine of two cores take a second for
+# a step of ten milliseconds.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Examples of a property: few in `make test`, many in `make test-thorough`. A test of rare cases has its own number.
 settings.register_profile("ci", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)

@@ -66,6 +66,7 @@ class MotoServer:
         self._app = DomainDispatcherApplication(create_backend_app)
         # S3 carries out one request of a key after the other; moto looks at If-Match and writes in two steps.
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._under_way, self._changed = 0, threading.Condition()
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
         self.address = ("127.0.0.1", self._server.server_port)
         self.url = "http://{}:{}".format(*self.address)
@@ -73,12 +74,29 @@ class MotoServer:
         self.client: Any = session.client("s3", endpoint_url=self.url)
 
     def _serve(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        watcher = self.watcher
-        if watcher is not None:
-            watcher(environ["REQUEST_METHOD"], environ["PATH_INFO"])
-        with self._locks[environ["PATH_INFO"]]:
-            answer: Iterable[bytes] = self._app(environ, start_response)
+        with self._noted():
+            watcher = self.watcher
+            if watcher is not None:
+                watcher(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+            with self._locks[environ["PATH_INFO"]]:
+                answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        with self._changed:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Until all requests are carried out: those of a client that was killed, too."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._under_way == 0, 60)
 
     def __enter__(self) -> Self:
         logging.getLogger("werkzeug").setLevel(logging.WARNING)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -102,10 +103,9 @@ class LocalStorage:
     def delete_prefix(self, prefix: str) -> None:
         folder = self.local_path(storage.check_key(storage.folder_key(prefix)))
         self.requests.add("delete")
-        with os_errors("deleting", self.uri(prefix)):
-            if not folder.is_dir():
-                return
-            atomic.remove_tree(folder)
+        with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):  # another worker deletes it too
+            if folder.is_dir():
+                atomic.remove_tree(folder)
 
     def upload(self, local: Path, key: str) -> None:
         with os_errors("reading", f"file://{local}"):

@@ -251,6 +251,9 @@ def names_in(storage: Storage, prefix: str) -> set[str]:
     """Names of the files directly in a folder. On disk without the listing's etags, for which it would read them."""
     folder = storage.local_path(prefix)
     if folder is not None:
-        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        try:
+            return {path.name for path in folder.iterdir()}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
     cut = len(join_key(prefix, ""))
     return {stat.key[cut:] for stat in storage.list(prefix)}

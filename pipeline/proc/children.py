@@ -74,8 +74,8 @@ def end_marked(name: str, is_ours: Callable[[str], bool], look_s: float = 0.0) -
     quiet_since = time.monotonic()
     limit = quiet_since + LIMIT_S
     while True:
+        now = time.monotonic()  # before the look: whoever is kept from running after it has seen no more
         number, is_settled = kill_marked(name, is_ours)
-        now = time.monotonic()
         if number:
             quiet_since = now
         elif now - quiet_since >= (look_s if is_settled else max(look_s, SETTLE_S)):

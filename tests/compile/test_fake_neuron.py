@@ -95,7 +95,8 @@ def test_a_failure_is_remembered_until_retried(tools: ToolChain) -> None:
     ended = compile_with(tools, *tools.command(1))
     assert ended.returncode == 0 and "Got a cached failed neff at" in ended.stdout and not tools.is_done(0)
     env = {"NEURON_CC_FLAGS": f"{FLAGS} --retry_failed_compilation"}
-    words = ["env", f"NEURON_CC_FLAGS={env['NEURON_CC_FLAGS']}", "neuron_parallel_compile", *tools.command(1)]
+    words = ["env", f"NEURON_CC_FLAGS={env['NEURON_CC_FLAGS']}", "neuron_parallel_compile"]
+    words += [f"--parallel_compile_workdir={tools.folder / 'work'}", *tools.command(1)]  # not that of all in /tmp
     assert run(tools, words).returncode == 0
     assert tools.is_done(0)  # the same entry: the option is no part of the key
 

@@ -37,11 +37,6 @@ MODEL = ModelConfig(
 SPEC = InputSpec(vocab_size=8, pad_id=0, labels=("no", "yes"), label_gains=(0.0, 1.0), numeric=("price",))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def tokenizer_bytes(*, lowercase: bool = True) -> bytes:
     words = TEXT.split()
     texts = [" ".join(words[place:] + words[:place]) for place in range(len(words))]

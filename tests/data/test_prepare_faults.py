@@ -1,5 +1,6 @@
 """prepare() killed and stopped: nobody is left behind, and the next run ends with the same bytes."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ CONFIG = DataConfig(
     num_workers=2,
     tokenizer=TokenizerConfig(vocab_size=800),
 )
+NUM_CHUNKS = 27
 SCRIPT = """
 import signal, sys
 from pathlib import Path
@@ -41,18 +43,27 @@ except Exception as error:
 
 @pytest.fixture
 def half_way(workplace: Any) -> Iterator[tuple[Any, subprocess.Popen[bytes], list[psutil.Process]]]:
-    """A running prepare with a few chunks done, and its worker processes."""
-    place = workplace("killed")
-    child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(place.folder), CONFIG.model_dump_json()])
-    try:
-        _wait_for(lambda: len(records(place.folder)) >= 3 or child.poll() is not None)
-        assert child.poll() is None, "it ended before it could be killed"
-        workers = psutil.Process(child.pid).children(recursive=True)
-        assert workers
-        yield place, child, workers
-    finally:
-        child.kill()
-        child.wait()
+    """A prepare that is halted with a few chunks done, and its worker processes."""
+    for attempt in range(3):  # on a busy machine it may be done before anybody looks
+        place = workplace(f"killed-{attempt}")
+        child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(place.folder), CONFIG.model_dump_json()])
+        try:
+            if _halted(place, child):
+                workers = psutil.Process(child.pid).children(recursive=True)
+                assert workers
+                yield place, child, workers
+                return
+        finally:
+            child.kill()
+            child.wait()
+    pytest.fail("it ended before it could be halted")
+
+
+def _halted(place: Any, child: subprocess.Popen[bytes]) -> bool:
+    """Whether it could be, before its workers have the last chunks."""
+    _wait_for(lambda: len(records(place.folder)) >= 3 or child.poll() is not None)
+    child.send_signal(signal.SIGSTOP)
+    return child.poll() is None and 3 <= len(records(place.folder)) < NUM_CHUNKS - CONFIG.num_workers
 
 
 def records(folder: Path) -> list[Path]:
@@ -90,7 +101,7 @@ def test_kill_9_then_again(half_way: Any, workplace: Any, monkeypatch: pytest.Mo
     place, child, workers = half_way
     child.kill()
     child.wait()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, "workers must notice that their parent is gone"
     assert not list((place.folder / "workspace").glob("tokens/catalogue/*/*.safetensors")), "nothing is half committed"
     _finish_and_compare(place, workplace("whole"), monkeypatch)
@@ -102,7 +113,8 @@ def test_sigterm_ends_everything_and_a_torn_shard_is_made_again(
 ) -> None:
     place, child, workers = half_way
     child.terminate()
-    assert child.wait(20) == 143
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(60) == 143
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
     done = min(records(place.folder))
     name = next(iter(ChunkRecord.model_validate_json(done.read_bytes()).sizes_bytes))

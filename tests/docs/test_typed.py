@@ -64,7 +64,7 @@ def has(path: Path, name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if has(path, "QUICK")], ids=lambda path: path.name)
 def test_quick_commands_run_as_written(path: Path, tmp_path: Path) -> None:
-    assert type_document(path, copy_of_checkout(tmp_path / "checkout"), ["QUICK"], limit_s=170) == []
+    assert type_document(path, copy_of_checkout(tmp_path / "checkout"), ["QUICK"], limit_s=570) == []
 
 
 @pytest.mark.stage
@@ -104,7 +104,7 @@ def test_a_session_is_one_shell_and_ends_at_the_first_failure(tmp_path: Path) ->
         "echo no",
     )
     commands = [Command(tmp_path / "page.md", number, RUNS, text) for number, text in enumerate(texts)]
-    session = type_commands(commands, tmp_path, limit_s=30)
+    session = type_commands(commands, tmp_path, limit_s=300)
     assert session.outputs[3] == "/ 1\n"
     assert session.outputs[4].endswith("exit code 2\n")
     assert (len(session.outputs), session.code) == (6, 1)

@@ -10,7 +10,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 
 T = TypeVar("T")
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class ThreadGang(Gang):

@@ -10,13 +10,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, ParamSpec
 
 import psutil
 
@@ -97,6 +98,8 @@ class Run:
 
     process: subprocess.Popen[bytes] | Forked
     log: Path
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """A watcher of the S3 server kills in a thread of its own: of two that read an exit code each would get a part."""
 
     @property
     def out(self) -> str:
@@ -108,7 +111,8 @@ class Run:
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        with self._turn:
+            return self.process.poll() is None
 
     def wait(self, limit_s: float | None = None) -> int:
         """The exit code; fails the test, and ends the process, when it does not come (None: in WAIT_S)."""
@@ -129,25 +133,59 @@ class Run:
             time.sleep(every_s)
         return True
 
+    def reach(self, condition: Callable[[], bool]) -> None:
+        """Poll until the condition holds. TooLate when it did not while the process lived."""
+        if not self.until(condition):
+            self.assert_not_late()
+            raise AssertionError(f"ended before, exit {self.process.returncode}\n{self.err[-3000:]}")
+
+    def assert_not_late(self) -> None:
+        """Of a run that was to be ended by us. TooLate when it came to its own end."""
+        if self.process.returncode == 0:
+            raise TooLate(f"{self.log.name} has ended by itself")
+
     def kill(self) -> None:
         """kill -9 to the process and all below it: what the end of a container or a machine does."""
-        try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
+        try:  # of one that has ended, another may have the number by now
+            family = psutil.Process(self.process.pid).children(recursive=True) if self.is_alive else []
         except psutil.NoSuchProcess:
             family = []
-        self.process.kill()
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait()
+        with self._turn:
+            self.process.kill()
+            for member in family:
+                try:
+                    member.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            self.process.wait()
         psutil.wait_procs(family, timeout=30)
 
     def terminate(self, limit_s: float = 20.0) -> int:
         """SIGTERM as Batch sends it. Asserts the promise of 20 s; the monitor forces the end after 15."""
         self.process.terminate()
-        return self.wait(limit_s)
+        code = self.wait(limit_s)
+        self.assert_not_late()
+        return code
+
+
+class TooLate(AssertionError):
+    """A run had ended by itself: on a busy machine nobody may look at it for seconds."""
+
+
+P = ParamSpec("P")
+
+
+def again_when_late(test: Callable[P, None]) -> Callable[P, None]:
+    """A test that was TooLate is run again, in places of its own, three times at most."""
+
+    @wraps(test)
+    def attempts(*args: P.args, **kwargs: P.kwargs) -> None:
+        for _ in range(2):
+            with contextlib.suppress(TooLate):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return attempts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.harness import MAX_STEPS, TINY, Place, reference
+from tests.fault.harness import MAX_STEPS, TINY, Place, TooLate, again_when_late, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -19,7 +19,7 @@ LONG = (*TINY, "--train.max-steps=300", "--train.evaluate-every=0")
 def stopped_at(place: Place, step: int) -> list[int]:
     """Train until `step`, stop, and return the steps of the checkpoints."""
     run = place.start("train")
-    assert run.until(lambda: place.step() >= step)
+    run.reach(lambda: place.step() >= step)
     assert run.terminate() == 143, run.err
     saved = place.steps_saved()
     assert len(saved) >= 2
@@ -40,6 +40,7 @@ def flip(path: Path) -> None:
         *(pytest.param(n, marks=pytest.mark.thorough) for n in ("optimizer.safetensors", "MANIFEST.json")),
     ],
 )
+@again_when_late
 def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], name: str) -> None:
     here = place("cpu")
     *_, previous, newest = stopped_at(here, 45)
@@ -55,6 +56,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], nam
 
 
 @pytest.mark.thorough
+@again_when_late
 def test_every_checkpoint_is_bad(place: Callable[..., Place]) -> None:
     """It starts again from the beginning, says so, and ends as it should."""
     here = place("cpu")
@@ -111,6 +113,7 @@ def fill(path: Path) -> None:
 @pytest.mark.parametrize(
     "full", ["checkpoints", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("scratch", "cycles"))]
 )
+@again_when_late
 def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) -> None:
     """Wherever nothing fits any more (with `cycles` not even an event): training goes on, and saves again later."""
     here = place("cpu", LONG)
@@ -128,10 +131,13 @@ def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) ->
             fill(folder / "filler")  # old checkpoints and staged files go, and leave room
             return "training goes on" in run.out
 
-        assert run.until(has_failed), run.err[-3000:]
+        run.reach(has_failed)
         last_good = here.steps_saved()[-1]
         (folder / "filler").unlink()
-        assert run.wait() == 0, run.err[-3000:]
+        code = run.wait()
+        if "the checkpoint of step 300 could not be saved" in run.err:
+            raise TooLate
+        assert code == 0, run.err[-3000:]
         failed = [event["step"] for event in here.events("checkpoint_failed")]
         assert failed and last_good <= failed[0], "the last good checkpoint stayed"
         assert "Traceback" not in run.err
@@ -139,13 +145,18 @@ def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) ->
         assert here.ended() == reference("cpu", LONG)
 
 
+@again_when_late
 def test_the_last_save_fails(place: Callable[..., Place]) -> None:
     """Then, and only then, the run has failed: the transient code, and the next attempt goes on from the good one."""
     here = place("cpu")
     run = here.start("train")
-    assert run.until(lambda: here.step() >= MAX_STEPS // 2)
+    run.reach(lambda: here.step() >= MAX_STEPS // 2)
+    if not run.is_alive:
+        raise TooLate
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
-    assert run.wait() == 75, run.err[-3000:]
+    code = run.wait()
+    run.assert_not_late()
+    assert code == 75, run.err[-3000:]
     assert f"the checkpoint of step {MAX_STEPS} could not be saved" in run.err
     assert "Traceback" not in run.err
     saved = here.steps_saved()

@@ -16,7 +16,7 @@ from tests.io.conftest import FAST, Fault, Proxy, aws, moto_address, proxy, s3_u
 __all__ = ["aws", "moto_address", "proxy", "s3_uri"]  # fixtures
 
 ROWS = 150
-PATIENT = ("--storage.first-wait-s=0.01", "--storage.max-wait-s=0.02", "--storage.total-deadline-s=5")
+PATIENT = ("--storage.first-wait-s=0.01", "--storage.max-wait-s=0.02", "--storage.total-deadline-s=60")
 HASTY = ("--storage.first-wait-s=0.01", "--storage.max-wait-s=0.02", "--storage.total-deadline-s=0.2")
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.backends.xla_process import needs_xla
-from tests.fault.harness import ON_XLA, TINY, Place, reference
+from tests.fault.harness import ON_XLA, TINY, Place, again_when_late, reference
 from tests.fault.kills import Moment, kill_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,10 +25,12 @@ OF_TRANSFORMERS = (
 )
 
 
+@again_when_late
 def test_a_cycle_that_is_killed_in_between(place: Callable[..., Place], tmp_path: Path) -> None:
     here = place("cpu", OWN)
     for moment in (Moment("saving", 10), Moment("step", 20, 0.02)):
         run, doing = kill_at(here, moment)
+        run.assert_not_late()
         assert doing, f"{moment}: ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
     here.run("train")
     assert here.ended() == reference("cpu", OWN)

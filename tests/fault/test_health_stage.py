@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -23,7 +24,7 @@ FLAGS = (
     "--health.burn-s=0.3",
     "--health.sweep-mib=64",
     "--health.min-open-files=64",
-    "--health.collective-limit-s=10",
+    "--health.collective-limit-s=60",
     "--health.min-free-cache-gib=0.1",
     "--health.min-free-checkpoint-gib=0.1",
     "--health.min-shm-gib=0",
@@ -41,7 +42,7 @@ def here(bare_place: Callable[..., Place], tmp_path: Path) -> Iterator[Place]:
     temporary.mkdir()
     place.env = {"TMPDIR": str(temporary), "AWS_EC2_METADATA_DISABLED": "true"}
     yield place
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while (left := [*living(place), *temporary.iterdir()]) and time.monotonic() < end:
         time.sleep(0.05)
     assert left == []
@@ -112,7 +113,7 @@ def test_a_sound_machine_passes(here: Place, processes: int) -> None:
 
 def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> None:
     seeded(here, "swapped@0 matmul@1 nan@2 slow@3", SEEDED_DEVICES="real")
-    flags = ("--health.only=cores,collectives", "--health.slow-ratio=4", "--health.collective-limit-s=60")
+    flags = ("--health.only=cores,collectives", "--health.slow-ratio=10")
     run = here.run("health", "--launch.processes=4", *flags, code=RETRY)
     told = {f"{one['name']} {one['verdict']}: {one['seen']}" for one in results(here, 0) if one["verdict"] != "pass"}
     for expected in (
@@ -163,8 +164,8 @@ def test_an_error_that_all_cores_share_is_no_defect(
 )
 def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen: str) -> None:
     seeded(here, fault)
-    limits = ("--health.collective-limit-s=3", "--health.check-limit-s=2")
-    run = here.run("health", "--launch.processes=2", "--health.only=collectives", *limits, code=RETRY)
+    limit = "--health.collective-limit-s=3"
+    run = here.run("health", "--launch.processes=2", "--health.only=collectives", limit, code=RETRY)
     assert f"check {check}: {seen}" in run.err
     assert "rank 0 of this node ended" not in run.err
 
@@ -192,11 +193,11 @@ def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: s
         assert run.wait() == -signal.SIGKILL
     else:
         assert run.terminate() == 128 + signal.SIGTERM
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in family) and time.monotonic() < end:
         time.sleep(0.02)
     assert not [pid for pid in family if psutil.pid_exists(pid)]
-    assert not [path for path in SHM.iterdir() for pid in family if str(pid) in path.name]
+    assert not [path for path in SHM.iterdir() for pid in family if str(pid) in re.findall(r"\d+", path.name)]
 
 
 def on_node(place: Place, node: int, folder: Path, attempt: int, *flags: str) -> Run:

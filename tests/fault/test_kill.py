@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.xla_process import needs_xla
-from tests.fault.harness import ON_XLA, TINY, Place, reference
+from tests.fault.harness import ON_XLA, TINY, Place, again_when_late, reference
 from tests.fault.kills import Moment, finish, kill_at, lose_scratch
 from tests.fault.s3_server import S3Server
 
@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def kill(place: Place, moment: Moment, server: S3Server | None = None) -> None:
     """Kill at the moment; asserts that the process was alive then."""
     run, doing = kill_at(place, moment, server)
+    run.assert_not_late()
     assert doing, f"{moment}: ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@again_when_late
 def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], seed: int) -> None:
     rng = random.Random(seed)
     place = bare_place("cpu")
@@ -37,6 +39,7 @@ def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], 
     assert place.ended() == reference("cpu")
 
 
+@again_when_late
 def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> None:
     """Files are in place, the manifest is not: that step is not a checkpoint, and the next attempt makes it again."""
     here = place("cpu")
@@ -54,6 +57,7 @@ def test_killed_while_a_checkpoint_is_committed(place: Callable[..., Place]) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "flags"), [("cpu", TINY), pytest.param("xla", ON_XLA, marks=needs_xla)])
+@again_when_late
 def test_two_processes_killed_together(place: Callable[..., Place], backend: str, flags: tuple[str, ...]) -> None:
     two = (*flags, "--launch.processes=2", "--train.candidates-per-query=2")
     here = place(backend, two)
@@ -66,6 +70,7 @@ def test_two_processes_killed_together(place: Callable[..., Place], backend: str
 
 @needs_xla
 @pytest.mark.thorough
+@again_when_late
 def test_killed_on_xla(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     kill(here, Moment("saving", 15))

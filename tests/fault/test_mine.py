@@ -22,10 +22,11 @@ def done(place: Place, kind: str) -> int:
     return len([*place.path.glob(f"cycles/c1/mine/*/{kind}/*/MANIFEST.json")])
 
 
-def kill_after_three(place: Place, kind: str, flags: list[str]) -> None:
-    """Start, and kill when three more pieces are there."""
+def kill_after_three(place: Place, kind: str, worker: int, flags: list[str]) -> None:
+    """Start, and kill when three more pieces are there. One of two workers: it does not come to the end, however late
+    we look."""
     enough = done(place, kind) + 3
-    run = place.start("mine", *flags)
+    run = place.start("mine", "--mine.workers=2", f"--mine.worker={worker}", *flags)
     assert run.until(lambda: done(place, kind) >= enough), f"it had ended before: {run.err}"
     run.kill()
 
@@ -46,8 +47,8 @@ def test_killed_and_run_again(place: Callable[..., Place], source: str, kinds: t
         whole.run("train", "--train.max-steps=2", "--train.evaluate-every=0")
         flags = [f"--mine.source={whole.storage.uri(whole.result()['outputs']['checkpoint'])}"]
     whole.run("mine", *flags)
-    for kind in kinds:
-        kill_after_three(killed, kind, flags)
+    for worker, kind in enumerate(kinds):
+        kill_after_three(killed, kind, worker, flags)
     there = done(killed, "negatives")
     assert there >= 3 and "negatives/tiny" not in {
         str(path.relative_to(killed.path)) for path in killed.path.rglob("*")

@@ -33,7 +33,8 @@ from pipeline.health.ranks import (
 )
 from pipeline.parallel.world import World
 
-LIMIT_S = 3.0
+LIMIT_S = 5.0  # of faults that show when it is over: a sound rank must not be that late
+PATIENT_S = 120.0  # where nobody has to wait for the end of it
 SIZES_BYTES = (8, 4096)
 
 
@@ -101,7 +102,8 @@ FAULTS: dict[str, Callable[[Collective, Ranks, int, int], Prepared]] = {
 def collectives(rank: int, world: int, store: Any, fault: str) -> CheckResult:
     """The check of one rank; `fault` (maybe `device ...`) is rank 1's."""
     on_device, _, name = fault.rpartition(" ")
-    ranks = Ranks(rank, range(world), store, torch.device("cpu"), LIMIT_S, StopSignal())
+    limit_s = LIMIT_S if name in ("absent", "hangs", "dies") else PATIENT_S
+    ranks = Ranks(rank, range(world), store, torch.device("cpu"), limit_s, StopSignal())
     chosen = in_graph(InGraph()) if on_device else dict(COLLECTIVES)
     if rank == 1 and name == "absent":
         time.sleep(600)
@@ -115,7 +117,7 @@ def node(rank: int, world: int, store: Any, per_node: int) -> list[CheckResult]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place = World(rank, world, rank % per_node, per_node, rank // per_node)
     vars(ranks_module)["SIZES_BYTES"] = SIZES_BYTES
-    config = HealthConfig(only=("collectives",), collective_limit_s=LIMIT_S)
+    config = HealthConfig(only=("collectives",), collective_limit_s=PATIENT_S)
     checks = RankChecks("cpu", place, config, os.environ, 1)
     assert checks._join(StopSignal()) is None
     checks._open.append(InGraph())
@@ -150,7 +152,7 @@ def gang(work: Callable[..., object], world: int, *args: Any) -> Iterator[Callab
         ears.append(ear)
 
     def told(rank: int) -> Any:
-        assert ears[rank].poll(60), f"rank {rank} says nothing"
+        assert ears[rank].poll(PATIENT_S), f"rank {rank} says nothing"
         return ears[rank].recv()
 
     try:

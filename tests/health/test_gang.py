@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
+from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error, to_json
 from pipeline.health.neuron import VERSIONS
 from pipeline.health.nodes import exchange_reports
 from pipeline.io.local import LocalStorage
@@ -30,7 +30,9 @@ def report(rank: int, versions: Mapping[str, str] = SAME, *more: CheckResult) ->
     return NodeReport(rank, f"i-{rank}", (CheckResult(VERSIONS, Verdict.PASS, figures=dict(versions)), *more))
 
 
-def nodes(folder: Path, rank: int, num_nodes: int, *, stop: StopSignal | None = None, timeout_s: float = 30.0) -> Nodes:
+def nodes(
+    folder: Path, rank: int, num_nodes: int, *, stop: StopSignal | None = None, timeout_s: float = 120.0
+) -> Nodes:
     storage = LocalStorage(folder, stop=StopSignal())
     return Nodes(storage, FOLDER, rank, num_nodes, timeout_s, stop or StopSignal())
 
@@ -49,11 +51,18 @@ def gather(*work: Callable[[], tuple[NodeReport, ...]]) -> list[Outcome]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return [outcomes[index] for index in range(len(work))]
 
 
-def judged(me: Nodes, mine: NodeReport, wait_s: float = 30.0, phase: str = "reports") -> tuple[NodeReport, ...]:
+def come(folder: Path, rank: int, num_nodes: int) -> None:
+    """Leave a node's report before it waits itself: one that waits a moment only has to find it."""
+    storage = nodes(folder, rank, num_nodes).storage
+    storage.write_bytes(f"{FOLDER}/reports/node-{rank}.json", to_json(report(rank)).encode())
+    storage.write_bytes(f"{FOLDER}/reports/node-{rank}.no", b"")
+
+
+def judged(me: Nodes, mine: NodeReport, wait_s: float = 120.0, phase: str = "reports") -> tuple[NodeReport, ...]:
     """As the stage does it."""
     with me.telling():
         reports = exchange_reports(me, phase, mine, wait_s)
@@ -86,6 +95,8 @@ def test_one_sick_node_is_told_by_all_alike(tmp_path: Path, verdict: Verdict, ki
 
 
 def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        come(tmp_path, rank, 4)
     outcomes = gather(
         lambda: judged(nodes(tmp_path, 0, 4), report(0), 0.2),
         lambda: judged(nodes(tmp_path, 2, 4), report(2), 0.2),
@@ -103,9 +114,10 @@ def test_a_configuration_fault_is_told_though_a_node_is_missing(tmp_path: Path) 
 
 
 def test_who_has_waited_in_vain_tells_the_others(tmp_path: Path) -> None:
+    come(tmp_path, 1, 3)
     outcomes = gather(
         lambda: exchange_reports(nodes(tmp_path, 0, 3), "reports", report(0), 0.2),
-        lambda: exchange_reports(nodes(tmp_path, 1, 3), "reports", report(1), 20.0),
+        lambda: exchange_reports(nodes(tmp_path, 1, 3), "reports", report(1), 120.0),
     )
     for outcome in outcomes:
         assert isinstance(outcome, tuple)
@@ -125,7 +137,7 @@ def test_a_node_that_fails_on_the_way_is_named(tmp_path: Path, reported: bool) -
         me = nodes(tmp_path, 1, 2)
         with me.telling():
             if reported:
-                exchange_reports(me, "reports", report(1), 20.0)
+                exchange_reports(me, "reports", report(1), 120.0)
             raise RuntimeError("gone")
 
     failed, healthy = gather(failing, lambda: judged(nodes(tmp_path, 0, 2), report(0)))

@@ -30,6 +30,7 @@ from pipeline.health.host import (
 )
 from pipeline.io import atomic
 from pipeline.io.local import LocalStorage
+from tests.ports import free_port
 
 CONFIG = HealthConfig(min_free_cache_gib=100, min_free_checkpoint_gib=50, expected_instance="trn1.32xlarge")
 
@@ -326,10 +327,10 @@ def test_usual_places(tmp_path: Path) -> None:
 
 
 def test_who_holds_a_port() -> None:
+    port = free_port()
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", port))
         listener.listen(1)
-        port = listener.getsockname()[1]
         assert Host().port_holder(port) is not None
     assert Host().port_holder(port) is None
 

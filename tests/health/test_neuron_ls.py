@@ -141,7 +141,7 @@ def test_an_answer_cut_at_any_byte(indent: int | None) -> None:
         assert all(parse_neuron_ls(text[:end]) is None for end in range(len(text)))
 
 
-def check(folder: Path, name: str = "trn1.32xlarge", *, timeout_s: float = 20.0) -> tuple[CheckResult, ...]:
+def check(folder: Path, name: str = "trn1.32xlarge", *, timeout_s: float = 120.0) -> tuple[CheckResult, ...]:
     return check_neuron_ls(
         neuron_instance(name),
         stop=StopSignal(),

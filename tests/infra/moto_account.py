@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.ports import free_port
 
-START_S = 60.0
+START_S = 300.0
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 import secrets
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import botocore.config
 import pytest
@@ -53,7 +55,8 @@ def test_throttled_requests_are_repeated_and_counted(s3: Storage, proxy: Proxy) 
     assert [method for method, path in proxy.seen if "x" in path] == ["PUT"] * 3 + ["GET"] * 2
 
 
-def test_a_spent_deadline_is_transient(proxy: Proxy, s3_uri: str) -> None:
+def test_a_spent_deadline_is_transient(proxy: Proxy, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenacity.time", SimpleNamespace(monotonic=count(0.0, 0.02).__next__))
     storage = open_storage(s3_uri, retry=RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=0.1))
     proxy.faults = [Fault("slow_down", "PUT", times=10_000)]
     with pytest.raises(TransientError, match="SlowDown, HTTP 503"):

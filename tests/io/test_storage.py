@@ -2,6 +2,7 @@
 
 import io
 import secrets
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound, Storage, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, names_in, open_storage
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -154,6 +155,23 @@ def test_listing_is_by_folder(storage: Storage) -> None:
     assert storage.list_dirs("") == ["tok-2"]
     storage.delete(["tok-2/x", "tok-2/never"])
     assert storage.list_dirs("") == []
+
+
+def test_another_worker_deletes_the_folder_at_the_same_moment(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write_bytes("tok/a", b"x")
+    is_dir = Path.is_dir
+
+    def gone_after(path: Path) -> bool:
+        found = is_dir(path)
+        shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", gone_after)
+        storage.delete_prefix("tok")
+        assert names_in(storage, "tok") == set()
 
 
 def test_the_root_cannot_be_deleted(storage: Storage) -> None:

@@ -39,7 +39,7 @@ def test_a_cycle_from_plan_to_page(trnjobs: Trnjobs) -> None:
         cycle.wait(0.1)
     assert cycle.result().exit_code is None and cycle.result().outcome == "open"
     held.unlink()
-    status = cycle.wait(60, every_s=0.1)
+    status = cycle.wait(300, every_s=0.1)
     assert (status.outcome, status.target, status.has_ended) == ("succeeded", "local", True)
     assert [(row["name"], row["state"], row["tries"]) for row in status.table][:2] == [
         ("prepare", "SUCCEEDED", 1),
@@ -67,7 +67,7 @@ def test_a_failure_is_a_result_and_cancel_ends_what_runs(trnjobs: Trnjobs) -> No
     trnjobs.ends_with("train", 65)
     cycle = cycle_in(trnjobs)
     cycle.submit()
-    status = cycle.wait(60, every_s=0.1)
+    status = cycle.wait(300, every_s=0.1)
     assert (status.outcome, status.reason) == ("failed", "train: exit code 65 (DataError)")
     assert cycle.result().exit_code == 65
     trnjobs.hold("train")
@@ -75,7 +75,7 @@ def test_a_failure_is_a_result_and_cancel_ends_what_runs(trnjobs: Trnjobs) -> No
     other.submit()
     until(lambda: other.status().jobs[1].state == "RUNNING", "train")
     assert cycle_in(trnjobs, "2026-11-21").cancel("wrong data").outcome == "cancelled"
-    assert other.wait(60, every_s=0.1).outcome == "cancelled"
+    assert other.wait(300, every_s=0.1).outcome == "cancelled"
 
 
 def test_from_a_thread_and_inside_a_running_loop(trnjobs: Trnjobs) -> None:
@@ -84,7 +84,7 @@ def test_from_a_thread_and_inside_a_running_loop(trnjobs: Trnjobs) -> None:
     def work() -> None:
         cycle = cycle_in(trnjobs)
         cycle.submit()
-        outcomes.append(cycle.wait(60, every_s=0.1).outcome)
+        outcomes.append(cycle.wait(300, every_s=0.1).outcome)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -93,7 +93,7 @@ def test_from_a_thread_and_inside_a_running_loop(trnjobs: Trnjobs) -> None:
     async def notebook() -> None:
         cycle = cycle_in(trnjobs, "2026-11-21")
         cycle.submit()
-        outcomes.append(cycle.wait(60, every_s=0.1).outcome)
+        outcomes.append(cycle.wait(300, every_s=0.1).outcome)
 
     asyncio.run(notebook())
     assert outcomes == ["succeeded", "succeeded"]
@@ -123,7 +123,7 @@ def test_what_a_notebook_shows_is_text(trnjobs: Trnjobs, text: str) -> None:
         update={"reason": text, "jobs": tuple(job.model_copy(update={"why": text}) for job in status.jobs)}
     )._repr_html_()
     cycle.submit()
-    cycle.wait(60, every_s=0.1)
+    cycle.wait(300, every_s=0.1)
     result = cycle.result().model_copy(update={"figures": {text: {text: text}}})
     page = cycle.report()
     page = page.model_copy(update={"data": page.data.model_copy(update={"reason": text})})

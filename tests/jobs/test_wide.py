@@ -32,7 +32,6 @@ def run(workspace: Path, *flags: str) -> dict[str, bytes]:
 
 
 @pytest.mark.stage
-@pytest.mark.timeout(300)
 def test_a_wide_cycle_leaves_the_bytes_of_a_narrow_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,7 @@ def environment(folder: Path, *, missing: str = "") -> dict[str, str]:
     }
 
 
-def run(command: list[str], env: dict[str, str], *, code: int = 0, timeout_s: float = 170) -> str:
+def run(command: list[str], env: dict[str, str], *, code: int = 0, timeout_s: float = 400) -> str:
     """What a process wrote, which has to end with `code`."""
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
     text = done.stdout + done.stderr

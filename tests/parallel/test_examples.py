@@ -58,7 +58,6 @@ def run_both(*names: str) -> dict[str, list[list[float]]]:
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "names",
     [
@@ -78,7 +77,7 @@ def test_losses_of_the_adopted_are_those_of_the_plain(tmp_path: Path, names: tup
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_runs_under_the_launcher(tmp_path: Path, path: Path) -> None:
     pytest.importorskip(NEEDS.get(path.stem, "torch"))

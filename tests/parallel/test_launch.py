@@ -4,17 +4,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from pipeline.proc.children import RANK_S
 from tests.parallel.test_examples import losses
 from tests.ports import free_port
 from tests.zygote import ROOT, Forked
 
 DDP = ROOT / "examples" / "ddp.py"
-WITHIN_S = 20.0
 WAIT_S = 120.0  # generous, machines may be loaded
 
 ENDING = """
@@ -59,11 +58,19 @@ def ending(folder: Path, mode: str) -> Forked:
     script = folder / "ending.py"
     script.write_text(ENDING)
     started = start(folder, "python", script, mode, folder)
-    limit = time.monotonic() + WAIT_S
-    while len(list(folder.glob("here-*"))) < 2:
-        assert started.poll() is None and time.monotonic() < limit, (folder / "err").read_text()
-        time.sleep(0.02)
+    wait_for(lambda: len(list(folder.glob("here-*"))) == 2, [started], folder / "err")
     return started
+
+
+def wait_for(seen: Callable[[], bool], runs: Sequence[Forked], log: Path) -> None:
+    """Asserts that none of `runs` has ended before."""
+    limit = time.monotonic() + WAIT_S
+    while True:
+        codes = [run.poll() for run in runs]  # before the look: what is waited for may end them
+        if seen():
+            return
+        assert not any(code is not None for code in codes) and time.monotonic() < limit, log.read_text()
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def ending(folder: Path, mode: str) -> Forked:
 )
 def test_one_code_when_a_rank_ends_badly(tmp_path: Path, mode: str, code: int, said: str) -> None:
     run = ending(tmp_path, mode)
-    assert run.wait(WITHIN_S) == code
+    assert run.wait(WAIT_S) == code
     err = (tmp_path / "err").read_text()
     assert said in err
     assert ("Traceback" in err) == (mode == "fails")
@@ -90,7 +97,7 @@ def test_told_to_stop(tmp_path: Path, mode: str) -> None:
     """A script that handles the signal gets it once, in each rank, and its own code is kept."""
     run = ending(tmp_path, mode)
     run.terminate()
-    assert run.wait(WITHIN_S) == (5 if mode == "handles" else 143)
+    assert run.wait(WAIT_S) == (5 if mode == "handles" else 143)
     assert len(list(tmp_path.glob("told-*"))) == (2 if mode == "handles" else 0)
     assert "stopped by SIGTERM" in (tmp_path / "err").read_text()
 
@@ -105,13 +112,10 @@ def start_nodes(folder: Path, *words: object) -> list[Forked]:
 def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     nodes = start_nodes(tmp_path, tmp_path / "ending.py", "waits", tmp_path)
-    limit = time.monotonic() + WAIT_S
-    while len(list(tmp_path.glob("here-*"))) < 2:  # ranks 0 and 1
-        assert [node.poll() for node in nodes] == [None, None] and time.monotonic() < limit
-        time.sleep(0.02)
+    wait_for(lambda: len(list(tmp_path.glob("here-*"))) == 2, nodes, tmp_path / "0" / "err")
     for node in nodes:
         node.terminate()
-    assert [node.wait(WITHIN_S) for node in nodes] == [143, 143]
+    assert [node.wait(WAIT_S) for node in nodes] == [143, 143]
     for folder in ("0", "1"):
         err = (tmp_path / folder / "err").read_text()
         assert "stopped by SIGTERM" in err and "Traceback" not in err
@@ -137,26 +141,23 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[2])))
+dist.init_process_group("gloo")
 Path(f"joined-{dist.get_rank()}").touch()
 if dist.get_rank() == 1:
     while not all(Path(f"joined-{rank}").exists() for rank in (0, 2)):  # or they lose it while they still connect
         time.sleep(0.01)
     Path("here").touch()
-    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(300)
-started = time.time()
-try:
-    dist.all_reduce(torch.ones(4))
-finally:
-    Path(f"waited-{dist.get_rank()}").write_text(str(time.time() - started))
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(600)
+if sys.argv[1] == "asleep":  # not earlier: joining takes the time that it takes
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=float(sys.argv[2])), dist.group.WORLD)
+dist.all_reduce(torch.ones(4))
 """
 
 
 @pytest.mark.parametrize("mode", ["killed", "asleep"])
 def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> None:
-    """At once, or 5 s after its time-out at most; what comes then, its own end, takes what this machine's load makes it
-    take, and is not the 15 s after which a rank that hangs is ended.
-    """
+    """Long before the library's 30 minutes, or after its time-out; and by itself: one that hangs is ended with 1."""
     (tmp_path / "losing.py").write_text(LOSING)
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     ranks = []
@@ -166,16 +167,9 @@ def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> Non
             words = [str(tmp_path / "losing.py"), mode, str(TIMEOUT_S)]
             ranks.append(Forked("pipeline.parallel.rank", words, env=mine, cwd=tmp_path, stdout=log, stderr=log))
     try:
-        limit = time.monotonic() + WAIT_S
-        while not (tmp_path / "here").exists():
-            assert ranks[1].poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
-            time.sleep(0.02)
-        assert ranks[0].wait(WITHIN_S) == ranks[2].wait(WITHIN_S) == 75, (tmp_path / "log").read_text()
-        for rank in (0, 2):
-            waited = tmp_path / f"waited-{rank}"
-            assert float(waited.read_text()) < (5 if mode == "killed" else TIMEOUT_S + 5)
-            assert time.time() - waited.stat().st_mtime < RANK_S - 2
-        assert ranks[1].poll() == (-9 if mode == "killed" else None)
+        wait_for((tmp_path / "here").exists, [ranks[1]], tmp_path / "log")
+        assert ranks[0].wait(WAIT_S) == ranks[2].wait(WAIT_S) == 75, (tmp_path / "log").read_text()
+        assert ranks[1].wait(WAIT_S) == -9 if mode == "killed" else ranks[1].poll() is None
     finally:
         for one in ranks:
             one.kill()

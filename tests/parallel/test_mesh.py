@@ -155,9 +155,9 @@ def test_the_groups_of_a_plan(tmp_path: Path) -> None:
 
 def asleep(_: str) -> float:
     """Rank 0 of a shard group never comes: the other one gives up when its time is over, not after 30 minutes."""
-    place = adopt.init({"shard_degree": 2}, timeout_s=40)
+    place = adopt.init({"shard_degree": 2}, timeout_s=200)
     group = adopt.current_mesh().devices.get_group("shard")
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=40)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=200)
     set_timeouts(adopt.current_mesh().devices, 2)
     if place.shard_rank == 0:
         return 0.0

@@ -36,7 +36,7 @@ class Node(threading.Thread):
             self.error = error
 
     def ended(self) -> BaseException | None:
-        self.join(30)
+        self.join(120)
         assert not self.is_alive()
         return self.error
 
@@ -61,7 +61,7 @@ def test_all_leave_after_the_last_has_come(storage: Storage) -> None:
 
     def node(rank: int) -> None:
         if rank == 2:
-            assert last_may_come.wait(30)
+            assert last_may_come.wait(120)
             order.append("last came")
         nodes(storage, rank, 3).wait("done")
         order.append(f"{rank} left")

@@ -30,7 +30,7 @@ def python(*words: str, folder: Path, exits: Path | None = None) -> subprocess.C
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "3", "RANK": "7"}
     env |= {EXIT_DIR_VARIABLE: str(exits)} if exits else {}
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize("words", [("parts/script.py", "--a", "-m"), ("-m", "parts.script", "b")])

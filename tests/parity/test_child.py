@@ -33,10 +33,27 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def wait_for_a_checkpoint(task: SideTask, process: subprocess.Popen[bytes] | None = None) -> None:
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.parity.record import main
+from pipeline.telemetry.events import EventLog, EventName
+
+emit = EventLog.emit
+
+def emit_and_die(self, name, /, **fields):
+    emit(self, name, **fields)
+    if name == EventName.CHECKPOINT_SAVED:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+EventLog.emit = emit_and_die
+sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+def wait_for_a_checkpoint(task: SideTask) -> None:
     folder, end = Path(task.place) / "work" / "checkpoints", time.monotonic() + WAIT_S
     while not list(folder.glob("parity/step-*/MANIFEST.json")):
-        assert process is None or process.poll() is None, "ended before its time"
         assert time.monotonic() < end
         time.sleep(0.005)
 
@@ -45,10 +62,8 @@ def test_a_killed_side_goes_on_and_ends_the_same(case: Case, tmp_path: Path) -> 
     task = case.task(place="killed", steps=20)
     file = tmp_path / "task.json"
     file.write_text(task.model_dump_json())
-    words = [sys.executable, "-m", "pipeline.parity.record", str(file), str(os.getpid())]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-        wait_for_a_checkpoint(task, process)
-        process.kill()
+    words = [sys.executable, "-c", KILLED, str(file), str(os.getpid())]
+    assert subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
     assert find_record(open_storage(task.place)) is None
     killed = case.side(task).record
     assert b"train_resumed" in open_storage(task.place).read_bytes("work/events.jsonl")

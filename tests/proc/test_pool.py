@@ -53,7 +53,7 @@ def test_all_results_arrive_and_tasks_are_made_on_demand() -> None:
 def test_no_tasks_start_no_process() -> None:
     before = psutil.Process().children()
     assert run("times", iter([])) == []
-    assert psutil.Process().children() == before
+    assert {*psutil.Process().children()} <= {*before}
 
 
 @pytest.mark.stage
@@ -88,7 +88,7 @@ def test_stop_ends_busy_workers() -> None:
 
     with pytest.raises(Preempted, match="testing the pool"):
         run("sleep", tasks(), stop=stop)
-    assert psutil.Process().children() == before
+    assert {*psutil.Process().children()} <= {*before}  # a child of another test may have been taken away meanwhile
 
 
 @pytest.mark.stage

@@ -10,9 +10,10 @@ import pytest
 
 from pipeline.compile.neuron_tool import SIGHTINGS, LogWatch
 from pipeline.core.errors import ConfigError
-from pipeline.proc.tool import host_memory_bytes, process_tree
+from pipeline.proc.tool import ProcessTree, host_memory_bytes, process_tree
 
 MARK = "TREE_TEST_MARK"
+WAIT_S = 60.0
 STUBBORN = "trap '' TERM; touch ready; while :; do sleep 0.05; done"
 
 
@@ -27,8 +28,14 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it may be seconds until a process is gone that was killed."""
+    monkeypatch.setattr(ProcessTree.end, "__kwdefaults__", {"kill_wait_s": WAIT_S})
+
+
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + WAIT_S
     while not path.exists():
         assert time.monotonic() < until, f"{path} did not come"
         time.sleep(0.01)
@@ -50,7 +57,7 @@ def test_nothing_is_left(tmp_path: Path, script: str) -> None:
     with process_tree(["sh", "-c", script], cwd=tmp_path, env=env, log=tmp_path / "log") as tree:
         wait_for(tmp_path / "ready")
         if "exit 3" in script:
-            until = time.monotonic() + 30
+            until = time.monotonic() + WAIT_S
             while tree.poll() is None and time.monotonic() < until:
                 time.sleep(0.02)
             assert tree.poll() == 3
@@ -60,10 +67,10 @@ def test_nothing_is_left(tmp_path: Path, script: str) -> None:
 
 def test_sigterm_comes_first(tmp_path: Path) -> None:
     code = "import signal, sys, time, pathlib\nsignal.signal(15, lambda *_: sys.exit(7))\n"
-    code += "pathlib.Path('ready').touch()\ntime.sleep(60)"
+    code += "pathlib.Path('ready').touch()\ntime.sleep(600)"
     with process_tree([sys.executable, "-c", code], cwd=tmp_path, env=os.environ, log=tmp_path / "log") as tree:
         wait_for(tmp_path / "ready")
-        tree.end(30.0)
+        tree.end(WAIT_S)
         assert tree.poll() == 7
 
 
@@ -71,7 +78,7 @@ def test_an_error_in_the_block_ends_it_too(tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{tmp_path.name}"
     with (
         pytest.raises(ValueError),
-        process_tree(["sleep", "60"], cwd=tmp_path, env={**os.environ, MARK: mark}, log=tmp_path / "log"),
+        process_tree(["sleep", "600"], cwd=tmp_path, env={**os.environ, MARK: mark}, log=tmp_path / "log"),
     ):
         raise ValueError
     assert marked(mark) == []

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -142,7 +143,7 @@ def test_kill_9_around_every_put(
     workspace: Storage, workspace_uri: str, unfinished: dict[str, bytes], server: MotoServer
 ) -> None:
     """The server kills the promoter when a request arrives: the n-th PUT, which is lost or not, or the one after."""
-    requests: list[str] = []
+    requests, started = list[str](), threading.Event()
     child = FORK.Process(target=lambda: None)
 
     def promoter() -> None:
@@ -151,17 +152,22 @@ def test_kill_9_around_every_put(
     def run(kill_at: int) -> int:
         nonlocal child
         requests.clear()
+        started.clear()
         child = FORK.Process(target=promoter)
         server.watcher = lambda method, path: watch(method, kill_at)
         child.start()
+        started.set()
         child.join()
         server.watcher = None
+        server.settle()
         assert child.exitcode is not None
         return child.exitcode
 
     def watch(method: str, kill_at: int) -> None:
         requests.append(method)
-        if len(requests) == kill_at and child.pid is not None:
+        if len(requests) == kill_at:
+            started.wait(60)
+            assert child.pid is not None
             os.kill(child.pid, signal.SIGKILL)
 
     assert run(0) == 0

@@ -36,7 +36,7 @@ def run_together(number: int, work: Callable[[int], object], watch: Callable[[],
 
 @pytest.mark.parametrize(("workspace_uri", "rounds"), list(ROUNDS.items()), indirect=["workspace_uri"])
 def test_two_promoters(workspace: Storage, workspace_uri: str, make: Make, rounds: int) -> None:
-    barrier = FORK.Barrier(2, timeout=WAIT_S)
+    barrier, seen = FORK.Barrier(2, timeout=WAIT_S), FORK.Event()
     won: Any = FORK.Array("i", 2 * rounds)
     for racer in range(2):
         for step in (1, 2):
@@ -45,6 +45,7 @@ def test_two_promoters(workspace: Storage, workspace_uri: str, make: Make, round
     def race(racer: int) -> None:
         mine = open_storage(workspace_uri, retry=FAST)
         for number in range(rounds):
+            assert number < rounds // 2 or seen.wait(WAIT_S), "nobody watches"
             candidate = prefix(f"r{racer}", 1 + number % 2)  # another one than may be there from the last round
             expected, decision = production(mine), passed(mine, candidate)
             barrier.wait()
@@ -62,8 +63,10 @@ def test_two_promoters(workspace: Storage, workspace_uri: str, make: Make, round
         if pointer is not None:
             assert verify_dir(workspace, pointer.checkpoint, deep=True).digest == pointer.digest
             generations.append(pointer.generation)
+            seen.set()
 
     run_together(2, race, watch)
+    watch()
     assert [won[2 * number] + won[2 * number + 1] for number in range(rounds)] == [1] * rounds
     told = consistent(workspace)
     winners = [f"r{0 if won[2 * number] else 1}" for number in range(rounds)]

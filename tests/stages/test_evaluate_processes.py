@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from pipeline.evaluate.report import load_report
 from pipeline.evaluate.scores import ScoreSet, load_scores
 from pipeline.io.storage import Storage
 from pipeline.registry.records import read_pointer
-from tests.fault.harness import Place
+from tests.fault.harness import Place, TooLate, again_when_late
 from tests.stages.evaluate_case import FLAGS
 
-pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOW = ("--train.micro-batch-size=2", "--evaluate.save-every-s=0.001", "--evaluate.retrieval.max-queries=20")
 
@@ -25,7 +24,7 @@ SLOW = ("--train.micro-batch-size=2", "--evaluate.save-every-s=0.001", "--evalua
 def place(tmp_path: Path) -> Iterator[Place]:
     flags = (*FLAGS, *SLOW)
     for stage in ("prepare", "train"):
-        assert main([stage, *FLAGS, f"--workspace={tmp_path}/workspace", "--cycle=c1"]) == 0
+        assert main([stage, *FLAGS, f"--workspace={tmp_path}/whole", "--cycle=c1"]) == 0
     here = Place(str(tmp_path / "workspace"), tmp_path, flags)
     yield here
     here.close()
@@ -43,19 +42,24 @@ def scores_in(place: Place) -> ScoreSet:
     return load_scores(place.storage, report.candidate.scores, place.folder / "cache")
 
 
+@again_when_late
 def test_stopped_and_killed_it_goes_on_with_other_ranks(place: Place) -> None:
-    whole = Path(mkdtemp(dir=place.folder)) / "workspace"
-    shutil.copytree(place.path, whole)
+    whole = place.folder / "whole"
+    for left in (place.path, place.scratch):  # by an attempt that was too late
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(whole, place.path)
 
     run = place.start("evaluate")
-    assert run.until(lambda: parts(place.storage) > 1)
+    run.reach(lambda: parts(place.storage) > 1)
     assert run.terminate() == 143, run.err
-    assert "stopped by SIGTERM while scoring a holdout" in run.err
+    if "stopped by SIGTERM while scoring a holdout" not in run.err:
+        raise TooLate(run.err)
     stopped_at = parts(place.storage)
 
     run = place.start("evaluate")
-    assert run.until(lambda: parts(place.storage) > stopped_at)
+    run.reach(lambda: parts(place.storage) > stopped_at)
     run.kill()
+    run.assert_not_late()
     assert read_pointer(place.storage, "relevance") is None
 
     refused = place.run("evaluate", "--launch.processes=2", "--gate.floors=accuracy=1.0", code=80)

@@ -70,9 +70,9 @@ class Ranks:
 
     def meet(self, rank: int, tensors: list[Tensor]) -> list[list[Tensor]]:
         self._slots[rank] = [tensor.clone() for tensor in tensors]
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         everybody = [list(slot) for slot in self._slots]
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         return everybody
 
     def mean(self, rank: int, tensors: list[Tensor]) -> list[Tensor]:
@@ -113,7 +113,7 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return torch.stack([found[rank] for rank in range(world_size)])
 
 

@@ -1,16 +1,10 @@
-"""One thread: the models here are so small that more only get in each other's way. And one workspace for all tests."""
+"""One workspace for all tests."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tune.case import make_workspace
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     import torch
@@ -15,6 +16,10 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
 
     from pipeline.backends.cpu import CpuBackend
     from pipeline.health import device, ranks
+
+    sound_join = ranks.join
+    # Whatever limit collectives have: on a busy machine ranks start seconds apart.
+    vars(ranks)["join"] = lambda these, kind, limit_s: sound_join(these, kind, 60.0)
 
     def spoil_first_result(value: float) -> None:
         """That of the first operation, the product of fp32 matrices."""
@@ -37,16 +42,20 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
 
         CpuBackend.to_host = to_host  # type: ignore[assignment,method-assign]
 
-    def slow_down() -> None:
-        """Its clock finds ten times as long for everything."""
-        vars(ranks)["check_burn"] = partial(device.check_burn, clock=lambda: 10 * time.monotonic())
+    def burn_by(pace: int) -> None:
+        """Time of the processor: another process that has it does not count. So many times as long for everything."""
+        vars(ranks)["check_burn"] = partial(device.check_burn, clock=lambda: pace * time.process_time())
 
     def stay_away() -> None:
-        sound = ranks.Ranks.arrive
+        """Until the verdict of rank 0 is there."""
+        sound, verdict = ranks.Ranks.arrive, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
 
         def arrive(self: ranks.Ranks, place: str, limit_s: float | None = None) -> list[int]:
             if place == "all-gather/8/0":
-                self.stop.wait(600)
+                while not verdict.exists():
+                    if self.stop.wait(0.05):
+                        return sound(self, place, limit_s)
+                return [0]
             return sound(self, place, limit_s)
 
         ranks.Ranks.arrive = arrive  # type: ignore[method-assign]
@@ -65,11 +74,12 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
 
     if os.environ.get("SEEDED_DEVICES"):
         CpuBackend.shares_host_memory = False
+        burn_by(1)
     seeds: dict[str, Callable[[], None]] = {
         "matmul": lambda: spoil_first_result(100.0),
         "nan": lambda: spoil_first_result(float("nan")),
         "coarse": round_off,
-        "slow": slow_down,
+        "slow": lambda: burn_by(100),
         "absent": stay_away,
         "dies": lambda: spoil_gather(lambda found, count: os._exit(1)),
         "swapped": lambda: spoil_gather(swap),

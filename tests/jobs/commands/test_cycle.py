@@ -19,7 +19,7 @@ from jobs.cycle.job_records import Submission
 from jobs.plan import cycle as plan
 from pipeline.context import StageResult, store_result
 from pipeline.io.storage import open_storage
-from tests.jobs.targets.local.waiting import keepers_of, until
+from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 # Notes what runs, in a journal; waits while there is a file hold-<job>; ends with the code of its try in the file
@@ -102,7 +102,7 @@ def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     yield Trnjobs(tmp_path, capsys)
     for path in tmp_path.glob("hold-*"):
         path.unlink()
-    assert keepers_of(tmp_path) == []
+    until_no_keepers(tmp_path)
 
 
 def embedded(workspace: Path, titles: int) -> None:

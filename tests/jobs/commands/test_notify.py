@@ -13,6 +13,7 @@ import pytest
 from jobs.cycle import messages
 from pipeline.core.errors import ConfigError
 from tests.jobs.commands.test_cycle import Trnjobs, trnjobs
+from tests.jobs.targets.local.waiting import until
 
 __all__ = ["trnjobs"]
 SECRET = "T0-very-secret"
@@ -143,7 +144,7 @@ def test_trouble_changes_nothing(told: Told, kind: str, monkeypatch: pytest.Monk
         monkeypatch.setenv("TEAM_URL", "http://127.0.0.1:9/" + SECRET)
     if kind == "slow":
         told.receiver.released.clear()
-    code, text = told("submit", "--jobs.notify.budget-s=1")
+    code, text = told("submit", f"--jobs.notify.budget-s={1 if kind == 'slow' else 60}")
     assert code == 1
     assert "webhook team failed" in text and told.receiver.seen == []
     assert told.run.status()["closed"]["outcome"] == "failed"
@@ -152,6 +153,8 @@ def test_trouble_changes_nothing(told: Told, kind: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("TEAM_URL", told.receiver.url)
     told.receiver.answers = [(200, {})]
     told.receiver.released.set()
+    if kind == "slow":
+        until(lambda: told.receiver.seen, "the request that nobody waits for any more")
     told("reconcile")
     assert set(told.receiver.ids()) == {"failed-1"}
     taken = len(told.receiver.seen)

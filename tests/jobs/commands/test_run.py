@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from jobs import cli
-from tests.jobs.targets.local.waiting import keepers_of
+from tests.jobs.targets.local.waiting import until_no_keepers
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "ddp_script.py"
@@ -25,7 +25,7 @@ ROOM = ("--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384")
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    assert keepers_of(tmp_path) == []
+    until_no_keepers(tmp_path)
 
 
 def words(place: Path, *more: str, name: str = "mine") -> list[str]:

@@ -278,7 +278,7 @@ def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
         claim(store, cycle())
         if name != "cycle-3":
             store.close(Closed(outcome="succeeded", at=1.0))
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
 
     def met(call: Callable[[str], Any]) -> Callable[[str], Any]:
         return lambda key: (both.wait(), call(key))[1]

@@ -17,9 +17,10 @@ from tests.ports import free_port
 
 FAST = {
     "TRNJOBS_HEARTBEAT_S": "0.1",
-    "TRNJOBS_LOST_AFTER_S": "1.5",
-    "TRNJOBS_GATHER_S": "20",
-    "TRNJOBS_GRACE_S": "1.5",
+    "TRNJOBS_LOST_AFTER_S": "60",
+    "TRNJOBS_GATHER_S": "120",
+    "TRNJOBS_GRACE_S": "20",
+    "TRNJOBS_BUNDLE_S": "60",
 }
 READY = 'import os, signal, sys, time; print("ready", flush=True); '
 WAIT = READY + "time.sleep(100)"

@@ -20,7 +20,7 @@ def main(folder: Path) -> int:
     node = int(os.environ["TRNJOBS_NODE"])
     (folder / f"here-{node}").write_text(os.environ["TRNJOBS_NODES"])
     if node >= TRAINERS:
-        time.sleep(100)
+        time.sleep(600)
         return 1
     import torch
     from torch import distributed
@@ -32,9 +32,11 @@ def main(folder: Path) -> int:
     distributed.barrier()
     distributed.destroy_process_group()
     if node == 1:
+        while len([*folder.glob("here-*")]) < int(os.environ["TRNJOBS_NODES"]):
+            time.sleep(0.02)
         print("the last batch cannot be read", flush=True)
         return 65
-    time.sleep(100)
+    time.sleep(600)
     return 1
 
 

@@ -24,6 +24,6 @@ def test_nodes_meet_at_the_address_that_batch_tells_the_others(tmp_path: Path) -
                 env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = MAIN_ADDRESS
             words = [*into, sys.executable, "-m", "jobs.node", "--", sys.executable, "-c", PRINT]
             nodes.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        told = [node.communicate(timeout=60) for node in nodes]
+        told = [node.communicate(timeout=300) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     assert [out for out, _ in told] == ["eth0 eth0\n", "eth0 eth0\n"]

@@ -20,7 +20,6 @@ STEPS = 12
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(180)
 def test_twelve_hosts_meet_two_train_and_all_tell_why_the_job_failed(tmp_path: Path) -> None:
     """Two nodes train over the interface and the address that the files of SageMaker name, as one process would."""
     results, port = tmp_path / "results", str(free_port())

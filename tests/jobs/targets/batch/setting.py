@@ -15,7 +15,7 @@ from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 
-FAST = RetryPolicy(first_wait_s=1e-5, max_wait_s=1e-4, total_deadline_s=10)
+FAST = RetryPolicy(first_wait_s=1e-5, max_wait_s=1e-4, total_deadline_s=60)
 
 
 @dataclass

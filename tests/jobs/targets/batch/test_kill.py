@@ -1,6 +1,5 @@
 """A driver that is really killed: SubmitJob arrives at the server, and nobody is left to read the answer."""
 
-import os
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -54,15 +53,16 @@ def test_killed_at_each_submission_the_next_driver_makes_one_dag(server: MotoSer
             if path == "/v1/submitjob":
                 seen += 1
                 if seen == number:
-                    os.kill(victim[0].pid or 0, signal.SIGKILL)
+                    victim[0].kill()
 
         server.watcher = watch
         clock = Clock()
         child = FORK.Process(target=drive, args=(of, clock, "first"))
         victim.append(child)
         child.start()
-        child.join(60)
+        child.join()
         assert child.exitcode == -signal.SIGKILL
+        server.settle()
         server.watcher = None
         clock.now += LEASE_S + 1
         recorded = {name: one.id for name, one in drive(of, clock, "second").submitted(1).items()}

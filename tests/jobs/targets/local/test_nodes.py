@@ -191,8 +191,8 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 def test_a_keeper_killed_before_it_took_the_node_is_a_task_that_did_not_start(folder: Path) -> None:
     nodes = Processes(grace_s=5)
-    start(nodes, folder, "open('runs','a').write('x')")
-    nodes._own[folder].send_signal(signal.SIGSTOP)
+    start(nodes, folder, "open('runs','a').write('x')\nimport time\ntime.sleep(600)")
+    suspend(nodes._own[folder].pid)
     if nodes.look(folder).phase is Phase.STARTING:  # nearly always: Python takes longer to start
         nodes._own[folder].kill()
         assert ended(nodes, folder).error

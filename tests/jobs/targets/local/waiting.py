@@ -49,6 +49,11 @@ def keepers_of(folder: Path) -> list[int]:
     return found
 
 
+def until_no_keepers(folder: Path) -> None:
+    """A keeper writes down the end of its node a moment before it ends itself."""
+    until(lambda: not keepers_of(folder), f"the last keeper below {folder}")
+
+
 def suspend(pid: int) -> None:
     """Returns when it has stopped: until then SIGTERM would still end it."""
     os.kill(pid, signal.SIGSTOP)
