@@ -6,10 +6,11 @@ Each rank is forked from the zygote, joins nothing by itself, and leaves what th
 import faulthandler
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +23,8 @@ from tests.zygote import ROOT, Forked
 
 WAIT_S = 300.0  # generous, machines may be loaded
 STACKS_S = WAIT_S - 20.0
+ALONE_S = 30.0  # of the others, once one has ended as it should not
+CRASHED = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 STAY_S = 60.0
 
 
@@ -48,38 +51,48 @@ def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[s
     return started
 
 
-def end_ranks(started: list[Forked], folder: Path, wait_s: float = WAIT_S) -> list[RankResult]:
-    """Wait for all of them. Fails the test, with none left running, when one is not done in time."""
+def end_ranks(
+    started: list[Forked], folder: Path, wait_s: float = WAIT_S, expected: int | None = None
+) -> list[RankResult]:
+    """Wait for all of them; none is left running. Of those that take too long, or hang since another one ended with a
+    code that is not expected, the code is -9.
+    """
     limit = time.monotonic() + wait_s
-    try:
-        codes = [rank.wait(max(0.0, limit - time.monotonic())) for rank in started]
-    except subprocess.TimeoutExpired:
-        said = [f"rank {n}: {rank.poll()}\n{(folder / f'rank-{n}.err').read_text()}" for n, rank in enumerate(started)]
-        raise AssertionError(f"not done after {wait_s:g} s\n" + "\n".join(said)) from None
-    finally:
-        for rank in started:
-            rank.kill()
+    while None in (codes := [rank.poll() for rank in started]) and time.monotonic() < limit:
+        if expected is not None and any(code not in (None, expected) for code in codes):
+            limit, expected = min(limit, time.monotonic() + ALONE_S), None
+        time.sleep(0.01)
     found = []
-    for number, code in enumerate(codes):
+    for number, rank in enumerate(started):
+        rank.kill()
         path = folder / f"rank-{number}.json"
         value = json.loads(path.read_text()) if path.exists() else None
-        found.append(RankResult(code, value, (folder / f"rank-{number}.err").read_text()))
+        found.append(RankResult(rank.wait(), value, (folder / f"rank-{number}.err").read_text()))
     return found
 
 
 def run_ranks(
     case: str, ranks: int, folder: Path, *words: str, env: Mapping[str, str] | None = None, code: int = 0
 ) -> list[Any]:
-    """What the function returned on each rank. Asserts how they ended."""
-    ended = end_ranks(start_ranks(case, ranks, folder, *words, env=env), folder)
-    for number, rank in enumerate(ended):
-        assert rank.code == code, f"rank {number}: exit {rank.code}, expected {code}\n{rank.err[-3000:]}"
+    """What the function returned on each rank. Asserts how they ended.
+
+    Seen once in some hundred runs: glibc aborts a rank of four over gloo ("munmap_chunk(): invalid pointer"). No code
+    of ours frees memory, so this is warned of with the stacks, and tried again once.
+    """
+    for place in (folder, folder / "again"):
+        ended = end_ranks(start_ranks(case, ranks, place, *words, env=env), place, expected=code)
+        said = "\n".join(f"rank {number}: exit {rank.code}\n{rank.err[-3000:]}" for number, rank in enumerate(ended))
+        if not any(rank.code in CRASHED for rank in ended):
+            break
+        warnings.warn(f"{case} crashed\n{said}", stacklevel=2)
+    assert [rank.code for rank in ended] == [code] * ranks, f"expected {code}\n{said}"
     return [rank.err if code else rank.value for rank in ended]
 
 
 def main(case: str, output: str, *words: str) -> int:
     """In a rank: leave what the function returns."""
     module, _, name = case.partition(":")
+    faulthandler.enable()
     faulthandler.dump_traceback_later(STACKS_S)
     try:
         value = getattr(import_module(module), name)(*words)
