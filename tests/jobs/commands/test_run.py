@@ -87,16 +87,16 @@ def test_a_cycle_is_not_named_like_a_run(place: Path, capsys: pytest.CaptureFixt
 
 
 KILLS = [
-    pytest.param(1, 2, 0.1, id="2"),
-    pytest.param(2, 20, 3.0, id="20", marks=[pytest.mark.thorough, pytest.mark.timeout(1800)]),
+    pytest.param(1, 2, 20, 0.1, id="2"),
+    pytest.param(2, 20, 60, 3.0, id="20", marks=[pytest.mark.thorough, pytest.mark.timeout(1800)]),
 ]
 
 
-@pytest.mark.parametrize(("nodes", "kills", "step_s"), KILLS)
-def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int, step_s: float) -> None:
+@pytest.mark.parametrize(("nodes", "kills", "steps", "step_s"), KILLS)
+def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int, steps: int, step_s: float) -> None:
     """The weights are those of a run that was left alone, by the checkpoints of the script itself."""
     ranks, rng, done = (f"--nodes={nodes}", "--processes=2", "--attempts=10"), random.Random(kills), 0
-    script = ("--", str(SCRIPT), "--steps", "60", "--every", "1")
+    script = ("--", str(SCRIPT), "--steps", str(steps), "--every", "1")
     assert cli.main([*words(place, *ranks, name="alone"), *script]) == 0
     submit = [*words(place, *ranks, name="killed"), *script, "--step-s", str(step_s)]
     again = ["retry", f"--workspace={place / 'workspace'}", "--cycle=run-killed", *ROOM]
@@ -104,7 +104,7 @@ def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int
     while code:
         process = subprocess.Popen([sys.executable, "-m", "jobs", *command], env=env, cwd=place)
         while process.poll() is None:
-            until = time.monotonic() + rng.uniform(0.5, 20.0)
+            until = time.monotonic() + rng.uniform(0.5, steps / 3)
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
             done += done < kills and process.poll() is None and _kill_one(process, rng)
