@@ -70,7 +70,7 @@ def end_in_time(grace_s: float = RANK_S) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _guard_forks(lambda: True, resets=False)
     threading.Thread(
         target=_monitor, args=((reader, writer), StopSignal(), grace_s, None), name="signals", daemon=True
     ).start()
@@ -94,8 +94,8 @@ def can_show_stacks(pid: int, folder: Path) -> bool:
     return (folder / str(pid)).exists()
 
 
-def _guard_forks(is_ours: Callable[[], bool]) -> None:
-    """Give forked children default SIGTERM, no SIGINT and no wake-up descriptor, for as long as `is_ours()`.
+def _guard_forks(is_ours: Callable[[], bool], *, resets: bool = True) -> None:
+    """Give forked children no wake-up descriptor and, if it `resets`, default SIGTERM and no SIGINT, while `is_ours()`.
 
     Signals wait while a fork is under way: one that came between the fork and the change would be taken for the
     parent's. Hooks cannot be removed again, so they ask each time.
@@ -112,8 +112,9 @@ def _guard_forks(is_ours: Callable[[], bool]) -> None:
     def in_child() -> None:
         if earlier.mask is not None:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if resets:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
