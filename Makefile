@@ -21,7 +21,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 # Tests start hundreds of processes, each of which would compile all of our modules where no bytecode may be written.
-PYTEST     = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+PYTEST     = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
 MYPY_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trnpipe/mypy
 
 # What Terraform outputs for trnjobs: files of settings and, over them, build/infra.json.

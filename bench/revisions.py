@@ -109,11 +109,11 @@ def in_turn(
 
 
 def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
-    """Every part in turn."""
+    """Every part in turn. Of some parts alone, the result has their names too."""
     repeats, steps = (1, WARM_UP + 5) if quick else (5, 120)
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         sides = [Checkout(check_out(before, folder / "before"), folder / "prepared-before")]
         sides.append(Checkout(ROOT, folder / "prepared-now"))
         backends = [part for part in parts if part != "cycle"]
@@ -126,7 +126,8 @@ def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
         if "cycle" in parts:
             (whole,) = in_turn(*sides, min(repeats, 3), partial(cycle, folder / "run"))
             figures += whole.figures("cycle", "a whole cycle")
-    return finish(f"{NAME}_{before}", TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
+    name = "_".join([NAME, before, *([] if parts == PARTS else parts)])
+    return finish(name, TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
 
 
 if __name__ == "__main__":
