@@ -21,6 +21,7 @@ FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $
 export PJRT_DEVICE ?= CPU
 
 # Tests start hundreds of processes, each of which would compile all of our modules where no bytecode may be written.
+# Three workers for two cores: one of them usually waits, for Terraform or the end of a time-out.
 PYTEST     = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
 MYPY_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trnpipe/mypy
 

@@ -30,6 +30,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of xdist."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test without a kind is a unit test; those below tests/fault are fault tests."""
     for item in items:

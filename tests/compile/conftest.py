@@ -4,10 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.compile import traces
 from tests.compile.cache_cases import ONE, TWO, done_files, write_entry
 from tests.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
 
 __all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traces(shared: Path) -> None:
+    traces.FOLDER = shared / "traces"
 
 
 @pytest.fixture

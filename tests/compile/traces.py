@@ -1,11 +1,11 @@
 """HLO of real traces, made once for a test session: autograd and torch_xla need processes of their own."""
 
+import fcntl
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from pipeline.compile.hlo import Module, parse
 ROOT = Path(__file__).parents[2]
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+
+FOLDER = Path()  # set by conftest.py
 
 # Where source lines come from; and what makes torch_xla trace things that it avoids by default.
 _SEEDED = {
@@ -55,25 +57,35 @@ def _parsed(texts: dict[str, str], name: str) -> Module:
 
 @cache
 def _trace(what: str, variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("trace_programs.py")), folder, what],
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "PJRT_DEVICE": "CPU",
-                "XLA_FLAGS": FAST_COMPILE,
-                "OMP_NUM_THREADS": "1",
-                **dict(variables),
-            },
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        texts = {path.stem: path.read_text(encoding="utf-8") for path in Path(folder).glob("*.hlo")}
-        texts |= {f"{path.stem} failed": path.read_text(encoding="utf-8") for path in Path(folder).glob("*.error")}
-        if (counted := Path(folder) / "counters.json").exists():
-            texts["counters"] = counted.read_text(encoding="utf-8")
+    """Made by whoever comes first (xdist: many do)."""
+    folder = FOLDER / what
+    folder.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{what}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            _make(what, variables, folder)
+            (folder / "made").touch()
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.hlo")}
+    texts |= {f"{path.stem} failed": path.read_text(encoding="utf-8") for path in folder.glob("*.error")}
+    if (counted := folder / "counters.json").exists():
+        texts["counters"] = counted.read_text(encoding="utf-8")
     return texts
+
+
+def _make(what: str, variables: tuple[tuple[str, str], ...], folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("trace_programs.py")), str(folder), what],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PJRT_DEVICE": "CPU",
+            "XLA_FLAGS": FAST_COMPILE,
+            "OMP_NUM_THREADS": "1",
+            **dict(variables),
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,18 +1,10 @@
 """infra/ ready to be planned, once for all tests of a session."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.infra.terraform import INFRA, Terraform, sources_of_infra, started
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of xdist."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
