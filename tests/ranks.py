@@ -51,16 +51,14 @@ def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[s
     return started
 
 
-def end_ranks(
-    started: list[Forked], folder: Path, wait_s: float = WAIT_S, expected: int | None = None
-) -> list[RankResult]:
+def end_ranks(started: list[Forked], folder: Path, expected: int) -> list[RankResult]:
     """Wait for all of them; none is left running. Of those that take too long, or hang since another one ended with a
     code that is not expected, the code is -9.
     """
-    limit = time.monotonic() + wait_s
+    limit, is_well = time.monotonic() + WAIT_S, True
     while None in (codes := [rank.poll() for rank in started]) and time.monotonic() < limit:
-        if expected is not None and any(code not in (None, expected) for code in codes):
-            limit, expected = min(limit, time.monotonic() + ALONE_S), None
+        if is_well and any(code not in (None, expected) for code in codes):
+            limit, is_well = min(limit, time.monotonic() + ALONE_S), False
         time.sleep(0.01)
     found = []
     for number, rank in enumerate(started):
@@ -80,7 +78,7 @@ def run_ranks(
     of ours frees memory, so this is warned of with the stacks, and tried again once.
     """
     for place in (folder, folder / "again"):
-        ended = end_ranks(start_ranks(case, ranks, place, *words, env=env), place, expected=code)
+        ended = end_ranks(start_ranks(case, ranks, place, *words, env=env), place, code)
         said = "\n".join(f"rank {number}: exit {rank.code}\n{rank.err[-3000:]}" for number, rank in enumerate(ended))
         if not any(rank.code in CRASHED for rank in ended):
             break

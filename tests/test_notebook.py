@@ -21,7 +21,6 @@ def cells() -> list[dict[str, Any]]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_its_cells_run_in_order(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     code = "\n\n".join("".join(cell["source"]) for cell in cells())

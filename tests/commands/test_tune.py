@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.command_table import ToolCall
 from pipeline.commands import tune as command
@@ -19,11 +18,6 @@ from tests.tune.case import TUNE, make_workspace, settings_of
 
 pytestmark = pytest.mark.stage
 BUCKET = "s3://tune-tests/workspace"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

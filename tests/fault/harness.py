@@ -160,8 +160,8 @@ class Run:
             self.process.wait()
         psutil.wait_procs(family, timeout=30)
 
-    def terminate(self, limit_s: float = 60.0) -> int:
-        """SIGTERM as Batch sends it. The monitor forces the end after 15 s; a busy machine takes its time for that."""
+    def terminate(self, limit_s: float = 20.0) -> int:
+        """SIGTERM as Batch sends it. Asserts the promise of 20 s; the monitor forces the end after 15."""
         self.process.terminate()
         code = self.wait(limit_s)
         self.assert_not_late()

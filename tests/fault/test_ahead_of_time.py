@@ -10,7 +10,7 @@ from pipeline.compile.manifest import GraphManifest, load_manifests
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, Place
 
-pytestmark = [needs_xla, pytest.mark.stage, pytest.mark.timeout(600)]
+pytestmark = [needs_xla, pytest.mark.stage]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 

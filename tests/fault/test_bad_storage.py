@@ -11,7 +11,7 @@ import pytest
 
 from tests.fault.harness import MAX_STEPS, TINY, Place, TooLate, again_when_late, reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LONG = (*TINY, "--train.max-steps=300", "--train.evaluate-every=0")
 

@@ -22,7 +22,7 @@ from tests.fault.s3_server import S3Server
 from tests.ports import free_port
 from tests.s3 import lead_to
 
-pytestmark = [needs_xla, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_xla, pytest.mark.slow]
 
 NUM_GRAPHS = 3
 SUFFIX = flags_hash(CompilerFlags().tokens(), compiler=VERSION, target="trn1")

@@ -7,7 +7,7 @@ import pytest
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, Place
 
-pytestmark = [needs_xla, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_xla, pytest.mark.slow]
 
 THREE_EPOCHS = (
     *ON_XLA,

@@ -7,7 +7,7 @@ import pytest
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import MAX_STEPS, ON_XLA, TINY, Place, TooLate, Trace, again_when_late, reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 50
 

@@ -13,7 +13,7 @@ from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ON_XLA, TINY, Place, again_when_late, reference
 from tests.fault.kills import Moment, kill_at
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 PLACE = "examples.own_encoder"
 SHORT = ("--train.max-steps=40", "--train.evaluate-every=20", "--checkpoint.every-steps=10")
 OWN = (*TINY, *SHORT, f"--model.factory={PLACE}:build", "--model.hidden-size=32", "--embed.buckets=16,48")

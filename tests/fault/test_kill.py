@@ -14,7 +14,7 @@ from tests.fault.harness import ON_XLA, TINY, Place, again_when_late, reference
 from tests.fault.kills import Moment, finish, kill_at, lose_scratch
 from tests.fault.s3_server import S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def kill(place: Place, moment: Moment, server: S3Server | None = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import EVALUATE_EVERY, MAX_STEPS, ON_XLA, Place, Run, TooLate, again_when_late, reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def terminate_when(run: Run, condition: Callable[[], bool]) -> None:
@@ -106,7 +106,8 @@ def test_to_launched_ranks_while_they_start(place: Callable[..., Place]) -> None
     here = place("cpu")
     run = here.start("train", "--launch.processes=2")
     run.reach(lambda: here.events("stage_started")[-1]["stage"] == "train")
-    assert run.terminate() == 143 and "Traceback" not in run.err, run.err[-3000:]
+    # A rank that waits for one that died as it started is ended after 15 s, which leaves no room on a busy machine.
+    assert run.terminate(60.0) == 143 and "Traceback" not in run.err, run.err[-3000:]
     here.run("train")
     expected = {step: samples for step, (_, _, samples) in reference("cpu").trace.items()}
     assert {step: samples for step, (_, _, samples) in here.ended().trace.items()} == expected

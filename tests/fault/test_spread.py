@@ -8,7 +8,7 @@ from tests.fault.harness import TINY, WAIT_S, Place, again_when_late, reference
 from tests.fault.kills import Moment, kill_at
 from tests.fault.test_elastic import assert_losses_agree, digests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SHORT = (
     *TINY,

@@ -104,7 +104,6 @@ def stack(infra: Terraform, account: Any, tmp_path: Path) -> Stack:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_stack_is_made_and_used(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(stack.plan()))

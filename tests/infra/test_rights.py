@@ -13,7 +13,7 @@ from tests.infra.iam import applies, like, texts
 from tests.infra.policies import JOB_ROLES, READERS
 
 # Two whole cycles under the roles: minutes.
-pytestmark = [pytest.mark.stage, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stage, pytest.mark.slow, pytest.mark.thorough]
 
 W = f"{FLEET.bucket_arn}/relevance"
 OF_COMPILER = "the Neuron compiler's own cache (docs/neuron.md), written on Neuron devices alone"

@@ -14,7 +14,6 @@ def test_files_are_formatted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_its_own_tests_pass(infra: Terraform) -> None:
     """`terraform test` validates first."""
     said = infra.must("test", "-no-color")

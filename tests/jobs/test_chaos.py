@@ -21,7 +21,6 @@ FAULTS = [
 @pytest.mark.thorough
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_cycle_ends_well_whatever_happens_to_it(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -15,7 +15,6 @@ OWN = ONE_SHAPE.replace(
 
 @needs_compiler
 @pytest.mark.stage
-@pytest.mark.timeout(600)
 def test_an_operator_of_a_factorys_module_is_named_in_a_training_step(tmp_path: Path) -> None:
     """tanh is in that module alone: nothing else of the model has one."""
     cycle = Cycle(tmp_path, OWN)

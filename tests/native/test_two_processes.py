@@ -22,7 +22,6 @@ ONE_SHAPE = (
 @needs_compiler
 @pytest.mark.stage
 @pytest.mark.thorough  # 50 s of processor time
-@pytest.mark.timeout(600)
 def test_two_processes_train_as_the_cpu_does_and_name_what_ran_on_the_host(tmp_path: Path) -> None:
     here, there = Cycle(tmp_path / "here", ONE_SHAPE, processes=2), Cycle(tmp_path / "there", ONE_SHAPE)
     there.on_host("prepare")

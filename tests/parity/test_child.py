@@ -23,7 +23,7 @@ from tests.compile.traces import FAST_COMPILE, needs_xla
 from tests.parity.case import PARITY, Case, make_case
 from tests.parity.test_recording import dropped_weight, wrong_epsilon
 
-pytestmark = [pytest.mark.stage, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.stage
 WAIT_S = 120.0
 
 

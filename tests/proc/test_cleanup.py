@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.core.errors import TransientError
 from pipeline.io import atomic
 from pipeline.proc import children, cleanup
 from pipeline.proc.cleanup import MARK_VARIABLE, guarded
+from tests.jobs.targets.local.waiting import until
 
 OWNER = """
 import signal, subprocess, sys, tempfile, time
@@ -46,13 +46,6 @@ def living(place: Path) -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:
             continue
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def until_known(place: Path, *names: str) -> None:

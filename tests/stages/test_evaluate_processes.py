@@ -15,7 +15,7 @@ from pipeline.registry.records import read_pointer
 from tests.fault.harness import Place, TooLate, again_when_late
 from tests.stages.evaluate_case import FLAGS
 
-pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow]
 
 SLOW = ("--train.micro-batch-size=2", "--evaluate.save-every-s=0.001", "--evaluate.retrieval.max-queries=20")
 

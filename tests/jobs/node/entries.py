@@ -15,7 +15,7 @@ from jobs.node.__main__ import main
 from pipeline.parallel.network import own_address
 from tests.ports import free_port
 
-FAST = {
+PATIENT = {
     "TRNJOBS_HEARTBEAT_S": "0.1",
     "TRNJOBS_LOST_AFTER_S": "60",
     "TRNJOBS_GATHER_S": "120",
@@ -81,7 +81,7 @@ class Entry:
 
 def entry(*words: str, env: Mapping[str, str]) -> Entry:
     """An entry that runs these words. Nothing of the environment of the tests reaches it by accident."""
-    return Entry(words, {**clean_env(), **FAST, **env})
+    return Entry(words, {**clean_env(), **PATIENT, **env})
 
 
 def clean_env() -> dict[str, str]:

@@ -64,7 +64,6 @@ def _weights(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.fault
 @pytest.mark.thorough  # 40 s of processor time
-@pytest.mark.timeout(600)
 def test_a_gang_whose_spot_capacity_is_taken_away_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     """SageMaker says SIGTERM to all nodes, takes them away, and starts the same training job again on others."""
     alone = _start(tmp_path, "alone", 1, 0.0)
