@@ -18,7 +18,9 @@ def test_nodes_meet_at_the_address_that_batch_tells_the_others(tmp_path: Path) -
     with ecs_tasks() as tasks:
         nodes = []
         for node, into in enumerate(tasks):
-            env = clean_env() | PATIENT | job_env(tmp_path, AWS_BATCH_JOB_ID=f"job-1#{node}", AWS_BATCH_JOB_NUM_NODES="2")
+            env = (
+                clean_env() | PATIENT | job_env(tmp_path, AWS_BATCH_JOB_ID=f"job-1#{node}", AWS_BATCH_JOB_NUM_NODES="2")
+            )
             env |= {"AWS_BATCH_JOB_NODE_INDEX": str(node), "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"}
             if node:
                 env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = MAIN_ADDRESS
