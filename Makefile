@@ -57,7 +57,7 @@ EXTRAS      := xla hf tensorboard ann baselines tune report lightning dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare mine test test-native test-thorough test-fast lint scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test tests test-native test-thorough test-fast lint style types scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -103,8 +103,12 @@ mine: $(STAMP)  ## prepare data, then mine hard negatives; make train ARGS="--tr
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe mine $(FLAGS)
 
-test: lint  ## lint, types and all tests but the slowest proofs
-	$(PYTEST) --dist worksteal $(TESTS)
+# Types are checked by one process, for a minute where nothing is cached: beside the tests.
+test: style  ## lint, types and all tests but the slowest proofs
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+tests: $(STAMP)
+	MAKEFLAGS= $(PYTEST) --dist worksteal $(TESTS)
 
 # torch-neuronx 2.14 is for torch 2.14 and Python 3.12 to 3.14: every test that needs no XLA, as it would run there.
 NATIVE        := .venv-native
@@ -131,11 +135,15 @@ test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and 
 test-fast: $(STAMP)  ## unit tests only, seconds
 	$(PYTEST) -m "not stage and not fault" $(TESTS)
 
-lint: $(STAMP)  ## formatting, lint, strict types, Dockerfiles
+lint: style types  ## formatting, lint, strict types, Dockerfiles
+
+style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --cache-dir=$(MYPY_CACHE)
 	$(BIN)/hadolint --failure-threshold style docker/*.Dockerfile
+
+types: $(STAMP)
+	$(BIN)/mypy --cache-dir=$(MYPY_CACHE)
 
 scan: $(SCAN)/.installed  ## security rules over infra/, docker/ and the workflow; every exception has its reason beside it
 	$(SCAN)/bin/checkov --directory infra --directory docker --directory .github \

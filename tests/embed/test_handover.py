@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -316,35 +317,41 @@ def commit_parts(workspace: Storage, folder: Path, total: int) -> None:
 PEAK = "; print('PEAK', open('/proc/self/status').read().partition('VmHWM:')[2].split()[0]); raise SystemExit(code)"
 
 
-def start_export(workspace: Path, form: str, out: Path) -> subprocess.Popen[str]:
+@contextmanager
+def export(workspace: Path, form: str, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """In a process of its own, which ends with the block, whatever becomes of the test."""
     words = ["export", "vectors", "c1", f"--workspace={workspace}", f"--to={form}", f"--out={out}"]
     code = f"from pipeline import cli; code = cli.main({words!r}){PEAK}"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
-def peak_mib(child: subprocess.Popen[str]) -> int:
-    """The most memory that the export held, mapped files and libraries included; asserts that it succeeded."""
-    said = child.communicate()[0]
+def peak_mib(workspace: Path, form: str, out: Path) -> int:
+    """The most memory that an export held, mapped files and libraries included; asserts that it succeeded."""
+    with export(workspace, form, out) as child:
+        said = child.communicate()[0]
     assert child.returncode == 0, said
     return int(said.rpartition("PEAK ")[2]) // 1024
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @EACH
 def test_a_million_vectors_in_bounded_memory(tmp_path: Path, form: str) -> None:
     """Killed half way and run again; it holds little more than for one part (all: 128 MB of fp16)."""
     few, many, out = tmp_path / "few", tmp_path / "many", tmp_path / "out"
     commit_parts(open_storage(str(few)), tmp_path / "part", ROWS_OF_PART)
     commit_parts(open_storage(str(many)), tmp_path / "parts", MILLION)
-    least = peak_mib(start_export(few, form, tmp_path / "out-few"))
-    child = start_export(many, form, out)
-    while child.poll() is None and not ((out / STATE).exists() and json.loads((out / STATE).read_bytes())["done"] >= 5):
-        time.sleep(0.02)
-    child.kill()
-    child.communicate()
-    peak = peak_mib(start_export(many, form, out))
+    least = peak_mib(few, form, tmp_path / "out-few")
+    state = out / STATE
+    with export(many, form, out) as child:
+        while child.poll() is None and not (state.exists() and json.loads(state.read_bytes())["done"] >= 5):
+            time.sleep(0.02)
+    peak = peak_mib(many, form, out)
     print(f"{form}: peak {peak} MiB of {MILLION:,} vectors, {least} MiB of {ROWS_OF_PART:,}")
     assert peak < least + 120
     assert ids_of(out, form, open_committed(open_storage(str(many)), "c1")) == MILLION
