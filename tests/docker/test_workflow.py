@@ -67,7 +67,7 @@ def test_it_uses_the_python_of_the_project(workflow: dict[Any, Any]) -> None:
 def test_hooks_are_local_and_their_commands_are_those_of_make_lint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
-    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\nscan:")[0]
     for hook in hooks["repos"][0]["hooks"]:
         if hook["entry"].startswith(".venv/bin/"):
             command, _, words = hook["entry"].removeprefix(".venv/bin/").partition(" ")

@@ -91,11 +91,11 @@ def with_package(folder: Path, version: str | None) -> dict[str, str]:
     }
 
 
-def environment(folder: Path, *, missing: str = "") -> dict[str, str]:
-    """For a process that has the stand-in. `missing`: operators that it does not have, with commas."""
+def environment(folder: Path) -> dict[str, str]:
+    """For a process that has the stand-in, with all operators."""
     return with_package(folder, matching_version()) | {
         "STANDIN_DEVICE": str(device_library()),
-        "STANDIN_MISSING": missing,
+        "STANDIN_MISSING": "",
         "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff"),
     }
 

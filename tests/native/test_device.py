@@ -1,12 +1,17 @@
 """backends/neuron.py on the stand-in: what it answers, and the limits of the device that our code has to keep."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from tests.native.standin import environment, needs_compiler, run
+from tests.native.standin import ROOT, environment, needs_compiler, run
 
 pytestmark = [needs_compiler, pytest.mark.stage]
 
@@ -17,15 +22,69 @@ from pipeline.backends import module_device, on_neuron, open_backend, process_gr
 from pipeline.core.errors import ConfigError
 backend = open_backend("neuron")
 """
+# Runs each piece of code that it is sent in a child of its own, which has the device open: that takes seconds.
+SERVE = """
+import json, os, sys, traceback
+import torch_neuronx
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if not child:
+        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1), os.dup2(said, 2)
+        os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"] = request["cache"]
+        torch_neuronx._C.set_missing(set(request["missing"]))
+        try:
+            exec(request["code"], globals())
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+InChild = Callable[..., None]
 
 
-def python(folder: Path, code: str, *, missing: str = "", opened: bool = True) -> str:
-    return run([sys.executable, "-c", (OPEN if opened else "") + dedent(code)], environment(folder, missing=missing))
+def python(folder: Path, code: str, *, opened: bool = True) -> str:
+    """In an interpreter of its own."""
+    return run([sys.executable, "-c", (OPEN if opened else "") + dedent(code)], environment(folder))
 
 
-def test_what_the_backend_answers(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    env = environment(tmp_path_factory.mktemp("device"))
+    words = [sys.executable, "-c", OPEN + SERVE]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def opened(server: subprocess.Popen[str], tmp_path: Path) -> InChild:
+    """Code in a process that has `backend` open; `missing`: operators that the device does not have."""
+
+    def run_in_child(code: str, *, missing: tuple[str, ...] = ()) -> None:
+        assert server.stdin and server.stdout
+        said = tmp_path / "said"
+        request = {"code": dedent(code), "said": str(said), "cache": str(tmp_path / "neff"), "missing": missing}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        ended = server.stdout.readline().strip()
+        assert ended == "0", f"exit {ended or 'of the server'}: {said.read_text()[-8000:] if said.exists() else ''}"
+
+    return run_in_child
+
+
+def test_what_the_backend_answers(opened: InChild) -> None:
+    opened(
         """
         assert (process_group("auto"), module_device(), on_neuron("auto", {})) == ("neuron:neuron", "neuron", True)
         assert backend.device == torch.device("neuron") and backend.device_name() == "neuron" and backend.is_neuron
@@ -51,9 +110,8 @@ def test_what_the_backend_answers(tmp_path: Path) -> None:
     )
 
 
-def test_one_program_for_each_shape_and_none_after_that(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_one_program_for_each_shape_and_none_after_that(opened: InChild) -> None:
+    opened(
         """
         layer = nn.Linear(8, 8).to(backend.device)
         step = backend.compiled(lambda values: layer(values).square().mean())
@@ -77,9 +135,8 @@ def test_a_program_is_compiled_once_for_all_processes_that_share_the_cache(tmp_p
     assert "seconds 0.0\n" in python(tmp_path, code)
 
 
-def test_the_limit_of_recompiles_is_an_error_and_not_a_slow_run(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_the_limit_of_recompiles_is_an_error_and_not_a_slow_run(opened: InChild) -> None:
+    opened(
         """
         from torch._dynamo import config
         assert config.recompile_limit >= 64 and config.fail_on_recompile_limit_hit
@@ -91,9 +148,8 @@ def test_the_limit_of_recompiles_is_an_error_and_not_a_slow_run(tmp_path: Path) 
     )
 
 
-def test_a_graph_break_raises(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_a_graph_break_raises(opened: InChild) -> None:
+    opened(
         """
         def step(values):
             return values * 2 if values.sum().item() > 0 else values
@@ -107,9 +163,8 @@ def test_a_graph_break_raises(tmp_path: Path) -> None:
     )
 
 
-def test_an_operator_of_a_users_module_that_runs_on_the_host_is_named(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_an_operator_of_a_users_module_that_runs_on_the_host_is_named(opened: InChild) -> None:
+    opened(
         """
         class Theirs(nn.Module):
             def __init__(self):
@@ -124,13 +179,12 @@ def test_an_operator_of_a_users_module_that_runs_on_the_host_is_named(tmp_path: 
         # Forward, its gradient, and forward within the program.
         assert backend.host_operators() == {"aten::cumsum": 3}, backend.host_operators()
         """,
-        missing="aten::cumsum",
+        missing=("aten::cumsum",),
     )
 
 
-def test_the_stand_in_has_the_limits_of_the_device(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_the_stand_in_has_the_limits_of_the_device(opened: InChild) -> None:
+    opened(
         """
         def refused(said, operation):
             try:
@@ -169,9 +223,8 @@ def test_the_process_group_has_to_come_before_the_device(tmp_path: Path) -> None
     python(tmp_path, dedent(code) + "join()\nopen_backend('neuron')\n", opened=False)
 
 
-def test_an_error_of_the_runtime_is_raised_as_what_it_means(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_an_error_of_the_runtime_is_raised_as_what_it_means(opened: InChild) -> None:
+    opened(
         """
         from pipeline.core.errors import TransientError
         from pipeline.core.stop import StopSignal
@@ -184,9 +237,8 @@ def test_an_error_of_the_runtime_is_raised_as_what_it_means(tmp_path: Path) -> N
     )
 
 
-def test_what_aws_does_not_state_is_refused(tmp_path: Path) -> None:
-    python(
-        tmp_path,
+def test_what_aws_does_not_state_is_refused(opened: InChild) -> None:
+    opened(
         """
         from pipeline.parallel.config import Plan
         from pipeline.parallel.mesh import check_plan
