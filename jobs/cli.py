@@ -95,7 +95,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "cancel":
             add("--reason", default="by hand", help="recorded with the cycle")
         case "history":
-            add("--last", type=int, default=20, help="cycles to show")
+            add("--last", type=_count, default=20, help="cycles to show")
         case "cost":
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)

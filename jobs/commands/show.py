@@ -107,6 +107,10 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
     asked = open_cycle(arguments.settings, say)
     names = claimed_cycles(asked.store.storage)[-arguments.last :] if arguments.last else [asked.name]
+    bare = [name for name in names if arguments.last and asked.other(name).store.plan() is None]
+    for name in () if arguments.json else bare:
+        say(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+    names = [name for name in names if name not in bare]
     if not names:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",

@@ -46,8 +46,8 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
     jobs, words = settings.jobs, list(arguments.command)
-    script = (without_interpreter(words) or words)[0]
-    stem = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:-1] else Path(script).stem
+    script, *more = without_interpreter(words) or words
+    stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
     given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
         name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)

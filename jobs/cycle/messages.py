@@ -187,6 +187,8 @@ def deliver(
 ) -> int:
     """Send what waits, of all cycles, for `budget_s` at most; how many messages still wait.
 
+    No webhook has more than its share of the time that is left, so one that hangs takes nothing from the others.
+
     Nothing that a webhook does or is makes this fail: what it did not take waits for the next look at any cycle.
     """
     until, waiting = clock() + config.budget_s, 0
@@ -194,13 +196,13 @@ def deliver(
     senders = {name: _Sender(hook, env, secret_of) for name, hook in config.webhooks.items()}
     for key, pending in sorted(_pending(storage, say), key=lambda one: one[1].message.at):
         taken = set(pending.taken_by)
-        for name, sender in senders.items():
+        for place, (name, sender) in enumerate(senders.items()):
             if name in taken or name in failed:
                 continue
             if pending.message.event != "test" and pending.message.event not in sender.hook.events:
                 taken.add(name)
                 continue
-            problem = sender.send(pending.message, max(0.0, until - clock()))
+            problem = sender.send(pending.message, (until - clock()) / (len(senders) - place))
             if problem:
                 failed[name] = problem
             else:
@@ -240,6 +242,8 @@ class _Sender:
 
     def send(self, message: Message, budget_s: float) -> str:
         """Why the message was not taken; empty when it was. Never raises; returns after `budget_s` whatever happens."""
+        if budget_s <= 0:  # a message that was sent, and is not known to have been, goes out again at the next look
+            return "no time was left for it"
         found: list[str] = []
 
         def run() -> None:

@@ -58,18 +58,16 @@ def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:
         return plan
     fields = SageMakerPlacement.model_fields.keys()
     where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
-    placements = {
-        job.name: {
-            **plan.placements.get(job.name, {}),
-            SAGEMAKER: where.model_copy(
-                update={  # warm pools know no Spot capacity
-                    "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
-                    "keep_alive_s": wanted.keep_alive_s if not wanted.spot and _keeps_warm(plan, job) else 0,
-                }
-            ).model_dump(mode="json", exclude_defaults=True),
-        }
-        for job in plan.jobs
-    }
+    placements = dict(plan.placements)
+    for job in plan.jobs:
+        said = where.model_copy(
+            update={  # warm pools know no Spot capacity
+                "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
+                "keep_alive_s": wanted.keep_alive_s if not wanted.spot and _keeps_warm(plan, job) else 0,
+            }
+        ).model_dump(mode="json", exclude_defaults=True)
+        if said:  # what only a follower reads, such as poll_s, does not make another plan
+            placements[job.name] = {**plan.placements.get(job.name, {}), SAGEMAKER: said}
     return plan.model_copy(update={"placements": placements})
 
 

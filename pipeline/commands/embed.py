@@ -15,6 +15,7 @@ from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embed.config import chunk_of
 from pipeline.embed.digest import Check, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
@@ -128,7 +129,10 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             return skipped("sample", "no text was sampled: the catalogue was not read, or embed.verify.sample is 0")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
         made_by = vectors.info.made_by
-        as_made = {"precision": "fp32", "chunks": int(str(made_by.get("chunks", 1)))}
+        max_tokens, chunks = int(str(made_by["max_tokens"])), int(str(made_by.get("chunks", 1)))
+        chunk = chunk_of(max_tokens, chunks)
+        buckets = (*(length for length in settings.embed.buckets if length < chunk), chunk)
+        as_made = {"precision": "fp32", "chunks": chunks, "buckets": buckets, "tokens_per_batch": 0}
         fp32 = settings.embed.model_copy(update=as_made)
         return check_sample(
             vectors,
@@ -136,7 +140,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             TextTokenizer(checkpoint.tokenizer()),
             open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
             prefix=checkpoint.state.inputs.product_prefix,
-            max_tokens=int(str(made_by["max_tokens"])),
+            max_tokens=max_tokens,
             min_cosine=config.min_cosine,
         )
 

@@ -5,6 +5,7 @@ jitter, where the cycle has trained, is that of its own steps.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,9 +99,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 def _seconds(call: ToolCall) -> float:
     text = call.options.get("--fixed-s", "0")
     try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"--fixed-s {text}", expected="seconds") from error
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"--fixed-s {text}", expected="seconds, 0 or more")
+    return seconds
 
 
 def _answer(

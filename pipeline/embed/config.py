@@ -136,3 +136,8 @@ class EmbedConfig(Record):
 def whole_limit(chunk_tokens: int, chunks: int) -> int:
     """Tokens of a text that fills `chunks` chunks: each has [CLS] and [SEP] of its own."""
     return chunks * (chunk_tokens - FRAME) + FRAME
+
+
+def chunk_of(max_tokens: int, chunks: int) -> int:
+    """Tokens of one of the `chunks` chunks that a text of `max_tokens` fills, see whole_limit."""
+    return (max_tokens - FRAME) // chunks + FRAME

@@ -36,7 +36,7 @@ from pipeline.embed.config import CatalogueConfig, EmbedConfig
 from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
 from pipeline.io.commit import hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, open_storage, read_record
-from pipeline.registry.checkpoints import incumbent_prefix, locate
+from pipeline.registry.checkpoints import incumbent_prefix, key_in, locate
 from pipeline.settings import Settings
 
 # The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
@@ -388,7 +388,8 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
 def model_place(settings: Settings, ctx: StageContext) -> str:
     """Prefix in the workspace, or URI, of the checkpoint the settings ask for. Raises CheckpointError without one."""
     if settings.embed.checkpoint:
-        return settings.embed.checkpoint.rstrip("/")
+        named = settings.embed.checkpoint.rstrip("/")
+        return key_in(ctx.workspace, named) or named
     promoted = incumbent_prefix(ctx.workspace, settings.model_name)
     if promoted is not None:
         return promoted
@@ -423,6 +424,18 @@ def catalogue_storage(plan: EmbedPlan, settings: Settings, ctx: StageContext) ->
     """Where the files of the catalogue lie."""
     root = plan.catalogue.root
     return open_storage(root, retry=settings.storage, stop=ctx.stop) if root else ctx.workspace
+
+
+def check_lengths(plan: EmbedPlan, settings: Settings, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where today's settings cut texts elsewhere than those with which the plan was made."""
+    found = longest_text(settings, checkpoint)
+    if found != plan.max_tokens:
+        raise ConfigError(
+            f"embed.buckets {settings.embed.buckets} cut texts at {found} tokens; cycle {plan.cycle} was begun with"
+            f" {plan.max_tokens}",
+            expected="one length for all vectors of a cycle",
+            next_command="the same embed.buckets, or another --cycle",
+        )
 
 
 def longest_text(settings: Settings, checkpoint: Checkpoint) -> int:

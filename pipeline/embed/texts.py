@@ -17,7 +17,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import RowIndex
 from pipeline.embed.catalogue import ID_TYPES, IdType, RawWindow
-from pipeline.embed.config import FRAME
+from pipeline.embed.config import FRAME, chunk_of
 
 # Tokenising word by word. A catalogue has few different words: nearly all of a window were tokenised before.
 
@@ -167,7 +167,7 @@ def make_window(rules: TextRules, raw: RawWindow) -> Window:
     truncated = tokens.lengths > rules.max_tokens
     if truncated.any():
         tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)
-    chunked = tokens.lengths > (rules.max_tokens - FRAME) // rules.chunks + FRAME
+    chunked = tokens.lengths > chunk_of(rules.max_tokens, rules.chunks)
     return Window(replace(rows, texts=[]), place, known, tokens, truncated, chunked)
 
 

@@ -307,7 +307,7 @@ def check_catalogue(
         progress("reading the catalogue again", plan.catalogue.rows, "rows") as advance,
     ):
         for shard in plan.shards:
-            id_hash, text_hash = list[UInt64s](), list[UInt64s]()
+            id_hash, text_hash, of_shard = list[UInt64s](), list[UInt64s](), dict[int, Picked]()
             for rows in windows:
                 advance(rows.num_rows)
                 read += rows.num_read
@@ -315,9 +315,11 @@ def check_catalogue(
                 id_hash.append(rows.id_hash)
                 text_hash.append(rows.text_hash)
                 chosen = rows.id_hash[rows.id_hash % np.uint64(step) == 0] if step else ()
-                picked += map(Picked, [shard.index] * len(rows.texts), map(int, chosen), rows.texts)
+                for one, text in zip(map(int, chosen), rows.texts, strict=True):
+                    of_shard.setdefault(one, Picked(shard.index, one, text))
                 if rows.is_last:
                     break
+            picked += of_shard.values()
             ids, texts = np.concatenate(id_hash), np.concatenate(text_hash)
             first = np.sort(np.unique(ids, return_index=True)[1])  # of ids that are twice in the shard the first counts
             bad += len(ids) - len(first)
@@ -331,7 +333,7 @@ def check_catalogue(
             elif changed := int((texts[there] != found_texts).sum()):
                 problems.append(f"{name}: {changed:,} vectors are of another text")
     lost = np.concatenate(missing)
-    looked_for = lost[:_MAX_MISSING]
+    looked_for = lost[: max(_MAX_MISSING, vectors.info.counts.bad)]
     in_other = np.zeros(len(looked_for), dtype=np.bool_)  # duplicates that were taken out: their part lacks them
     for part in range(len(vectors.info.parts) if len(looked_for) else 0):
         in_other |= np.isin(looked_for, vectors.hashes(part)[0])

@@ -83,7 +83,7 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
 
         def check(name: str) -> None:
             key = join_key(prefix, name)
-            with storage.open_read(key) as file:
+            with os_errors("reading", storage.uri(key)), storage.open_read(key) as file:
                 check_record(storage.uri(key), manifest.files[name], record_of(file, storage.stop))
 
         run_parallel(

@@ -55,11 +55,11 @@ class LocalStorage:
             return sorted((name for name in names if any(_walk(folder / name))), key=str.encode)
 
     def read_bytes(self, key: str) -> bytes:
-        with self.open_read(key) as file:
+        with os_errors("reading", self.uri(key)), self.open_read(key) as file:
             return file.read()
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        with self.open_read(key) as file:
+        with os_errors("reading", self.uri(key)), self.open_read(key) as file:
             file.seek(start)
             return file.read(length)
 

@@ -199,7 +199,9 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
     if not path:
         raise ConfigError("an empty storage URI", expected="s3://bucket/prefix, file:///folder or a plain path")
     folder = Path(path).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
+    with os_errors("opening", f"file://{folder}"):
+        is_file = folder.exists() and not folder.is_dir()
+    if is_file:
         raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="name its folder instead")
     return LocalStorage(folder, stop=stop)
 

@@ -311,11 +311,7 @@ class Parts:
         try:
             folder = fetch_dir(self.workspace, self._key(index), self.cache_dir)
         except KeyNotFound as error:
-            raise TransientError(
-                f"{error.seen} while another worker committed or deleted it",
-                expected="a piece that stays",
-                next_command="the same command again: it finds what is done",
-            ) from error
+            raise self._gone(error.seen) from error
         array: npt.NDArray[Any] = np.load(folder / "part.npy", mmap_mode="r")
         start, stop = self.rows(index)
         if len(array) != stop - start:
@@ -327,9 +323,18 @@ class Parts:
         return array
 
     def counts(self, index: int) -> Counts:
-        """What was committed beside a piece of negatives."""
+        """What was committed beside a piece of negatives. Raises TransientError without it."""
         manifest = read_manifest(self.workspace, self._key(index))
-        return Counts(**manifest.fields) if manifest else Counts()  # type: ignore[arg-type]
+        if manifest is None:
+            raise self._gone(f"{self.workspace.uri(self._key(index))}: no such object")
+        return Counts(**manifest.fields)  # type: ignore[arg-type]
+
+    def _gone(self, seen: str) -> TransientError:
+        return TransientError(
+            f"{seen} while another worker committed or deleted it",
+            expected="a piece that stays",
+            next_command="the same command again: it finds what is done",
+        )
 
     def delete(self) -> None:
         """All of it: what came of the pieces is committed elsewhere."""

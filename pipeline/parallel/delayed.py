@@ -8,9 +8,10 @@ of the generators afterwards. Buffers are real from the start: most are computed
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,18 @@ class Recipe:
     """Of the generator, before each random step."""
     lost: str = ""
     """Why they cannot be told."""
+
+    def drawn_by(self) -> tuple[Any, ...]:
+        """What its values depend on beside the operations, which are the same on all ranks. Can be pickled."""
+        return self.start, self.states, [(step.words, step.options) for step in self.steps]
+
+    def draw_as(self, other: tuple[Any, ...]) -> None:
+        """As another rank's recipe would, by what its `drawn_by` returned."""
+        self.start, self.states, given = other
+        self.steps = [
+            replace(step, words=words, options=options)
+            for step, (words, options) in zip(self.steps, given, strict=True)
+        ]
 
     def drawn(self) -> Tensor:
         """The whole parameter, in host memory."""
@@ -129,6 +142,8 @@ class _Recorder(TorchDispatchMode):
         self._weights = weights
         self._recipes: dict[int, Recipe] = {}
         """By storage, which views share; recipes keep it alive."""
+        self._replaced: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+        """By storage, what delayed parameters stand for, as long as somebody else has it."""
 
     def delayed(self, real: nn.Parameter) -> nn.Parameter:
         """In place of a parameter that is being registered; the same one, where it is in two modules."""
@@ -140,6 +155,7 @@ class _Recorder(TorchDispatchMode):
         setattr(made, _RECIPE, recipe)
         setattr(real, _DELAYED_AS, made)
         self._recipes[_storage(made)] = recipe
+        self._replaced[_storage(real)] = real
         return made
 
     def _start(self, values: Tensor) -> Tensor | None:
@@ -157,6 +173,9 @@ class _Recorder(TorchDispatchMode):
                 name = func._schema.name.removeprefix("aten::")
                 is_random = any(argument.name == "generator" for argument in func._schema.arguments)
                 self.record(written, name, func, args, options, is_random=is_random)
+            elif (real := self._replaced.get(_storage(written))) is not None and self._weights is None:
+                name = func._schema.name.removeprefix("aten::")
+                recipe_of(getattr(real, _DELAYED_AS)).lost = f"{name} changes what it was before it was registered"
         return func(*args, **options)
 
     def record(

@@ -72,6 +72,8 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             files[WEIGHTS] = (_model_entries(model), {"format": "pt"})
             if optimizer is not None:
                 files[OPTIMIZER] = _optimizer_entries(model, optimizer)
+            for entries, _ in files.values():
+                _check_types(entries)
             if is_main:
                 with os_errors("writing", storage.uri(name)):
                     staging = stack.enter_context(_staging(storage, name))
@@ -110,6 +112,16 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             _load_optimizer(found / OPTIMIZER, model, optimizer)
 
 
+def _check_types(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if entry.tensor.dtype not in _TYPES:
+            raise ConfigError(
+                f"{entry.name} is {entry.tensor.dtype}, which is not saved",
+                expected=f"one of {', '.join(str(name) for name in _TYPES)}",
+                next_command="persistent=False for a buffer that the constructor computes",
+            )
+
+
 def _place(folder: str | Path) -> tuple[Storage, str]:
     return place_of(str(folder), retry=RetryPolicy(), stop=StopSignal(), follow_links=True)
 
@@ -144,7 +156,7 @@ def _written(path: Path | None, entries: Sequence[Entry], metadata: Mapping[str,
         (_header(ordered, metadata),), (tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors)
     )
     failure: OSError | None = None
-    with peers("gathering what is saved"):
+    with peers("gathering what is saved", mixed=True):
         if path is not None:
             try:
                 with path.open("xb") as file:

@@ -1,5 +1,6 @@
 """What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors everywhere."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends import Backend, open_backend, process_group
-from pipeline.core.errors import TransientError
+from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.layout import Layout
 from pipeline.parallel.world import World, check_world
 
@@ -111,7 +112,7 @@ def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
         if mixed and not (isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_COLLECTIVES)):
             raise
         raise TransientError(
-            f"a peer failed while {doing}: {str(error).splitlines()[0]}",
+            f"a peer failed while {doing}: {(str(error).splitlines() or [type(error).__name__])[0]}",
             expected="all ranks alive",
             next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
         ) from error
@@ -123,6 +124,13 @@ _OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by pee
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:
     """The process group of all ranks, by torchrun's variables: gloo, and `device_backend` where there is one."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: the other ranks cannot be found",
+            expected="the environment of a launcher",
+            next_command="trnpipe launch -- script.py, or torchrun",
+        )
     with peers("joining the other ranks"):
         dist.init_process_group(_libraries(device_backend), timeout=timedelta(seconds=timeout_s))
 

@@ -220,7 +220,7 @@ class Strategy(ModelParallelStrategy):
         return found if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Raises CheckpointError, where `strict`, for other names than the module's."""
+        """Raises CheckpointError for other shapes than the module's, and, where `strict`, for other names."""
         given, mine = checkpoint["state_dict"], self._module.state_dict(keep_vars=True)
         if strict and mine.keys() != given.keys():
             missing, unknown = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
@@ -230,9 +230,17 @@ class Strategy(ModelParallelStrategy):
                 next_command="strict_loading = False in the module takes what is in both",
             )
         parts = fused_parts(self._module)
-        for name in mine.keys() & given.keys():
-            if isinstance(mine[name], Tensor):
-                fill(mine[name], given[name].__getitem__, parts.get(name, 1))
+        tensors = [name for name in mine if name in given and isinstance(mine[name], Tensor)]
+        for name in tensors:
+            theirs, ours = list(given[name].shape), list(mine[name].shape)
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{name} has shape {theirs} in the checkpoint, {ours} in the module",
+                    expected=f"one of {type(self._module).__name__}, of the same sizes",
+                    next_command="the checkpoint of this module, or the module's sizes at that time",
+                )
+        for name in tensors:
+            fill(mine[name], given[name].__getitem__, parts.get(name, 1))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As its own state_dict; whole on rank 0, empty on the others."""

@@ -58,7 +58,7 @@ def spread(
         styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
         recipes = _recipes(model)
     check_same(_described(model), "model")
-    with peers("spreading the model"), torch.no_grad():
+    with peers("spreading the model", mixed=True), torch.no_grad():
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
         arrange(model, [unit for _, unit in found], styles, mesh)
@@ -126,6 +126,13 @@ def _recipes(model: nn.Module) -> dict[str, Recipe]:
                 expected="a module that sets its parameters in place, as nn.Linear does in reset_parameters",
                 next_command="delayed_init(weights=FOLDER) with what save wrote, or this module built outside of it",
             )
+    folders = sorted({str(recipe.weights) for recipe in found.values()})
+    if len(folders) > 1:
+        raise ConfigError(
+            f"delayed_init: parts of {type(model).__name__} take their values from {', '.join(folders)}",
+            expected="one delayed_init for all of a model (None: what its constructors draw)",
+            next_command="build the model in one `with delayed_init(...)`",
+        )
     return found
 
 
@@ -138,11 +145,11 @@ def _fill(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device)
         load(folder, model)
         return
     if dist.get_world_size() > 1:
-        states: list[Any] = [[recipe.states for recipe in recipes.values()]]
-        with peers("exchanging the state of generators"):
-            dist.broadcast_object_list(states)
-        for recipe, found in zip(recipes.values(), states[0], strict=True):
-            recipe.states = found
+        drawn: list[Any] = [[recipe.drawn_by() for recipe in recipes.values()]]
+        with peers("exchanging how values are drawn"):
+            dist.broadcast_object_list(drawn)
+        for recipe, found in zip(recipes.values(), drawn[0], strict=True):
+            recipe.draw_as(found)
     parts = fused_parts(model)
     for name, parameter in plain_entries(model):
         if name in recipes:

@@ -195,12 +195,13 @@ def compare_vectors(a: tuple[Float32s, Float32s], b: tuple[Float32s, Float32s]) 
     units_a, units_b = [_units(one) for one in a], [_units(one) for one in b]
     cosines = np.concatenate([(one * other).sum(axis=1) for one, other in zip(units_a, units_b, strict=True)])
     near_a, near_b = units_a[0] @ units_a[1].T, units_b[0] @ units_b[1].T
-    overlaps = [overlap_at(one, other) for one, other in zip(near_a, near_b, strict=True)]
+    pairs = zip(near_a, near_b, strict=True) if near_a.shape[1] > TOP_K else ()
+    overlaps = [overlap_at(one, other) for one, other in pairs]
     return VectorFigures(
         rows=len(a[0]),
         min_cosine=float(cosines.min()),
         mean_cosine=float(cosines.mean()),
-        overlap=float(np.mean(overlaps)) if near_a.shape[1] > TOP_K else None,
+        overlap=float(np.mean(overlaps)) if overlaps else None,
     )
 
 

@@ -146,15 +146,20 @@ class SideTask(Record):
 
     @property
     def train(self) -> TrainConfig:
-        """As set, but of `parity.steps`, with evaluations as often as parity wants them, and without a deadline."""
-        parity = self.settings.parity
+        """As set, but of `parity.steps`, with evaluations as often as parity wants them, and without an earlier end.
+
+        A metric that is half of a search becomes its other half: what is compared are scores of pairs.
+        """
+        parity, metric = self.settings.parity, self.settings.train.metric
         return self.settings.train.model_copy(
             update={
                 "max_steps": parity.steps,
                 "evaluate_every": parity.evaluate_every,
                 "evaluate_rows": parity.rows,
                 "precision": self.side.precision,
+                "metric": "macro_f1" if metric == "combined" else metric,
                 "deadline": None,
+                "patience": 0,
             }
         )
 
@@ -173,6 +178,12 @@ def make_task(settings: Settings, ctx: StageContext, side: Side, place: str = ""
 
     Raises ConfigError, CheckpointError when there is no checkpoint, DataError when there is no prepared data.
     """
+    if settings.train.metric == "retrieval_ndcg":
+        raise ConfigError(
+            "train.metric is retrieval_ndcg: parity compares scores of pairs",
+            expected="a model with a trained relevance head, and a metric of pairs",
+            next_command="--train.metric macro_f1",
+        )
     prepared, negatives = load_prepared(ctx), mined_negatives(ctx)
     named = settings.parity.checkpoint
     if named:

@@ -8,7 +8,7 @@ production.json moves when a model has passed the gate, hours before its vectors
 vector spaces; serving.json names a checkpoint and the vectors made with it in one object, so nobody who reads it can.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -17,7 +17,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, TransientError
 from pipeline.core.record import Record
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import KeyNotFound, Storage
-from pipeline.registry.checkpoints import read_checkpoint
+from pipeline.registry.checkpoints import key_in, read_checkpoint
 from pipeline.registry.promote import roll_back, rollback_target
 from pipeline.registry.records import (
     FOLDER,
@@ -188,6 +188,9 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     if served is None or not pairs:
         raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
     now, gone = served[0], _withdrawn(pairs)
+    if _production_has_to_follow(workspace, now, pairs) and cycle in ("", now.vectors.cycle):
+        _roll_both(workspace, now, served, reason, author)
+        return now
     if cycle:
         known = [pair for pair in pairs if pair.vectors.cycle == cycle]
     else:
@@ -211,6 +214,19 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     return after[0] if after else target
 
 
+def _production_has_to_follow(workspace: Storage, now: Pair, pairs: Sequence[Pair]) -> bool:
+    """Whether a rollback was ended between its two moves: serving is back at `now`, production at what it left."""
+    pointer = read_pointer(workspace, now.model)
+    left = {pair.digest for pair in pairs if pair.vectors.digest == now.replaced}
+    return (
+        now.action == "rolled_back"
+        and pointer is not None
+        and pointer[0].digest != now.digest
+        and pointer[0].digest in left
+        and _was_in_production(workspace, now.model, now)
+    )
+
+
 def served_prefixes(workspace: Storage, model: str) -> frozenset[str]:
     """Prefixes of vectors that are served, challenge, or may be rolled back to."""
     challenger = read_pair(workspace, model, CHALLENGER)
@@ -219,11 +235,12 @@ def served_prefixes(workspace: Storage, model: str) -> frozenset[str]:
 
 
 def _roll_both(workspace: Storage, pair: Pair, served: tuple[Pair, str], reason: str, author: Author) -> Pointer:
-    read_checkpoint(workspace, pair.checkpoint, every_byte=True)  # before anything moves
+    checkpoint = key_in(workspace, pair.checkpoint) or pair.checkpoint  # earlier versions kept a URI as it was typed
+    read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
     _check_vectors(workspace, pair)
     if served[0].is_of != pair.is_of:
         _put(workspace, pair.model_copy(update=_said("rolled_back", reason, author)), served, SERVING)
-    return roll_back(workspace, pair.model, pair.checkpoint, reason=reason, author=author)
+    return roll_back(workspace, pair.model, checkpoint, reason=reason, author=author)
 
 
 def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role) -> Pair:

@@ -12,7 +12,7 @@ from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.finish import finish, tell_end, totals
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
 from pipeline.embed.parts import finished_parts
-from pipeline.embed.plan import EmbedPlan, catalogue_storage, cycle_plan, open_pinned
+from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import VectorSet, open_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -99,6 +99,7 @@ def _embed(
     settings: Settings, ctx: StageContext, plan: EmbedPlan, checkpoint: Checkpoint, todo: list[WorkShard], *, total: int
 ) -> dict[str, Figure]:
     """Embed shards; figures of how it went."""
+    check_lengths(plan, settings, checkpoint)
     earlier, index = None, ""
     if plan.carry_from:
         earlier = open_earlier(ctx.workspace_after_stop, plan.carry_from)

@@ -69,6 +69,8 @@ def test_jitter_is_that_of_the_cycle(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--fabric=p4d.24xlarge", "--train.parallel.shard-degree=3"], "degrees that divide"),
         (["--nodes=none"], "a number above 0"),
         (["--fixed-s=soon"], "expected: seconds"),
+        (["--fixed-s=inf"], "expected: seconds"),
+        (["--fixed-s=-1"], "expected: seconds"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -16,6 +16,7 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.embed import verify
 from pipeline.embed.catalogue import RawWindow
 from pipeline.embed.digest import Check, VerifyDigest
 from pipeline.embed.plan import EmbedPlan
@@ -168,6 +169,21 @@ def test_an_id_in_two_rows(case: Case, tmp_path: Path) -> None:
     change(case, lambda table: pa.concat_tables([table.slice(0, 19), first.slice(0, 1).cast(table.schema)]))
     check = check_unique(vectors_of(case), tmp_path, STOP)
     assert check.outcome == "fail" and "1 ids of part-00001.parquet are there before, such as 'p0'" in check.seen
+
+
+def test_an_id_twice_in_one_part_is_held_against_its_first_text(tmp_path: Path) -> None:
+    case = Case(tmp_path, {"dtype": "fp16"})
+    again = pa.table({"product_id": ["p3"], "title": ["blue drill with charger"]})
+    case.embed(write_catalogue(tmp_path / "in", [pa.concat_tables([products(range(25)), again])]))
+    check, picked = catalogue_check(case, sample=30)
+    assert check.outcome == "pass", check.seen
+    assert sorted(one.text for one in picked) == sorted(title(number) for number in range(25))
+    assert sample_check(case).outcome == "pass"
+
+
+def test_more_ids_twice_than_are_looked_for_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_MAX_MISSING", 0)
+    assert catalogue_check(case)[0].outcome == "pass"
 
 
 @pytest.mark.stage

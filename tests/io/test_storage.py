@@ -241,3 +241,8 @@ def test_other_uris_are_refused_without_their_secrets(uri: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_storage(uri)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        open_storage(str(tmp_path / ("x" * 300)))

@@ -84,6 +84,11 @@ def parts_of(folder: Path, worker: int = 0) -> tuple[Parts, Parts]:
     return Parts(*place, "vectors", *local, ITEMS, 50), Parts(*place, "negatives", *local, QUERIES, 6)
 
 
+def test_counts_of_a_piece_that_is_gone_are_not_taken_for_zeros(tmp_path: Path) -> None:
+    with pytest.raises(TransientError, match="another worker"):
+        parts_of(tmp_path)[1].counts(0)
+
+
 def run(
     folder: Path, vectors: Vectors, worker: int = 0, workers: int = 1, stop: StopSignal | None = None
 ) -> tuple[int, tuple[Parts, Parts]]:

@@ -1,5 +1,6 @@
 """A model that is built without memory has the weights that it would have had."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.core.errors import ConfigError
 from pipeline.model.relevance import build_model
-from pipeline.parallel.delayed import delayed_init, recipe_of
+from pipeline.parallel.delayed import Recipe, delayed_init, recipe_of
+from pipeline.parallel.transform import _recipes
 from tests.parallel.test_transform import INPUTS, MODEL
 from tests.parallel.test_units import bert, llama, vit
 
@@ -65,10 +68,20 @@ class Computed(nn.Module):
         if how == "partly":
             with torch.no_grad():
                 self.weight[3].fill_(0.0)
+        if how == "other name":
+            local = nn.Parameter(torch.zeros(4, 3))
+            self.weight = local
+            nn.init.constant_(local, 7.0)
 
 
 @pytest.mark.parametrize(
-    ("how", "match"), [("orthogonal", "other values on meta"), ("early", "before it is"), ("partly", "only some of")]
+    ("how", "match"),
+    [
+        ("orthogonal", "other values on meta"),
+        ("early", "before it is"),
+        ("partly", "only some of"),
+        ("other name", "fill_ changes what it was before"),
+    ],
 )
 def test_values_that_cannot_be_told_are_not_made_up(how: str, match: str) -> None:
     with delayed_init():
@@ -81,3 +94,30 @@ def test_modules_are_as_before_afterwards() -> None:
         raise ZeroDivisionError
     assert not nn.Linear(2, 2).weight.is_meta
     assert "outside" in recipe_of(nn.Linear(2, 2, device="meta").weight).lost
+
+
+def test_another_ranks_recipe_draws_its_values() -> None:
+    """Also those that a parameter had before it was registered, and those that were copied into it."""
+
+    def made(seed: int) -> dict[str, Recipe]:
+        torch.manual_seed(seed)
+        with delayed_init():
+            model = Mixed()
+            model.head.bias.data.copy_(torch.randn(9))
+        return {name: recipe_of(parameter) for name, parameter in model.named_parameters()}
+
+    ours, theirs = made(1), made(2)
+    assert not torch.equal(ours["noise"].drawn(), theirs["noise"].drawn())
+    for name, recipe in ours.items():
+        recipe.draw_as(pickle.loads(pickle.dumps(theirs[name].drawn_by())))  # noqa: S301
+        assert torch.equal(recipe.drawn(), theirs[name].drawn()), name
+
+
+def test_a_model_has_its_values_from_one_place() -> None:
+    model = nn.Sequential()
+    with delayed_init():
+        model.append(nn.Linear(2, 2))
+    with delayed_init(weights="saved"):
+        model.append(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="take their values from None, saved"):
+        _recipes(model)

@@ -157,6 +157,10 @@ def test_what_is_not_this_models(tmp_path: Path) -> None:
         load(tmp_path / "other", model)
     with pytest.raises(ConfigError, match=r"2 parameters that are not the model's.*\n.*\n.*transform"):
         save(tmp_path / "saved", nn.Linear(3, 4), optimizer)
+    complex_one = nn.Linear(3, 4)
+    complex_one.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"turns is torch.complex64.*\n.*torch.float32"):
+        save(tmp_path / "other", complex_one)
     (tmp_path / "saved/model.safetensors").write_bytes(b"0" * (tmp_path / "saved/model.safetensors").stat().st_size)
     with pytest.raises(CheckpointError, match="xxh3_128"):
         load(tmp_path / "saved", model)

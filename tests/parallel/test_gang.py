@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipeline.core.errors import ConfigError, TransientError
+from pipeline.parallel.gang import open_world_group, peers
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +66,18 @@ def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
     ends = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert ranks[0].returncode == 0, ends[0]
     assert ranks[1].returncode == 3, ends[1]
+
+
+def test_ranks_without_a_launcher_are_told_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT not set"):
+        open_world_group(None, 1.0)
+
+
+def test_what_this_rank_did_wrong_alone_is_no_peers_fault() -> None:
+    with pytest.raises(torch.OutOfMemoryError), peers("spreading the model", mixed=True):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(TransientError, match="while leaving: RuntimeError"), peers("leaving"):
+        raise RuntimeError

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.evaluate.config import ParityConfig
-from pipeline.parity.compare import ParityReport, RecordedSide, compare_sides, lines_of, plot_svg
+from pipeline.parity.compare import ParityReport, RecordedSide, compare_sides, compare_vectors, lines_of, plot_svg
 from tests.parity.case import Case
 
 pytestmark = pytest.mark.stage
@@ -111,3 +111,9 @@ def test_the_picture_is_the_same_for_the_same_figures(side: RecordedSide) -> Non
     assert first == plot_svg(report, curve, odd)
     assert first is not None and first.startswith(b"<?xml")
     assert b"FAIL" not in (plot_svg(compare_sides(side, side, ParityConfig()), curve, curve) or b"FAIL")
+
+
+def test_few_vectors_have_no_neighbours_in_common() -> None:
+    values = np.eye(8, dtype=np.float32)
+    found = compare_vectors((values, values), (values, values))
+    assert (found.rows, found.min_cosine, found.overlap) == (8, 1.0, None)

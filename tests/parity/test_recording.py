@@ -1,6 +1,7 @@
 """A side recorded in this process: whole, the same twice, going on after a stop; and what a seeded error does to it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parity import record as scoring
 from pipeline.parity.compare import RecordedSide, Side, SideRecord, compare_sides
 from pipeline.parity.record import curve_of, evaluations_of, load_side
+from pipeline.settings import Settings
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train import build, loop
 from pipeline.train.step import TrainProgram
@@ -47,6 +49,21 @@ def test_a_record_is_whole(case: Case, good: RecordedSide) -> None:
     place = open_storage(good.uri)
     assert sorted(place.list_dirs("")) == ["scores", "work"]
     assert list(place.list("work/checkpoints")) == [], "what was only to continue from is gone"
+
+
+def test_a_metric_that_is_half_a_search_is_followed_by_its_other_half(case: Case) -> None:
+    """As all presets have it."""
+    combined = replace(case, settings=with_metric(case, "combined", patience=1))
+    record = combined.record(combined.task(place="combined"))
+    assert record.metric == "macro_f1"
+    assert [one.step for one in record.evaluations] == [0, 2, 4, 6]
+    with pytest.raises(ConfigError, match="scores of pairs"):
+        replace(case, settings=with_metric(case, "retrieval_ndcg")).task()
+
+
+def with_metric(case: Case, metric: str, **train: object) -> Settings:
+    changed = case.settings.train.model_copy(update={"metric": metric, **train})
+    return case.settings.model_copy(update={"train": changed})
 
 
 def test_the_same_twice_agrees_to_the_bit_and_is_not_computed_again(case: Case, good: RecordedSide) -> None:

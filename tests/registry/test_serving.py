@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.errors import CheckpointError, ConfigError, TransientError
+from pipeline.core.errors import CheckpointError, ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry import serving
 from pipeline.registry.promote import promote
 from pipeline.registry.serving import (
     CHALLENGER,
@@ -136,6 +137,37 @@ def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tu
     assert found is not None and found.checkpoint == two[0].checkpoint  # production follows the model
     with pytest.raises(ConfigError, match="never served"):
         roll_back_pair(workspace, MODEL, "c9", reason="x", author=AUTHOR)
+
+
+@pytest.mark.parametrize("asked", ["", "c1"])
+def test_a_rollback_that_was_ended_between_its_moves_is_ended_by_the_same_command(
+    workspace: Storage, two: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    def ended(*given: Any, **more: Any) -> Any:
+        raise Preempted("SIGTERM")
+
+    with monkeypatch.context() as patch, pytest.raises(Preempted):
+        patch.setattr(serving, "roll_back", ended)
+        roll_back_pair(workspace, MODEL, asked, reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[0].checkpoint, "c1")
+    assert roll_back_pair(workspace, MODEL, asked, reason="bad", author=AUTHOR).vectors.cycle == "c1"
+    found = production(workspace)
+    assert found is not None and (found.checkpoint, served(workspace)) == (two[0].checkpoint, (two[0].checkpoint, "c1"))
+    if not asked:
+        with pytest.raises(ConfigError, match="nothing was served before"):
+            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+
+
+def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
+    workspace: Storage, make: Make, tmp_path: Path
+) -> None:
+    first, second = make("c1"), make("c2")
+    in_production(workspace, first)
+    pair = embedded(workspace, tmp_path, "c1", first, 1)
+    offer(workspace, pair.model_copy(update={"checkpoint": workspace.uri(first)}))
+    in_production(workspace, second)
+    offer(workspace, embedded(workspace, tmp_path, "c2", second, 2))
+    assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == first
 
 
 def test_a_challenger_is_promoted_in_one_write(

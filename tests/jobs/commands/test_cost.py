@@ -55,6 +55,15 @@ def test_the_last_cycles_and_their_success(workspace: Path) -> None:
     assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done (67%)")
 
 
+def test_a_cycle_that_was_only_claimed_is_left_out(workspace: Path) -> None:
+    store = CycleStore(open_storage(str(workspace)), "2026-11-19", lambda: 1000.0)
+    store.storage.delete([store.key("plan.json")])
+    lines = said("cost", workspace, last=3)
+    assert lines[0].startswith("cycle 2026-11-19: claimed, but nothing was submitted")
+    assert [line.split()[1] for line in lines[1:3]] == ["2026-11-18:", "2026-11-20:"]
+    assert len(json.loads("\n".join(said("cost", workspace, last=3, json=True)))["cycles"]) == 2
+
+
 def test_for_machines(workspace: Path) -> None:
     found = json.loads("\n".join(said("cost", workspace, last=3, json=True)))
     assert [one["cycle"] for one in found["cycles"]] == ["2026-11-18", "2026-11-19", "2026-11-20"]

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from jobs import cli
+from jobs.commands import submit
+from jobs.plan.dag import Plan
+from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +39,29 @@ def weights(place: Path, name: str) -> dict[str, torch.Tensor]:
     file = place / "workspace" / "checkpoints" / f"run-{name}" / name / "last.pt"
     model: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["model"]
     return model
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python train.py -m small", "run-train"),
+        ("python -u train.py -m ./", "run-train"),
+        ("python -m package.train -m small", "run-train"),
+        ("./go.sh -m", "run-go"),
+    ],
+)
+def test_a_run_is_named_after_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    seen = list[str]()
+
+    def submitted(cycle: OpenCycle, plan: Plan, target: str) -> int:
+        seen.append(cycle.name)
+        return 0
+
+    monkeypatch.setattr(submit, "submit_plan", submitted)
+    assert cli.main(["run", f"--workspace={tmp_path / 'workspace'}", *ROOM, "--", *command.split()]) == 0
+    assert seen == [name]
 
 
 def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

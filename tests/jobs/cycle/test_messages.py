@@ -1,13 +1,18 @@
 """What a team is told, from records alone; texts of others can do nothing in it."""
 
+import threading
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jobs.config import NotifyConfig
+from jobs.cycle import messages
 from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import MAX_TEXT, Message, as_json, as_slack, messages_of, plain
+from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried
 from tests.jobs.cycle.test_cost_ledger import ledger
@@ -81,3 +86,34 @@ def test_a_link_of_slack_cannot_be_left() -> None:
     page = as_slack(ABOUT.model_copy(update={"text": "x", "page": "https://a/b|c>d<!here>"}))["text"]
     assert page == "x <https://a/b%7Cc&gt;d&lt;!here&gt;|page>"
     assert as_slack(ABOUT.model_copy(update={"text": "x", "page": "file:///w"}))["text"] == "x (file:///w)"
+
+
+def test_a_webhook_that_hangs_takes_nothing_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its share of the time; one that took a message does not get it again."""
+    released, seen = threading.Event(), list[str]()
+
+    def post(url: str, body: bytes, message_id: str) -> messages._Answer:
+        if "hangs" in url:
+            released.wait()
+        seen.append(url)
+        return messages._Answer()
+
+    monkeypatch.setattr(messages, "_post", post)
+    storage = open_storage(str(tmp_path))
+    pending = messages.Pending(message=ABOUT.model_copy(update={"id": "relevance/c/test-1"}))
+    storage.write_bytes(f"{messages.OUTBOX}/c/test-1.json", pending.model_dump_json().encode())
+    hooks = {name: {"form": "json", "url_variable": name} for name in ("FIRST", "TEAM")}
+    config = NotifyConfig.model_validate({"webhooks": hooks, "budget_s": 1.0})
+    env = {"FIRST": "https://hangs.example/x", "TEAM": "https://team.example/x"}
+    said = list[str]()
+    for _ in range(3):
+        assert messages.deliver(storage, config, env, lambda name: "", said.append) == 1
+    assert seen == [env["TEAM"]]
+    assert all("webhook FIRST failed" in line for line in said)
+    released.set()
+
+
+def test_without_time_nothing_is_sent() -> None:
+    hook = NotifyConfig.model_validate({"webhooks": {"a": {"form": "json", "url_variable": "A"}}}).webhooks["a"]
+    sender = messages._Sender(hook, {}, lambda name: "")
+    assert sender.send(ABOUT, 0.0) == "no time was left for it"

@@ -89,6 +89,12 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
     assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
+@pytest.mark.parametrize("setting", [{"poll_s": 5.0}, {"price_factor": 1.2}, {"spot_wait_s": 99}])
+def test_what_no_job_is_placed_by_makes_no_other_plan(setting: dict[str, float]) -> None:
+    plan = ml_plan(job("train", num_nodes=2, resources=TRN1))
+    assert placed_on_sagemaker(plan, JobsConfig.model_validate({"sagemaker": setting})).plan_id == plan.plan_id
+
+
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
     long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": "p_" * 30})
     leaves = [Leaf(long.jobs[0], index) for index in (0, 1)]
