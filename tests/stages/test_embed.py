@@ -146,6 +146,23 @@ def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest
     assert "embed.chunks is 7; cycle c3 was begun with 8" in capsys.readouterr().err
 
 
+def test_vectors_of_a_cycle_are_of_texts_cut_at_one_length(
+    workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Verify goes by that length, too, whatever its own settings say."""
+    titles = [" ".join(islice(cycle(KINDS), words)) for words in (1, 2, 12, 20, 200)]
+    write_catalogue(tmp_path / "long", [pa.table({"product_id": [f"p{n}" for n in range(5)], "title": titles})])
+    assert embed(workspace, "--embed.buckets=8", "--embed.chunks=4", catalogue="long") == 0
+    assert embed(workspace, "--embed.verify.ann-queries=0", catalogue="long", action="verify") == 0
+    assert embed(workspace, cycle="c2", catalogue="long") == 0
+    workspace.delete(["cycles/c2/embed/result.json"])
+    workspace.delete_prefix("embeddings/c2")
+    capsys.readouterr()
+    assert embed(workspace, "--embed.buckets=8", cycle="c2", catalogue="long") == 78
+    told = capsys.readouterr().err
+    assert f"cut texts at 8 tokens; cycle c2 was begun with {MAX_TOKENS}" in told
+
+
 def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed(workspace, action="verify") == 65
     assert "holds no finished vectors" in capsys.readouterr().err
