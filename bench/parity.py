@@ -72,7 +72,7 @@ def main() -> None:
         folder = Path(name)
         flags = ["--config", str(ROOT / "configs" / "quickstart.toml"), "--workspace", name, "--cycle", CYCLE]
         flags += ["--data.path", str(arguments.data), "--data.name", "pricerunner", "--train.max-steps", str(first)]
-        flags += ["--parity.steps", str(steps), "--parity.evaluate-every", str(every)]
+        flags += ["--parity.steps", str(steps), "--parity.evaluate-every", str(every), "--train.metric", "accuracy"]
         for stage in ("prepare", "train"):
             command = [sys.executable, "-m", "pipeline", stage, *flags, "--backend", "cpu"]
             subprocess.run(command, cwd=ROOT, check=True)
