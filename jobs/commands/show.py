@@ -107,21 +107,20 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
     asked = open_cycle(arguments.settings, say)
     names = claimed_cycles(asked.store.storage)[-arguments.last :] if arguments.last else [asked.name]
-    bare = [name for name in names if arguments.last and asked.other(name).store.plan() is None]
-    for name in () if arguments.json else bare:
-        say(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
-    names = [name for name in names if name not in bare]
-    if not names:
+    ledgers: list[CycleLedger] = []
+    for name in names:
+        cycle = asked.other(name)
+        plan = cycle.store.plan() if arguments.last else cycle.plan()
+        if plan is not None:
+            ledgers.append(cycle.ledger(plan, cycle.records(plan)))
+        elif not arguments.json:
+            say(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+    if not ledgers:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",
             expected="one that was submitted",
             next_command="trnjobs submit",
         )
-    ledgers: list[CycleLedger] = []
-    for name in names:
-        cycle = asked.other(name)
-        plan = cycle.plan()
-        ledgers.append(cycle.ledger(plan, cycle.records(plan)))
     if arguments.json:
         shown = [
             ledger.model_dump(mode="json")

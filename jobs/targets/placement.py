@@ -5,7 +5,7 @@ A plan holds the placement of every job, whatever target it is given to, so that
 
 from pydantic import Field
 
-from jobs.config import JobsConfig, SageMakerConfig
+from jobs.config import JobsConfig
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from pipeline.core.record import Record
@@ -54,8 +54,6 @@ def placed(plan: Plan, jobs: JobsConfig) -> Plan:
 def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:
     """The plan with what `[jobs.sagemaker]` says beside each placement; the plan itself where that says nothing."""
     wanted = jobs.sagemaker
-    if wanted == SageMakerConfig():
-        return plan
     fields = SageMakerPlacement.model_fields.keys()
     where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
     placements = dict(plan.placements)

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostMean, native_version
 from pipeline.backends.cpu import Accelerator, replayed
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, first_line
 
 _REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
 _SHAPES = 256  # of one function; torch's limit is 8, beyond which it would run eagerly without a word
@@ -53,7 +53,7 @@ def load_package() -> Any:
         return importlib.import_module("torch_neuronx")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"torch_neuronx {found} cannot be imported: {str(error).splitlines()[0]}",
+            f"torch_neuronx {found} cannot be imported: {first_line(error)}",
             expected="a Neuron runtime beside it",
             next_command=_INSTALL,
         ) from error

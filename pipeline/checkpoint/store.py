@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
-from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.errors import CheckpointError, DataError, first_line
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.core.record import Record
 from pipeline.io.commit import fetch_dir, read_manifest
@@ -150,7 +150,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
         state = parse_state((folder / STATE).read_bytes())
     except (DataError, ValidationError, OSError) as error:
         raise CheckpointError(
-            f"{uri}: {str(error).splitlines()[0]}",
+            f"{uri}: {first_line(error)}",
             expected=f"a whole checkpoint of schema {SCHEMA_VERSION}",
             next_command="use an earlier checkpoint of the cycle",
         ) from error

@@ -13,7 +13,7 @@ import tokenizers
 from pydantic import ConfigDict, Field, RootModel, ValidationError
 
 from pipeline.convert.source import TOKENIZER_BYTES, Source
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, first_line
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key
 from pipeline.model.config import PRESETS, ModelConfig, Pooling
@@ -35,7 +35,7 @@ def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: A
         config = ModelConfig.model_validate(fields)
         config.encoder  # noqa: B018 - the heads must divide the width
     except (ValidationError, ConfigError) as error:
-        raise ConfigError(f"{source}: {str(error).splitlines()[0]}", expected="the sizes of an encoder") from error
+        raise ConfigError(f"{source}: {first_line(error)}", expected="the sizes of an encoder") from error
     return config
 
 

@@ -92,6 +92,11 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 )
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an exception says; its class where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def exit_code_of(error: BaseException) -> int:
     """The process exit code for an exception that reached the top."""
     if isinstance(error, KeyboardInterrupt):

@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from pydantic import JsonValue
 
 from pipeline.core.arrays import Float32s
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, first_line
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.atomic import fsync_path, temp_file
 
@@ -151,7 +151,7 @@ class FaissForm:
             return self._faiss.index_factory(self._dim, self.options["index"], self._faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
             raise ConfigError(
-                f"--index {self.options['index']}: {str(error).splitlines()[0]}",
+                f"--index {self.options['index']}: {first_line(error)}",
                 expected="a factory string of faiss, such as Flat or HNSW32",
                 next_command="give another --index",
             ) from error

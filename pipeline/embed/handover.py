@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import Field, JsonValue
 
 from pipeline import __version__
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, first_line
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
@@ -89,7 +89,7 @@ def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) ->
                         form.check(folder, piece, rows_of(vectors, piece))
                     except (RuntimeError, ValueError) as error:  # what libraries say of a file they cannot read
                         raise DataError(
-                            f"{folder}: piece {piece.number} cannot be read back: {str(error).splitlines()[0]}",
+                            f"{folder}: piece {piece.number} cannot be read back: {first_line(error)}",
                             expected="what was written there",
                             next_command="delete that folder and run the command again",
                         ) from error

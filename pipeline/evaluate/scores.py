@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.arrays import Float32s, Float64s, Int32s, Int64s
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, first_line
 from pipeline.core.manifest import Manifest
 from pipeline.core.record import Record
 from pipeline.data.shards import Arrays
@@ -60,7 +60,7 @@ def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tu
         return load_file(fetch_dir(storage, prefix, cache_dir) / ARRAYS_FILE), manifest.fields
     except (DataError, SafetensorError, OSError) as error:
         raise DataError(
-            f"{storage.uri(prefix)} holds no {kind} figures: {str(error).splitlines()[0]}",
+            f"{storage.uri(prefix)} holds no {kind} figures: {first_line(error)}",
             expected="what trnpipe evaluate wrote",
             next_command="delete that folder and run trnpipe evaluate again",
         ) from error

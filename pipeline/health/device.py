@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.backends import Backend, device_guard
-from pipeline.core.errors import TransientError
+from pipeline.core.errors import TransientError, first_line
 from pipeline.core.format import format_bytes
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
@@ -271,7 +271,7 @@ def informed(
         return error
     (result,) = report.results
     return TransientError(
-        f"{str(error).splitlines()[0]}; and the device fails its check: {result.seen}",
+        f"{first_line(error)}; and the device fails its check: {result.seen}",
         expected="a device that computes",
         next_command="trnpipe health on that machine; the job itself may be retried elsewhere",
     )

@@ -169,12 +169,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         for written in _written(func, args, options):
+            name = func._schema.name.removeprefix("aten::")
             if written.is_meta:
-                name = func._schema.name.removeprefix("aten::")
                 is_random = any(argument.name == "generator" for argument in func._schema.arguments)
                 self.record(written, name, func, args, options, is_random=is_random)
             elif (real := self._replaced.get(_storage(written))) is not None and self._weights is None:
-                name = func._schema.name.removeprefix("aten::")
                 recipe_of(getattr(real, _DELAYED_AS)).lost = f"{name} changes what it was before it was registered"
         return func(*args, **options)
 

@@ -187,7 +187,8 @@ def _header(ordered: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def _read(path: Path, entries: Sequence[Entry]) -> None:
     """Raises CheckpointError where names or shapes are those of another model."""
     with safe_open(path, "pt") as file:
-        _check_names(path, {entry.name: list(entry.tensor.shape) for entry in entries}, file)
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
+        check_shapes(str(path), {entry.name: list(entry.tensor.shape) for entry in entries}, shapes)
         for entry in entries:
             fill(entry.tensor, _reader(file, entry.name), entry.parts)
 
@@ -197,12 +198,12 @@ def _reader(file: Any, name: str) -> Callable[[Slices], Tensor]:
     return lambda where: piece[where] if where else file.get_tensor(name)
 
 
-def _check_names(path: Path, expected: Mapping[str, list[int]], file: Any) -> None:
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
+def check_shapes(source: str, expected: Mapping[str, list[int]], shapes: Mapping[str, list[int]]) -> None:
+    """Raises CheckpointError where the tensors of a source have other names or shapes than those of a model."""
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
-                f"{path}: {name!r} is {shapes.get(name, 'not there')}",
+                f"{source}: {name!r} is {shapes.get(name, 'not there')}",
                 expected=f"{expected.get(name, 'nothing of that name')}, as the model has it",
                 next_command="build the model, and its optimizer, as where they were saved",
             )

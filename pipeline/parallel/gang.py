@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends import Backend, open_backend, process_group
-from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.errors import ConfigError, TransientError, first_line
 from pipeline.core.layout import Layout
 from pipeline.parallel.world import World, check_world
 
@@ -112,7 +112,7 @@ def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
         if mixed and not (isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_COLLECTIVES)):
             raise
         raise TransientError(
-            f"a peer failed while {doing}: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"a peer failed while {doing}: {first_line(error)}",
             expected="all ranks alive",
             next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
         ) from error

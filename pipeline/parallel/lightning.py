@@ -19,6 +19,7 @@ from pipeline.backends import on_neuron
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.parallel.adopt import TIMEOUT_S, mesh_of
 from pipeline.parallel.config import Plan
+from pipeline.parallel.files import check_shapes
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import clip_grad_norm, fill, whole
@@ -231,14 +232,8 @@ class Strategy(ModelParallelStrategy):
             )
         parts = fused_parts(self._module)
         tensors = [name for name in mine if name in given and isinstance(mine[name], Tensor)]
-        for name in tensors:
-            theirs, ours = list(given[name].shape), list(mine[name].shape)
-            if theirs != ours:
-                raise CheckpointError(
-                    f"{name} has shape {theirs} in the checkpoint, {ours} in the module",
-                    expected=f"one of {type(self._module).__name__}, of the same sizes",
-                    next_command="the checkpoint of this module, or the module's sizes at that time",
-                )
+        ours, theirs = ({name: list(one[name].shape) for name in tensors} for one in (mine, given))
+        check_shapes("the checkpoint", ours, theirs)
         for name in tensors:
             fill(mine[name], given[name].__getitem__, parts.get(name, 1))
 

@@ -22,7 +22,7 @@ from pipeline.checkpoint.store import (
     checkpoint_manifest,
     parse_state,
 )
-from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
 from pipeline.io.commit import check_record, record_of, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, place_of
 from pipeline.registry.records import Place, check_prefix, load_verdict, one_line, pointer_key
@@ -163,7 +163,7 @@ def check_present(workspace: Storage, prefix: str) -> None:
 
 def _bad(uri: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{uri}: {str(error).splitlines()[0]}",
+        f"{uri}: {first_line(error)}",
         expected=f"a whole checkpoint of schema {SCHEMA_VERSION}",
         next_command="name another checkpoint; trnpipe registry show lists those that were in production",
     )

@@ -8,7 +8,7 @@ production.json moves when a model has passed the gate, hours before its vectors
 vector spaces; serving.json names a checkpoint and the vectors made with it in one object, so nobody who reads it can.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -188,8 +188,11 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     if served is None or not pairs:
         raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
     now, gone = served[0], _withdrawn(pairs)
-    if _production_has_to_follow(workspace, now, pairs) and cycle in ("", now.vectors.cycle):
-        _roll_both(workspace, now, served, reason, author)
+    pointer = read_pointer(workspace, model)
+    produced = pointer[0].digest if pointer else None
+    left = {pair.digest for pair in pairs if now.action == "rolled_back" and pair.vectors.digest == now.replaced}
+    if cycle in ("", now.vectors.cycle) and produced in left and _has_to_follow(workspace, produced, now):
+        _roll_both(workspace, now, served, reason, author)  # it was ended between the two moves, and is asked for again
         return now
     if cycle:
         known = [pair for pair in pairs if pair.vectors.cycle == cycle]
@@ -205,8 +208,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     if target.is_of == now.is_of:
         return now
     _check_vectors(workspace, target)
-    pointer = read_pointer(workspace, model)
-    if pointer is not None and pointer[0].digest != target.digest and _was_in_production(workspace, model, target):
+    if _has_to_follow(workspace, produced, target):
         _roll_both(workspace, target, served, reason, author)
     else:
         _put(workspace, target.model_copy(update=_said("rolled_back", reason, author)), served, SERVING)
@@ -214,17 +216,9 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     return after[0] if after else target
 
 
-def _production_has_to_follow(workspace: Storage, now: Pair, pairs: Sequence[Pair]) -> bool:
-    """Whether a rollback was ended between its two moves: serving is back at `now`, production at what it left."""
-    pointer = read_pointer(workspace, now.model)
-    left = {pair.digest for pair in pairs if pair.vectors.digest == now.replaced}
-    return (
-        now.action == "rolled_back"
-        and pointer is not None
-        and pointer[0].digest != now.digest
-        and pointer[0].digest in left
-        and _was_in_production(workspace, now.model, now)
-    )
+def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool:
+    """Whether production is at another model (its digest) than that of a pair, which was in production too."""
+    return produced not in (None, pair.digest) and _was_in_production(workspace, pair.model, pair)
 
 
 def served_prefixes(workspace: Storage, model: str) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """What only a file system can do wrong."""
 
 import errno
+import io
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
+from pipeline.io.local import LocalStorage
 from pipeline.io.storage import DiskFull, Storage, open_storage, translate_os_error
 
 
@@ -147,3 +149,19 @@ def test_publish_links_or_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "copied").is_symlink() and not (tmp_path / "copied").samefile(source)
     assert (tmp_path / "copied").read_bytes() == b"content"
     assert everything(tmp_path) == ["alias", "copied", "linked", "source"]
+
+
+def test_a_disk_that_fails_while_a_file_is_read_is_worth_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sick(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    storage = open_storage(str(tmp_path))
+    storage.write_bytes("a/file", b"12345")
+    monkeypatch.setattr(LocalStorage, "open_read", lambda self, key: Sick())
+    with pytest.raises(TransientError, match="Input/output error"):
+        storage.read_bytes("a/file")
+    with pytest.raises(TransientError, match="Input/output error"):
+        storage.read_range("a/file", 1, 2)

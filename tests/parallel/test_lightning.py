@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import trnpipe
+from pipeline.core.errors import CheckpointError
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.lightning_cases"
@@ -36,3 +39,16 @@ def test_one_module_under_three_strategies(tmp_path: Path, ranks: int, plan: str
     for name, tensor in plain["state_dict"].items():
         assert type(ours["state_dict"][name]) is torch.Tensor
         torch.testing.assert_close(ours["state_dict"][name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_a_checkpoint_of_other_shapes_is_refused(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """It is neither cut nor broadcast, strict or not."""
+    module, other = nn.Linear(3, 2), nn.Linear(3, rows)
+    before = module.weight.detach().clone()
+    strategy = trnpipe.Strategy()
+    monkeypatch.setattr(strategy, "_lightning_module", module)
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=rf"'weight' is \[{rows}, 3\]|'bias' is \[{rows}\]"):
+            strategy.load_model_state_dict({"state_dict": other.state_dict()}, strict=strict)
+    assert torch.equal(module.weight, before)
