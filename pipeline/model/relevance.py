@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from pipeline.core.errors import ConfigError
 from pipeline.model import encoder, interactions
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import BertEncoder, MPNetEncoder, TextEncoder
+from pipeline.model.encoder import BertEncoder, ModernBertEncoder, MPNetEncoder, TextEncoder
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.interactions import Interactions
-from pipeline.model.modernbert import ModernBertEncoder
 
 _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
     "bert": BertEncoder,

@@ -1,5 +1,6 @@
 """Ranks of this node under torchrun: one exit code for all of them, that of the rank that says most."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, Preempted, TransientError
+from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.network import torchrun_arguments
 from pipeline.parallel.world import NUM_NODES
@@ -24,7 +25,7 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
     """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-") as folder:
-        command = [sys.executable, "-m", "pipeline.parallel.torchrun", *torchrun_arguments(processes, os.environ)]
+        command = [sys.executable, "-m", "pipeline.parallel.launch", *torchrun_arguments(processes, os.environ)]
         command += ["-m", module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
@@ -81,3 +82,34 @@ def _exit_code(folder: Path, local_rank: int) -> int | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+# torchrun, as `launch` starts it: it says in a line, not in tracebacks of its own, how ranks have ended.
+
+
+def main() -> int:
+    """0 when all ranks of this node ended with 0; LOGLEVEL in the environment brings torchrun's own messages back."""
+    # Not in the launcher, which needs no torch.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    try:
+        run(parse_args(None))  # type: ignore[no-untyped-call]
+    except SignalException:
+        return Preempted.exit_code
+    except ChildFailedError as error:  # it holds those that failed first; the others were told to stop
+        for rank, failure in sorted(error.failures.items()):
+            note_end(failure.local_rank, failure.exitcode)
+            ended = f"exited with {failure.exitcode}"
+            if failure.exitcode < 0:
+                ended = f"was ended by {signal.Signals(-failure.exitcode).name}"
+            print(f"trnpipe: rank {rank} (process {failure.pid}) {ended}", file=sys.stderr, flush=True)
+        return EXIT_BUG
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

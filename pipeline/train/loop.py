@@ -16,7 +16,6 @@ import torch
 from pipeline.backends import Batch
 from pipeline.core.batching import BatchPlan, RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
-from pipeline.core.lr import learning_rate
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import GroupSource, sample_digest, training_batches
@@ -24,7 +23,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig
-from pipeline.train.optimizer import control_values
+from pipeline.train.optimizer import control_values, learning_rate
 from pipeline.train.step import TEMPERATURE, TrainProgram
 
 # The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each.

@@ -3,7 +3,9 @@
 Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +13,22 @@ from torch import Tensor
 from pipeline.parallel.strategies.base import Part
 from pipeline.train.config import GuardConfig, OptimizerConfig
 
+Shape = Literal["cosine", "linear", "constant"]
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
+
+
+def learning_rate(
+    step: int, *, max_steps: int, peak: float, shape: Shape, warmup_steps: int, final_fraction: float
+) -> float:
+    """Rate of optimizer step `step` (1-based): linear warm-up to `peak`, then down to `final_fraction * peak`."""
+    if step <= warmup_steps:
+        return peak * step / max(1, warmup_steps)
+    if shape == "constant":
+        return peak
+    # The step before the end of the decay, so that the last step still learns.
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
+    return peak * (final_fraction + (1.0 - final_fraction) * remaining)
 
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.lr import Shape, learning_rate
+from pipeline.train.optimizer import Shape, learning_rate
 
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 
