@@ -48,7 +48,7 @@ BASE_IMAGE  ?=
 BASE_DIGEST ?=
 SOURCE      ?=
 VERSION      = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-REVISION     = $(shell git describe --always --dirty --abbrev=12 --exclude='*')
+REVISION     = $(shell git describe --always --abbrev=12 --exclude='*')$(if $(shell git status --porcelain),-dirty)
 TAG          = $(REPOSITORY):$(IMAGE)-$(REVISION)
 REGISTRY     = $(firstword $(subst /, ,$(REPOSITORY)))
 REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
@@ -133,7 +133,7 @@ test-thorough: $(STAMP)  ## slow proofs of `make test` on further variants, and 
 	$(PYTEST) -m "thorough or property" --hypothesis-profile=thorough $(TESTS)
 
 test-fast: $(STAMP)  ## unit tests only, seconds
-	$(PYTEST) -m "not stage and not fault" $(TESTS)
+	$(PYTEST) -m "not stage and not fault and not slow and not thorough" $(TESTS)
 
 lint: style types  ## formatting, lint, strict types, Dockerfiles
 
@@ -209,7 +209,7 @@ destroy: terraform  ## AWS: show what would be taken down, ask, then do it; a bu
 	$(TF) plan -destroy -input=false -out=../build/infra.plan
 	@$(ASK)
 	$(APPLY)
-	rm -f build/infra.json build/infra.flags
+	rm -f build/infra.json build/infra.files build/infra.flags
 
 lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	mkdir -p build

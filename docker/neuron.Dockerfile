@@ -59,8 +59,7 @@ LABEL org.opencontainers.image.title="trnpipe, Neuron" \
       org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /srv/trnpipe
-# Root, as in AWS's samples: who may open /dev/neuron* is up to the host's driver, and the health stage reads the kernel's
-# log. To be checked on the first machine, with a group id that owns the devices: docker run --user 10001 ... neuron-ls
+# Root, as in AWS's samples: who may open /dev/neuron* is up to the host's driver. To be checked on the first machine, with a group id that owns the devices: docker run --user 10001 ... neuron-ls
 # hadolint ignore=DL3002
 USER 0:0
 # The image's asks a web server of SageMaker's.

@@ -8,9 +8,9 @@ SageMaker signals algorithm success and failure" (`/opt/ml/output/failure`, of w
 import ipaddress
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
@@ -68,17 +68,21 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
     """Tell SageMaker the exit code and why, as the last thing that a node does; nothing where this is no such node.
 
     The code stands first: SageMaker shows the beginning of the text, and AWS Batch retries by it. All nodes write it,
-    since nobody says whose file counts. A file that cannot be written must not change the exit code.
+    since nobody says whose file counts. A file that cannot be written, as a user other than root may not be allowed to,
+    is a line in the log and must not change the exit code.
     """
     root = root_of(env)
     if root is None or code == EXIT_OK:
         return
-    said = quotable(" ".join(reason.split()))
-    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {said}" if said else "")
-    with suppress(OSError):
-        folder = root / "output"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "failure").write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())
+    why = quotable(" ".join(reason.split()))
+    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {why}" if why else "")
+    file = root / "output" / "failure"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())
+    except OSError as error:
+        said = f"cannot write {file}: {error}. SageMaker is not told: {text}"
+        print(f"trnjobs-entry: {said}", file=sys.stderr, flush=True)
 
 
 def _read_hosts(path: Path) -> tuple[str, list[str], str]:

@@ -108,7 +108,7 @@ def test_mistakes_are_told_before_anything_runs(words: list[str], expected: str,
 
 
 def test_the_revision_is_the_commit(tmp_path: Path) -> None:
-    """Of a checkout with a change: `-dirty`, which push refuses."""
+    """Of a checkout with a change or a file of no commit: `-dirty`, which push refuses."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -118,6 +118,12 @@ def test_the_revision_is_the_commit(tmp_path: Path) -> None:
     show = ["make", "-C", str(tmp_path), "--no-print-directory", "--dry-run", "image"]
     clean = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert f"--tag 'trnpipe:cpu-{commit[:12]}'" in clean
+    new = tmp_path / "configs" / "ours.toml"
+    new.parent.mkdir()
+    new.touch()
+    untracked = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    assert f"--tag 'trnpipe:cpu-{commit[:12]}-dirty'" in untracked
+    new.unlink()
     (tmp_path / "Makefile").open("a").write("\n")
     changed = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert f"--tag 'trnpipe:cpu-{commit[:12]}-dirty'" in changed

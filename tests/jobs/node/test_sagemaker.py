@@ -102,6 +102,14 @@ def test_the_failure_file_begins_with_the_code_and_is_cut_between_characters(tmp
     assert (tmp_path / "output" / "failure").read_text() == "exit 3 error"
 
 
+def test_a_failure_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "output").touch()
+    write_failure({"TRAINING_JOB_NAME": "x", "TRNJOBS_ML_ROOT": str(tmp_path)}, 75, "a peer is lost")
+    said = capsys.readouterr().err
+    assert said.startswith(f"trnjobs-entry: cannot write {tmp_path}/output/failure: ")
+    assert said.endswith("SageMaker is not told: exit 75 TransientError: a peer is lost\n")
+
+
 @pytest.mark.parametrize(
     ("reason", "written"),
     [
