@@ -51,6 +51,7 @@ CHANGES = (
     *_values("average", "--train.average-decay", "0.99"),
     *_values("lexical", "--data.lexical", "false"),
     *_values("margin", "--train.loss.false-negative-margin", "0.05"),
+    *_values("memory", "--train.loss.memory-batches", "8", "32"),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),
 )

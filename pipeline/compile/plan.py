@@ -58,7 +58,7 @@ def evaluation_plan(
         mode="json", exclude={"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
     )
     plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
-    plan |= {f"train.loss.{name}": value for name, value in train.loss.model_dump(mode="json").items()}
+    plan |= {f"train.loss.{name}": value for name, value in train.loss.used_fields().items()}
     guard = train.guard.model_dump(mode="json", exclude={"patience"})
     plan |= {f"train.guard.{name}": value for name, value in guard.items()}
     plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}

@@ -197,6 +197,13 @@ class LossConfig(BaseModel):
         description="Widths below the model's, rising: the contrastive and the listwise loss are the mean over the"
         " first so many dimensions of the vectors and over all, so that vectors may be cut (embed.output.dimensions)",
     )
+    memory_batches: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Global batches whose products stay, as they were, as further negatives of the contrastive loss; 0:"
+        " none. An accelerator holds their vectors, a checkpoint too",
+    )
     symmetric_share: float = Field(
         0.0, ge=0, le=1, description="Share of the contrastive loss that asks from product to query"
     )
@@ -242,11 +249,21 @@ class LossConfig(BaseModel):
             raise ValueError(
                 f"learn_temperature from temperature {self.temperature:g}: expected {LOWEST_TEMPERATURE:g} or above"
             )
+        if self.memory_batches and not self.contrastive_weight:
+            raise ValueError(
+                f"memory_batches {self.memory_batches} without a contrastive loss: expected contrastive_weight above 0"
+            )
         if any(narrow >= wide for narrow, wide in pairwise(self.matryoshka_sizes)):
             raise ValueError(f"matryoshka_sizes {self.matryoshka_sizes}: expected rising widths")
         if self.matryoshka_sizes and not of_vectors:
             raise ValueError("matryoshka_sizes without a contrastive or a listwise loss: nothing is learnt of vectors")
         return self
+
+    def used_fields(self) -> dict[str, Any]:
+        """Fields for JSON, without one that came later where it changes nothing: identities of runs and names of graphs
+        stay what they were.
+        """
+        return self.model_dump(mode="json", exclude=set() if self.memory_batches else {"memory_batches"})
 
     @property
     def trains_head(self) -> bool:

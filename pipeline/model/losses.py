@@ -28,17 +28,27 @@ class Targets(NamedTuple):
     product_key: Tensor  # int32 [Q S], equal for equal products
 
 
+class Memory(NamedTuple):
+    """Products of the last global batches, oldest first: M of them. In one dimension, as optimizer state is stored."""
+
+    vectors: Tensor  # float32 [M D], of unit length
+    marks: (
+        Tensor  # int32 [M 4]: keys of the product and of its query, whether it is a positive of it, whether it is any
+    )
+
+
 def relevance_loss(
     outputs: RelevanceOutputs,
     targets: Targets,
     config: LossConfig,
     mined: int = 0,
     temperature: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """All terms of a global batch that is here as a whole, fp32 scalar. `temperature` [1]: one that is learnt."""
     total = pair_loss(outputs, targets, config, mined, temperature)
     if config.contrastive_weight:
-        found = contrastive_loss(outputs.query, outputs.product, targets, config, temperature)
+        found = contrastive_loss(outputs.query, outputs.product, targets, config, temperature, memory)
         total = total + config.contrastive_weight * found
     return total
 
@@ -97,18 +107,28 @@ def listwise_loss(query: Tensor, product: Tensor, targets: Targets, temperature:
 
 
 def contrastive_loss(
-    query: Tensor, product: Tensor, targets: Targets, config: LossConfig, temperature: Tensor | None = None
+    query: Tensor,
+    product: Tensor,
+    targets: Targets,
+    config: LossConfig,
+    temperature: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """InfoNCE over a whole global batch (van den Oord et al., 2018): mean over its positives, fp32 scalar.
 
     query [Q, D], product [Q S, D]. Each positive is held against every product of the batch that is no positive of its
     query, nor the same product as one. Judged low grades of a query are negatives of it. `symmetric_share` asks from a
     positive product to all queries of which neither it nor its twin is a positive. With `matryoshka_sizes` the mean
-    over cut vectors and whole ones. `temperature` [1]: one that is learnt.
+    over cut vectors and whole ones. `temperature` [1]: one that is learnt. `memory`: products of earlier batches, as
+    they were then, are negatives by the same rules, without a gradient of their own.
     """
-    queries = query.shape[0]
+    queries, products = query.shape[0], product.shape[0]
     positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
-    excluded = _excluded(targets, positive, queries, product.shape[0] // queries)
+    excluded = _excluded(targets, positive, queries, products // queries)
+    if memory is not None:
+        marks = memory.marks.view(-1, 4)
+        excluded = torch.cat([excluded, _excluded_of_memory(targets, positive, marks, queries)], dim=1)
+        product = torch.cat([product.float(), memory.vectors.view(marks.shape[0], -1)])
     divisor = config.temperature if temperature is None else temperature
     parts = _cut(query, product, config.matryoshka_sizes)
     losses = [(share, _info_nce(left, right, positive, excluded, config, divisor)) for share, left, right in parts]
@@ -125,12 +145,15 @@ def _info_nce(
     config: LossConfig,
     temperature: float | Tensor,
 ) -> Tensor:
-    """Of vectors of one width. positive [Q S], excluded [Q, Q S]: 1 where a product is one, or no negative, else 0."""
-    queries = query.shape[0]
-    slots = product.shape[0] // queries
-    similarity = torch.matmul(unit(query.float()), unit(product.float()).t())  # [Q, Q S]
+    """Of vectors of one width. product [Q S and M, D], the memory last; positive [Q S] and excluded [Q, Q S and M]: 1
+    where a product is one, or no negative, else 0.
+    """
+    queries, products = query.shape[0], positive.shape[0]
+    slots = products // queries
+    similarity = torch.matmul(unit(query.float()), unit(product.float()).t())  # [Q, Q S and M]
     own = torch.eye(queries, device=query.device, dtype=similarity.dtype)
-    at = (similarity.view(queries, queries, slots) * own[:, :, None]).sum(1)  # [Q, S], to a query's own products
+    here = similarity[:, :products] if product.shape[0] > products else similarity
+    at = (here.reshape(queries, queries, slots) * own[:, :, None]).sum(1)  # [Q, S], to a query's own products
     positive = positive.view(queries, slots)
     if config.false_negative_margin is not None:
         best = (at + (1.0 - positive) * _LEFT_OUT).detach().amax(1, keepdim=True)
@@ -142,7 +165,7 @@ def _info_nce(
     asked = (_log_loss(torch.logsumexp(scores, dim=1)[:, None], at) * positive).sum() / count
     if not config.symmetric_share:
         return asked
-    backward = torch.logsumexp(scores, dim=0).view(queries, slots)
+    backward = torch.logsumexp(scores[:, :products], dim=0).view(queries, slots)
     answered = (_log_loss(backward, at) * positive).sum() / count
     return (1.0 - config.symmetric_share) * asked + config.symmetric_share * answered
 
@@ -167,6 +190,46 @@ def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> T
         right = torch.maximum(right, same * positive.view(queries, slots)[:, slot : slot + 1])
     empty = (targets.gain < 0).float()
     return torch.maximum(right, empty[None, :].expand_as(right))
+
+
+# Memory: products of past batches as further negatives (cross-batch memory, Wang et al., "Cross-Batch Memory for
+# Embedding Learning", CVPR 2020). More negatives than a batch holds, for the cost of a product of matrices.
+
+
+def empty_memory(config: LossConfig, products: int, width: int, device: torch.device) -> Memory:
+    """Nothing yet, in the room for `config.memory_batches` global batches of so many products."""
+    rows = config.memory_batches * products
+    vectors = torch.zeros(rows * width, dtype=torch.float32, device=device)
+    return Memory(vectors, torch.zeros(rows * 4, dtype=torch.int32, device=device))
+
+
+@torch.no_grad()
+def remember(memory: Memory, product: Tensor, targets: Targets, config: LossConfig) -> Memory:
+    """Without the oldest global batch, and with this one: product [Q S, D]. A vector that is not finite is left out."""
+    vectors = unit(product.float())
+    is_sound = 1.5 - (vectors * vectors).sum(1) > 0  # NaN compares as false
+    query_key = targets.query_key[:, None].expand(-1, product.shape[0] // targets.query_key.shape[0]).reshape(-1)
+    is_positive = (targets.gain - config.positive_gain >= 0).int()
+    is_there = (is_sound & (targets.gain >= 0)).int()
+    marks = torch.stack([targets.product_key, query_key, is_positive, is_there], dim=1).reshape(-1)
+    vectors = torch.where(is_sound[:, None], vectors, torch.zeros_like(vectors)).reshape(-1)
+    # A shift, not an indexed write: static on every device.
+    return Memory(
+        torch.cat([memory.vectors[vectors.shape[0] :], vectors]), torch.cat([memory.marks[marks.shape[0] :], marks])
+    )
+
+
+def _excluded_of_memory(targets: Targets, positive: Tensor, marks: Tensor, queries: int) -> Tensor:
+    """fp32 [Q, M], 1 where a product of the memory [M, 4] is no negative of a query: a positive of it, the twin of one,
+    or nothing.
+    """
+    product_key, query_key, is_positive, is_there = marks.unbind(1)
+    right = (targets.query_key[:, None] == query_key[None, :]).float() * is_positive.float()[None, :]
+    own, slots = targets.product_key.view(queries, -1), positive.view(queries, -1)
+    for slot in range(own.shape[1]):
+        same = (own[:, slot : slot + 1] == product_key[None, :]).float()
+        right = torch.maximum(right, same * slots[:, slot : slot + 1])
+    return torch.maximum(right, (1.0 - is_there.float())[None, :].expand_as(right))
 
 
 # A temperature that is learnt: one scalar of the training model, the logarithm of what cosines are multiplied by.

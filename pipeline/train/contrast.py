@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from pipeline.core.batching import RankShare
-from pipeline.model.losses import Targets, contrastive_loss, pair_loss, relevance_loss, temperature_of
+from pipeline.model.losses import (
+    Memory,
+    Targets,
+    contrastive_loss,
+    pair_loss,
+    relevance_loss,
+    remember,
+    temperature_of,
+)
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.train.config import TrainConfig, needs_two_passes
 
@@ -58,14 +66,19 @@ class GlobalLoss:
         share = RankShare(0, self.world_size, self.accumulation)
         return needs_two_passes(self.config, share, gathers_in_graph=self.gathers_in_graph)
 
-    def contrast(self, mine: Sequence[Tensor]) -> Contrast:
-        """Between the two passes. `mine`: the embeddings of this rank's queries and products, then their Targets."""
+    def contrast(self, mine: Sequence[Tensor], memory: Memory | None = None) -> tuple[Contrast, Memory | None]:
+        """Between the two passes, and the memory after it.
+
+        Args:
+            mine: the embeddings of this rank's queries and products, then their Targets.
+        """
         query, product, targets = self._everybody(mine[0], mine[1], Targets(*mine[2:]))
         with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
             query, product = query.requires_grad_(), product.requires_grad_()
-            loss = contrastive_loss(query, product, targets, self.config.loss, self._temperature())
+            loss = contrastive_loss(query, product, targets, self.config.loss, self._temperature(), memory)
             by = (query, product) if self.log_scale is None else (query, product, self.log_scale)
-            return Contrast(loss.detach(), *torch.autograd.grad(loss, by))
+            contrast = Contrast(loss.detach(), *torch.autograd.grad(loss, by))
+        return contrast, None if memory is None else remember(memory, product.detach(), targets, self.config.loss)
 
     def of_micro_batch(
         self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
@@ -75,6 +88,17 @@ class GlobalLoss:
         The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch.
         """
         return self.of_gathered(outputs, batch, contrast, self.gathered(outputs, batch, contrast))
+
+    def remembered(
+        self,
+        memory: Memory,
+        outputs: RelevanceOutputs,
+        batch: Mapping[str, Tensor],
+        everybody: tuple[Tensor, Tensor, Targets] | None,
+    ) -> Memory:
+        """The memory after a global batch of one pass. `everybody`: what `gathered` gave."""
+        _, product, targets = everybody or (None, outputs.product.detach(), targets_of([batch]))
+        return remember(memory, product, targets, self.config.loss)
 
     def gathered(
         self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
@@ -91,17 +115,18 @@ class GlobalLoss:
         batch: Mapping[str, Tensor],
         contrast: Contrast | None,
         everybody: tuple[Tensor, Tensor, Targets] | None,
+        memory: Memory | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same, without a collective in it. `everybody`: what `gathered` gave."""
         targets, config, mined = targets_of([batch]), self.config.loss, self.config.mined_per_query
         weight = config.contrastive_weight
         if not weight or (contrast is None and self.world_size == 1):
-            loss = relevance_loss(outputs, targets, config, mined, self._temperature())
+            loss = relevance_loss(outputs, targets, config, mined, self._temperature(), memory)
             return loss, loss
         pairs = pair_loss(outputs, targets, config, mined, self._temperature())
         parts = self.accumulation * self.world_size
         if everybody is not None:
-            contrastive = self._gathered(outputs, everybody, batch["place"])
+            contrastive = self._gathered(outputs, everybody, batch["place"], memory)
             return pairs + weight * parts * contrastive, pairs + weight * contrastive
         if contrast is None:
             raise ValueError("neither a first pass nor the embeddings of all ranks")
@@ -113,7 +138,13 @@ class GlobalLoss:
             stand_in = stand_in + (self.log_scale * contrast.log_scale).sum() / parts
         return pairs + weight * parts * stand_in, pairs + weight * contrast.loss
 
-    def _gathered(self, outputs: RelevanceOutputs, everybody: tuple[Tensor, Tensor, Targets], place: Tensor) -> Tensor:
+    def _gathered(
+        self,
+        outputs: RelevanceOutputs,
+        everybody: tuple[Tensor, Tensor, Targets],
+        place: Tensor,
+        memory: Memory | None,
+    ) -> Tensor:
         """The contrastive loss in this rank's graph, differentiable by this rank's embeddings alone.
 
         The other ranks' come without a gradient, and the temperature's is shared by all ranks. Where this rank's stand
@@ -132,6 +163,7 @@ class GlobalLoss:
             everybody[2],
             self.config.loss,
             self._temperature(1.0 / self.world_size),
+            memory,
         )
 
     def _everybody(self, query: Tensor, product: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Targets]:

@@ -168,7 +168,8 @@ def identity_parts(
     """
     # At 1 the order of batches is that of runs from before there were topics.
     unused = _NOT_IDENTITY | ({"queries_per_topic"} if train.queries_per_topic == 1 else set())
-    parts = {f"train.{name}": value for name, value in train.model_dump(mode="json", exclude=unused).items()}
+    fields = train.model_dump(mode="json", exclude=unused) | {"loss": train.loss.used_fields()}
+    parts = {f"train.{name}": value for name, value in fields.items()}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
     parts |= {
         "inputs": inputs.used_fields(),

@@ -15,10 +15,10 @@ from pipeline.backends import Backend, step_program
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import DataError
-from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, temperature_of
+from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_memory, temperature_of
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.strategies.base import Strategy
-from pipeline.train.config import TrainConfig, rows_of_batch
+from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
 from pipeline.train.contrast import Contrast, GlobalLoss, targets_of
 from pipeline.train.optimizer import AdamW, SpikeGuard, WeightAverage, rate_of
 
@@ -65,6 +65,11 @@ class TrainProgram:
         self._loss = GlobalLoss(
             config, share.accumulation, share.world_size, strategy.gather, backend.gathers_in_graph, self._log_scale
         )
+        self._memory: Memory | None = None
+        if config.loss.memory_batches:
+            products = groups_of_batch(config) * (config.candidates_per_query + config.mined_per_query)
+            width = strategy.model.encoder.width
+            self._memory = empty_memory(config.loss, products, width, backend.device)
         self._reduces_on_host = share.world_size > 1 and not backend.reduces_in_graph
         self._gathers_on_host = share.world_size > 1 and not backend.gathers_in_graph
         self._publishes_on_host = bool(self._copies) and self._gathers_on_host
@@ -140,8 +145,8 @@ class TrainProgram:
         mine = [torch.cat(queries), torch.cat(products), *targets_of(micros)]
         if self._gathers_on_host:
             self._cut("embeddings", mine)
-        contrast = self._loss.contrast(mine)
-        self._cut("contrast", [tensor for tensor in contrast if tensor is not None])
+        contrast, self._memory = self._loss.contrast(mine, self._memory)
+        self._cut("contrast", [tensor for tensor in (*contrast, *(self._memory or ())) if tensor is not None])
         return contrast
 
     # What is alive at the end of a graph is an output of it. The two functions below are apart from their callers so
@@ -152,7 +157,9 @@ class TrainProgram:
         self.strategy.model.train()
         outputs = self.forward(batch)
         everybody = self._loss.gathered(outputs, batch, contrast)
-        surrogate, loss = self._loss_of(outputs, batch, contrast, everybody)
+        surrogate, loss = self._loss_of(outputs, batch, contrast, everybody, self._memory)
+        if self._memory is not None and contrast is None:
+            self._memory = self._loss.remembered(self._memory, outputs, batch, everybody)
         del outputs, everybody
         grads = self.strategy.gradient(surrogate / self._accumulation, is_last=is_last)
         loss = (loss.detach() / self._accumulation).reshape(1)
@@ -167,7 +174,7 @@ class TrainProgram:
         *grads, loss = self.reduced()
         figures = self._change(grads, loss, self.strategy.norm(grads), control)
         if self._publishes_on_host:
-            self._cut("update", [*self._state(), *figures])
+            self._cut("update", [*self._changed_by_update(), *figures])
         self.strategy.publish()
         self._figures = self._note(figures, self._figures, control)
 
@@ -197,7 +204,11 @@ class TrainProgram:
             apart = True
             self._cut_micro_step()
         self._reduce_and_step(control)
-        self._cut("publish" if self._publishes_on_host else "update" if apart else "step", self._state())
+        whole = not apart and not self._loss.needs_two_passes
+        self._cut(
+            "publish" if self._publishes_on_host else "update" if apart else "step",
+            self._state() if whole else self._changed_by_update(),
+        )
 
     def reduced(self) -> list[Tensor]:
         """The mean over ranks of this step's gradient, by master, and of its loss; the next micro-step starts anew."""
@@ -215,7 +226,8 @@ class TrainProgram:
 
     def _cut_micro_step(self) -> None:
         is_first = self._micro_steps <= self.config.batches_per_execution
-        self._cut("first_micro_step" if is_first else "micro_step", self._sums or [])
+        memory = () if self._memory is None or self._loss.needs_two_passes else self._memory
+        self._cut("first_micro_step" if is_first else "micro_step", [*(self._sums or []), *memory])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
         """End a graph here. `tensors`: what it computes."""
@@ -231,18 +243,25 @@ class TrainProgram:
 
     def _state(self) -> list[Tensor]:
         """Everything a step changes."""
-        guard, *vectors = self._optimizer_state().values()
+        return [*self._changed_by_update(), *(self._memory or ())]
+
+    def _changed_by_update(self) -> list[Tensor]:
+        """All of it but the memory, which changes with the loss."""
+        guard, *vectors = self._optimizer_state(memory=False).values()
         first = self.average.tensors or self._masters
         return [*guard, *first, *chain.from_iterable(vectors), *self._copies, self._figures]
 
-    def _optimizer_state(self) -> dict[str, list[Tensor]]:
+    def _optimizer_state(self, *, memory: bool = True) -> dict[str, list[Tensor]]:
         vectors: dict[str, Sequence[Tensor]] = {
             "exp_avg": self.optimizer.exp_avg,
             "exp_avg_sq": self.optimizer.exp_avg_sq,
         }
         if self.average.tensors:
             vectors["masters"] = self._masters
-        return {"guard": [self.guard.state], **self.strategy.named(vectors)}
+        state = {"guard": [self.guard.state], **self.strategy.named(vectors)}
+        if memory and self._memory is not None:
+            state |= {"memory": [self._memory.vectors], "memory_marks": [self._memory.marks]}
+        return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) copied to host memory with one synchronisation."""

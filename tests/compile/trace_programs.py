@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batching import Bucket, RankShare
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
@@ -56,6 +56,7 @@ def own_graph(
     kind: str = "train",
     precision: str = "fp32",
     recompute: bool = False,
+    memory: int = 0,
     **model: Any,
 ) -> str:
     """HLO of one of our graphs. `plain`: the operators of Neuron, else those of XLA:CPU. `first`: of the first step."""
@@ -64,6 +65,8 @@ def own_graph(
     config = TrainConfig(
         precision=precision,  # type: ignore[arg-type]
         parallel=TrainPlan(recompute="units" if recompute else "none"),
+        loss=LossConfig(memory_batches=memory),
+        global_batch_size=16,
     )
     spec = SPEC.model_copy(update={"pad_id": MPNET_PAD})  # which no other encoder minds
     strategy = flat_strategy(build_model(ModelConfig(**model), spec, 1), backend, config)
@@ -81,6 +84,7 @@ def own_graph(
         *optimizer.exp_avg_sq,
         program.guard.state,
         program._figures,
+        *(program._memory or ()),
     ]
     return hlo_text([tensor.detach() for tensor in state])
 
@@ -119,6 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-dropout": {"dropout": 0.1},
     "tiny-recompute": {"recompute": True},
     "tiny-accumulation": {"accumulation": 2},
+    "tiny-memory": {"memory": 4},
     "tiny-scores": {"kind": "scores"},
     "tiny-match": {"token_match": True},
     "tiny-match-bf16": {"token_match": True, "precision": "bf16"},

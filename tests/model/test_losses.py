@@ -16,10 +16,12 @@ from pipeline.model.losses import (
     Targets,
     Temperature,
     contrastive_loss,
+    empty_memory,
     graded_loss,
     listwise_loss,
     pair_loss,
     relevance_loss,
+    remember,
     temperature_of,
 )
 from pipeline.model.relevance import RelevanceOutputs
@@ -49,9 +51,14 @@ def targets() -> Targets:
 
 
 def contrastive_by_hand(
-    query: Tensor, product: Tensor, wanted: Targets, config: LossConfig, slots: int = SLOTS
+    query: Tensor,
+    product: Tensor,
+    wanted: Targets,
+    config: LossConfig,
+    slots: int = SLOTS,
+    asking: int | None = None,
 ) -> Tensor:
-    """InfoNCE with Python loops."""
+    """InfoNCE with Python loops. `asking`: so many of the products are asked for, by default all."""
 
     def cosine(one: int, other: int) -> Tensor:
         return F.cosine_similarity(query[one], product[other], dim=0)
@@ -72,7 +79,8 @@ def contrastive_by_hand(
         return bool(cosine(one, other) <= best - config.false_negative_margin)
 
     total = torch.zeros(())
-    for j in positives:
+    asked = [j for j in positives if asking is None or j < asking]
+    for j in asked:
         one = j // slots
         against = [cosine(one, other) for other in range(len(product)) if is_negative(one, other)]
         scores = torch.stack([cosine(one, j), *against]) / config.temperature
@@ -80,7 +88,7 @@ def contrastive_by_hand(
         askers = [cosine(other, j) for other in range(QUERIES) if is_negative(other, j)]
         scores = torch.stack([cosine(one, j), *askers]) / config.temperature
         total = total - config.symmetric_share * F.log_softmax(scores, 0)[0]
-    return total / len(positives)
+    return total / len(asked)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +104,68 @@ def test_contrastive_loss_by_hand(change: dict[str, float]) -> None:
     pairs = zip(torch.autograd.grad(mine, (query, product)), torch.autograd.grad(theirs, (query, product)), strict=True)
     for ours, expected in pairs:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"symmetric_share": 0.4}, {"false_negative_margin": 0.1}, {"matryoshka_sizes": (2, 3)}]
+)
+def test_a_memory_is_more_products_that_nobody_asks_from(change: dict[str, Any]) -> None:
+    """As the whole of both batches has it: the loss of the positives of one, against the products of both."""
+    config = CONFIG.model_copy(update={**change, "memory_batches": 2})
+    seen, wanted = outputs(), targets()
+    query, product = seen.query.requires_grad_(), seen.product.requires_grad_()
+    generator = torch.Generator().manual_seed(5)
+    before = torch.randn(QUERIES * SLOTS, WIDTH, generator=generator)
+    # Query 7 is one of this batch, too: its positive 200 is none of its negatives; 103 is a positive of this batch's
+    # query 8, and 108 a product without a grade above 0 that is also in this batch.
+    earlier = Targets(
+        torch.zeros(15, dtype=torch.int32),
+        torch.tensor([1.0, 0.0, -1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]),
+        torch.tensor([7, 21, 22, 23, 24], dtype=torch.int32),
+        torch.tensor([200, 201, 202, 103, 108, *range(205, 215)], dtype=torch.int32),
+    )
+    memory = remember(empty_memory(config, len(before), WIDTH, before.device), before, earlier, config)
+    mine = contrastive_loss(query, product, wanted, config, memory=memory)
+    sizes = (WIDTH, *config.matryoshka_sizes)
+    parts = [with_memory_by_hand(query[:, :k], product[:, :k], wanted, before[:, :k], earlier, config) for k in sizes]
+    theirs = torch.stack(parts).mean()
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert mine.item() > contrastive_loss(query, product, wanted, config).item() + 0.1
+    pairs = zip(torch.autograd.grad(mine, (query, product)), torch.autograd.grad(theirs, (query, product)), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def with_memory_by_hand(
+    query: Tensor, product: Tensor, wanted: Targets, before: Tensor, earlier: Targets, config: LossConfig
+) -> Tensor:
+    """Both batches in one, of which the earlier one's queries ask nothing and are asked by nobody."""
+    everything = torch.cat([product, before])
+    keys = torch.cat([wanted.query_key, earlier.query_key])
+    whole = Targets(
+        torch.cat([wanted.label, earlier.label]),
+        torch.cat([wanted.gain, earlier.gain]),
+        keys,
+        torch.cat([wanted.product_key, earlier.product_key]),
+    )
+    return contrastive_by_hand(query, everything, whole, config, asking=len(product))
+
+
+def test_what_is_not_finite_is_not_remembered() -> None:
+    config = CONFIG.model_copy(update={"memory_batches": 1})
+    product = outputs().product
+    product[4] = float("nan")
+    memory = remember(empty_memory(config, len(product), WIDTH, product.device), product, targets(), config)
+    there = memory.marks.view(-1, 4)[:, 3].tolist()
+    assert there == [int(row not in (4, 5, 14)) for row in range(15)], "nor what an empty slot holds"
+    assert bool(torch.isfinite(memory.vectors).all())
+    loss = contrastive_loss(outputs().query, outputs().product, targets(), config, memory=memory)
+    assert bool(torch.isfinite(loss))
+
+
+def test_a_memory_without_a_contrastive_loss_is_refused() -> None:
+    with pytest.raises(ValidationError, match="memory_batches 2 without a contrastive loss"):
+        LossConfig(contrastive_weight=0, memory_batches=2)
 
 
 @pytest.mark.parametrize("change", [{}, {"symmetric_share": 0.4}, {"false_negative_margin": 0.1}])
@@ -175,7 +245,7 @@ def test_a_batch_without_positives_is_zero() -> None:
     nothing = targets()._replace(gain=torch.zeros(QUERIES * SLOTS))
     product.requires_grad_()
     loss = contrastive_loss(query, product, nothing, CONFIG)
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert not torch.autograd.grad(loss, product)[0].any()
 
 

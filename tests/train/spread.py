@@ -37,11 +37,11 @@ EVERYTHING = TRAIN.model_copy(
         "global_batch_size": 16,
         "micro_batch_size": 4,
         "average_decay": 0.9,
-        "loss": LossConfig(learn_temperature=True, temperature=0.05),
+        "loss": LossConfig(learn_temperature=True, temperature=0.05, memory_batches=2),
         "optimizer": OptimizerConfig(layer_decay=0.9, max_grad_norm=0.5),
     }
 )
-"""A learnt temperature over a global batch of several passes, an average, rates by layer, clipping."""
+"""A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping."""
 HALF, STEPS = 3, 6
 
 

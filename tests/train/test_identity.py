@@ -4,6 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import Partition, Selection
 from pipeline.model.config import ModelConfig, check_architecture
 from pipeline.train.config import OptimizerConfig
@@ -65,6 +66,12 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
 
 def test_runs_from_before_there_were_topics_are_those_without() -> None:
     assert "train.queries_per_topic" not in identity()
+
+
+def test_runs_from_before_there_was_a_memory_are_those_without() -> None:
+    loss = TRAIN.loss.model_dump(mode="json")
+    assert identity()["train.loss"] == fingerprint({k: v for k, v in loss.items() if k != "memory_batches"})
+    assert identity(train_loss=TRAIN.loss.model_copy(update={"memory_batches": 1})) != identity()
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:

@@ -85,7 +85,11 @@ class Ranks:
 
 
 def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool) -> Tensor:
-    """(losses, then the first moments after one step with beta1 0: the gradient itself) of every rank, [R, ...]."""
+    """(losses, then the first moments after the last step with beta1 0: the gradient itself) of every rank, [R, ...].
+
+    One step, or with a memory two, at rate 0: what is in it differs from the batch, and the weights stay.
+    """
+    steps = 1 + bool(config.loss.memory_batches)
     mined = mined_from(rows, config.mined_per_query) if config.mined_per_query else None
     groups, ranks, found = grouped(rows, config, mined), Ranks(world_size), {}
 
@@ -103,8 +107,10 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
         )
         share = RankShare(rank, world_size, accumulation)
         program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=rows.buckets)
-        micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
-        step(program, micros, control_values(1, 0.0, config.optimizer))
+        micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, steps)]
+        for number in range(steps):
+            these = micros[number * accumulation : (number + 1) * accumulation]
+            step(program, these, control_values(number + 1, 0.0, config.optimizer))
         (figures,) = program.read_figures(1)
         moments = [moment.reshape(-1) for moment in program.optimizer.exp_avg]
         found[rank] = torch.cat([torch.tensor([figures["loss"]]), *moments])
@@ -134,6 +140,7 @@ def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
                 head_gradient=0.5,
                 learn_temperature=bool(mined),
                 matryoshka_sizes=(4, 8) if mined else (),
+                memory_batches=2 if mined else 0,
             ),
             "optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9),
         }
@@ -239,6 +246,33 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
             step(one, [batch], control(number))
     left, right = state_of(program), state_of(other)
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+REMEMBERING = TRAIN.model_copy(update={"loss": LossConfig(memory_batches=3)})
+
+
+def test_a_memory_changes_the_loss_from_the_second_step_on_and_is_restored_bit_by_bit(rows: TokenRows) -> None:
+    steps = batches_of(rows, 4)
+    plain, program = make_program(CpuBackend()), make_program(CpuBackend(), REMEMBERING)
+    without, found = train(plain, steps[:2]), train(program, steps[:2])
+    assert found[0] == pytest.approx(without[0], rel=1e-5) and found[1]["loss"] > without[1]["loss"] + 1e-5
+    weights, optimizer = ({name: tensor.clone() for name, tensor in part.items()} for part in program.snapshot())
+    there = optimizer["memory_marks"].view(-1, 4)[:, 3]
+    products = TRAIN.global_batch_size
+    assert len(there) == 3 * products and int(there[:products].sum()) == 0 < int(there[-products:].sum())
+    other = make_program(CpuBackend(), REMEMBERING.model_copy(update={"seed": 99}))
+    other.restore(weights, optimizer)
+    for number, (batch,) in enumerate(steps[2:], start=3):
+        for one in (program, other):
+            step(one, [batch], control(number))
+    left, right = state_of(program), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_without_a_memory_does_not_go_on_from_one_that_has_it(rows: TokenRows) -> None:
+    program = make_program(CpuBackend(), REMEMBERING)
+    with pytest.raises(CheckpointError, match="memory_marks"):
+        make_program(CpuBackend()).restore(*program.snapshot())
 
 
 AVERAGED = TRAIN.model_copy(update={"average_decay": 0.9})
