@@ -228,7 +228,7 @@ class Baselines:
         words, task = next((one.ranked for one in scored if one.ranked), None), self.search.task
         if not self.settings.evaluate.baselines.hybrid or not words or not ranked or isinstance(task, str):
             return ()
-        return hybrid_reports(task, ranked, words, self.settings.evaluate.metrics)
+        return hybrid_reports(task, ranked, words, self.search.metrics)
 
     def _bm25(self, task: RetrievalTask | str) -> Scored:
         if isinstance(task, str):

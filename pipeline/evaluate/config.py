@@ -95,7 +95,9 @@ class MetricsConfig(BaseModel):
     recall_at: tuple[Cutoff, ...] = Field((1, 10), description="Ranks k of recall@k over the rows of a query")
     precision_at: tuple[Cutoff, ...] = Field((1,), description="Ranks k of precision@k over the rows of a query")
     retrieval_at: tuple[Cutoff, ...] = Field(
-        (1, 10, 100), description="Ranks k of recall, nDCG and success in retrieval against the whole catalogue"
+        (1, 10, 100),
+        description="Ranks k of recall, nDCG and success in retrieval against the whole catalogue, beside those that"
+        " the gate names",
     )
     relevant_gain: float | None = Field(
         None, gt=0, description="Gain from which a row is relevant to MRR, recall@k and precision@k (null: best label)"
@@ -168,6 +170,16 @@ class GateConfig(BaseModel):
     without_incumbent: Literal["floors", "refuse"] = Field(
         "floors", description="No model in production yet: promote what reaches the floors, or refuse"
     )
+
+    def with_ranks(self, metrics: MetricsConfig) -> MetricsConfig:
+        """`metrics` with the ranks of retrieval that are judged; itself where it has them."""
+        names = [*self.floors, *self.drops]
+        names += [] if self.baselines == self.first_baselines == "off" else self.baseline_drops
+        parsed = [MetricName.parse(text) for text in names]
+        judged = {name.rank for name in parsed if name.of_retrieval and name.rank is not None}
+        if judged <= set(metrics.retrieval_at):
+            return metrics
+        return metrics.model_copy(update={"retrieval_at": tuple(sorted(judged.union(metrics.retrieval_at)))})
 
 
 # Settings of parity: what both sides compute, and how far they may be apart.

@@ -507,7 +507,7 @@ class ModelSearch:
         return found
 
     def _found(self, task: RetrievalTask, ranked: Ranked, by_width: Mapping[int, Int64s]) -> Found:
-        metrics = self.settings.evaluate.metrics
+        metrics = self.metrics
         per_query, report = task.report(ranked.items, metrics)
         return Found(
             per_query, report, ranked, {width: task.report(one, metrics)[1] for width, one in by_width.items()}
@@ -521,7 +521,12 @@ class ModelSearch:
     @property
     def depth(self) -> int:
         """Items of each list."""
-        return max(self.settings.evaluate.metrics.retrieval_at)
+        return max(self.metrics.retrieval_at)
+
+    @cached_property
+    def metrics(self) -> MetricsConfig:
+        """Those that are reported and those that the gate judges."""
+        return self.settings.gate.with_ranks(self.settings.evaluate.metrics)
 
     @cached_property
     def task(self) -> RetrievalTask | str:
@@ -548,7 +553,7 @@ class ModelSearch:
             "valid_queries": config.baselines.valid_queries,
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
-            "metrics": config.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
+            "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             **(self._chunks if self._catalogue else {}),
         }
 
@@ -564,8 +569,8 @@ class ModelSearch:
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
     def _without(self, reason: str) -> Found:
-        ranks = self.settings.evaluate.metrics.retrieval_at
-        names = [f"{RETRIEVAL}{word}@{k}" for k in ranks for word in ("recall", "ndcg", "success")]
+        words = ("recall", "ndcg", "success")
+        names = [f"{RETRIEVAL}{word}@{k}" for k in self.metrics.retrieval_at for word in words]
         missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
         return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 

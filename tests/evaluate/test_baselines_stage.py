@@ -69,6 +69,19 @@ def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case:
     assert "warn" in later and "retrieval_ndcg@10" in later
 
 
+def test_ranks_that_the_gate_names_are_judged_whatever_is_reported(case: Case) -> None:
+    flags = (f"--evaluate.candidate={case.made('bad', noisy(1.0))}", "--no-evaluate.baselines.boosting")
+    ranks = "--evaluate.metrics.retrieval-at=1,5"
+    assert "BM25 is better: retrieval_ndcg@10 0." in case.run(*flags, ranks, code=80)
+    found = case.report().candidate.retrieval
+    assert found is not None and {"retrieval_ndcg@5", "retrieval_ndcg@10"} <= found.values.keys()
+    floors = "--gate.floors=retrieval_recall@20=0.99"
+    assert "retrieval_recall@20: 0." in case.run(*flags, ranks, WARN, floors, code=80)
+    case.run(*flags, ranks, "--gate.first-baselines=off", "--gate.baselines=off", "--no-evaluate.promote")
+    found = case.report().candidate.retrieval
+    assert found is not None and "retrieval_ndcg@10" not in found.values, "nothing judges it"
+
+
 def test_figures_of_baselines_and_hybrids_stand_beside_the_models(case: Case) -> None:
     told = case.run(WARN)
     report, found = case.report(), baselines(case)

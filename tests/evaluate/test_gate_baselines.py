@@ -132,6 +132,17 @@ def test_a_candidate_without_the_figure_does_not_get_away(alike: Population) -> 
     )
 
 
+def test_a_metric_of_retrieval_that_neither_has_is_told(alike: Population) -> None:
+    ours = np.zeros(200)
+    config = GateConfig(baseline_drops={"retrieval_ndcg@7": 0.0})
+    found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(ours + 1)), found=figures(ours), config=config)
+    check = against(found)["BM25 retrieval_ndcg@7"]
+    assert check.outcome == "skipped"
+    assert check.reason == (
+        f"retrieval_ndcg@7 against BM25: cannot be computed for the candidate: it was not evaluated; there are {NDCG}"
+    )
+
+
 def test_what_was_not_scored_is_told(alike: Population) -> None:
     found = verdict(alike.candidate, Baseline("boosting", missing="scikit-learn is not installed"))
     assert found.promote

@@ -146,7 +146,8 @@ def baseline_checks(
 ) -> tuple[list[GateCheck], float]:
     """Every comparison with every baseline, and the confidence of each that gives all together `config.confidence`.
 
-    `first`: no model is in production. A metric that neither side has is left out.
+    `first`: no model is in production. A metric of rows that neither side has, such as f1 of more than two labels, is
+    left out; one of retrieval is told.
     """
     action = config.first_baselines if first else config.baselines
     if action == "off":
@@ -174,10 +175,11 @@ def baseline_checks(
                 continue
             ours, theirs = candidate.measure(name), other.measure(name)
             comparison = Comparison(name, allowed, ours, theirs, baseline=one.name)
-            if isinstance(ours, Missing):
-                if isinstance(theirs, Measured):
-                    reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
-                    checks.append(comparison.check(worse, reason))
+            if isinstance(ours, Missing) and isinstance(theirs, Measured):
+                reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
+                checks.append(comparison.check(worse, reason))
+            elif isinstance(ours, Missing) and not name.of_retrieval:
+                continue
             elif reason := not_comparable(comparison, config.min_queries):
                 checks.append(comparison.check("skipped", reason))
             else:
