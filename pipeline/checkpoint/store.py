@@ -76,6 +76,11 @@ class TrainState(Record):
     partitions: dict[str, str] = Field(
         description="Fingerprint of every partition trained on, by this run or its parents"
     )
+    also_seen: dict[str, str] = Field(
+        {},
+        description="Further content that was trained on, fingerprint to name: replayed partitions that came late or"
+        " changed, and what a name in `partitions` stood for before",
+    )
     parent: Parent | None
     best: Best | None
     origin: Origin | None = Field(None, description="Of an imported checkpoint")

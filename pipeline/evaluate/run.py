@@ -188,7 +188,8 @@ def _find_leak(
         return None
     trained: dict[str, str] = {}
     for model in (models.candidate, models.compared):
-        trained |= {mark: name for name, mark in model.state.partitions.items()} if model else {}
+        if model is not None:
+            trained |= model.state.also_seen | {mark: name for name, mark in model.state.partitions.items()}
     prefixes = {mark: f"tokens/{settings.data.name}/{mark}" for mark in sorted(trained)}
     there = [mark for mark, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
     unchecked = tuple(sorted(name for mark, name in trained.items() if mark not in there))

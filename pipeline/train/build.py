@@ -273,6 +273,7 @@ def _state_at_start(settings: Settings, ctx: StageContext, inputs: RunInputs, ma
         tokenizer_fingerprint=inputs.sets[0].info.tokenizer_fingerprint,
         watermark=inputs.watermark,
         partitions=inputs.partitions,
+        also_seen=inputs.also_seen,
         parent=inputs.parent_record,
         best=None,
         max_tokens=inputs.max_tokens,

@@ -23,6 +23,8 @@ class RunInputs:
     selection: Selection
     spec: InputSpec
     parent: Checkpoint | None
+    replays: bool
+    """Whether a share of the samples is of `old_sets`."""
     negatives: NegativeSet | None
     identity: Mapping[str, str]
 
@@ -46,6 +48,18 @@ class RunInputs:
         """Every partition the weights have seen when the run is done: the parent's and the new ones."""
         seen = dict(self.parent.state.partitions) if self.parent else {}
         return seen | {p.name: p.fingerprint for p in self.selection.new}
+
+    @property
+    def also_seen(self) -> dict[str, str]:
+        """Fingerprint to name of what the weights have seen beside `partitions`."""
+        seen: dict[str, str] = {}
+        if self.parent is not None:
+            state = self.parent.state
+            seen = state.also_seen | {mark: name for name, mark in state.partitions.items()}
+        if self.replays:
+            seen |= {p.fingerprint: p.name for p in self.selection.old}
+        named = set(self.partitions.values())
+        return {mark: name for mark, name in seen.items() if mark not in named}
 
     @property
     def watermark(self) -> str:
@@ -109,7 +123,7 @@ def gather_inputs(
         check_negatives(mined, [one.info.fingerprint for one in sets], workspace)
     digests = parent.digest if parent else "", mined.digest if mined else ""
     identity = identity_parts(train, model, spec, selection, info.buckets, *digests)
-    return RunInputs(tuple(sets), selection, spec, parent, mined, identity)
+    return RunInputs(tuple(sets), selection, spec, parent, train.replay_share > 0, mined, identity)
 
 
 def _longest(info: TokenSetInfo) -> int:

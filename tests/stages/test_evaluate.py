@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from pipeline.evaluate import run as evaluate_work
-from pipeline.evaluate.holdout import Holdout, Leak
+from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
@@ -282,6 +282,22 @@ def test_new_and_old_partitions_are_slices_and_may_be_the_holdout(case: Case) ->
     case.run(*flags, "--evaluate.partitions=new")
     fewer = case.report().holdout
     assert fewer.partitions == (days[1],) and fewer.rows < report.holdout.rows
+
+
+def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late days and days that changed, of which a checkpoint says so apart from its partitions."""
+    looked_at = []
+
+    def counting(*args: Any) -> Leak:
+        looked_at.append(args[-1])
+        return find_leak(*args)
+
+    monkeypatch.setattr(evaluate_work, "find_leak", counting)
+    marks = case.storage.list_dirs("tokens/tiny/")
+    candidate = case.made("late", partitions={}, also_seen={"gone": "dt=2025-12-31", marks[0]: "dt=2026-01-01"})
+    told = case.run(f"--evaluate.candidate={candidate}", "--no-evaluate.promote")
+    assert case.report().holdout.unchecked_partitions == ("dt=2025-12-31",)
+    assert "1 partition(s) trained on are not prepared any more" in told and looked_at[0] > 0
 
 
 def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

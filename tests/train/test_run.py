@@ -375,6 +375,28 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
     assert state.parent is not None and state.parent.digest == parent.digest
 
 
+def test_what_is_replayed_is_on_record_and_passed_on(cycle: Cycle) -> None:
+    """A late day and one that changed are trained on, though the parent had not seen them."""
+    cycle.prefixes.clear()
+    cycle.partition(3, ROWS)
+    cycle.run()
+    parent = cycle.open(6)
+    assert parent.state.also_seen == {}
+    for day in (2, 4):
+        cycle.partition(day, ROWS)
+    cycle.name, cycle.train = "next", CONFIG.model_copy(update={"replay_share": 0.2})
+    second = cycle.open(cycle.run(parent).step)
+    assert second.state.partitions == {"dt=2026-01-03": "print-3", "dt=2026-01-04": "print-4"}
+    assert second.state.also_seen == {"print-2": "dt=2026-01-02"}
+    cycle.partition(5, ROWS)
+    cycle.prefixes = cycle.prefixes[-1:]
+    cycle.name = "third"
+    assert cycle.open(cycle.run(second).step).state.also_seen == {"print-2": "dt=2026-01-02"}, "of its parent"
+    cycle.name, cycle.train = "none", CONFIG.model_copy(update={"replay_share": 0.0})
+    cycle.prefixes = ["tokens/d/print-2", "tokens/d/print-3", "tokens/d/print-4"]
+    assert cycle.open(cycle.run(parent).step).state.also_seen == {}
+
+
 def test_nothing_new_is_a_data_error(cycle: Cycle) -> None:
     cycle.run()
     parent = cycle.open(6)
