@@ -16,7 +16,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.report import EvaluationReport
-from pipeline.evaluate.retrieval import Vectors, open_catalogue
+from pipeline.evaluate.retrieval import Vectors, open_catalogue, row_limit
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
@@ -59,6 +59,7 @@ class Models:
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
         path = retrieval.catalogue if retrieval.enabled else None
+        limit = max(row_limit(settings.embed, one.state) for one in (self.candidate, self.compared) if one)
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
@@ -71,6 +72,7 @@ class Models:
             **({"dimensions": str(dimensions)} if dimensions else {}),
             **({"chunks": str(chunks)} if chunks > 1 else {}),
             **({"embed_precision": precision} if precision != "fp32" else {}),
+            **({"row_tokens": str(limit)} if limit else {}),
             **({"catalogue": open_catalogue(retrieval, path, ctx.stop).content} if path else {}),
         }
 
@@ -278,6 +280,7 @@ class ModelScorer:
     def _key(self, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> str:
         """Named by all that decides the scores, so that another attempt finds those of the same question only."""
         config, chunks = self.settings.evaluate, self.settings.embed.chunks
+        limit = row_limit(self.settings.embed, checkpoint.state) if vector_rows else 0
         decides = fingerprint(
             {
                 "holdout": holdout.name,
@@ -285,6 +288,7 @@ class ModelScorer:
                 "vectors": [vector_rows, self.settings.embed.precision, *([chunks] if chunks > 1 else [])],
                 "precision": self.settings.train.precision,
                 "device": self.backend.device_name(),
+                **({"row_tokens": limit} if limit else {}),
             }
         )
         return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"

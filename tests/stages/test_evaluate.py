@@ -138,6 +138,17 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
 
 
+def test_rows_shorter_than_the_model_reads_are_another_question(case: Case) -> None:
+    """Texts are cut to them; longer ones change nothing."""
+    case.run("--no-evaluate.promote")
+    whole = case.report().candidate
+    assert "done already" in case.run("--no-evaluate.promote", "--embed.buckets=64,128")
+    assert "done already" not in case.run("--no-evaluate.promote", "--embed.buckets=8")
+    cut = case.report().candidate
+    assert cut.retrieval is not None and whole.retrieval is not None
+    assert cut.retrieval.values != whole.retrieval.values and cut.scores != whole.scores
+
+
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
     def change(weights: dict[str, Any]) -> None:
         next(tensor for name, tensor in weights.items() if "word_embeddings" in name)[:] = float("nan")
