@@ -107,13 +107,17 @@ class CatalogueFile:
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
     def queries(self) -> "CatalogueQueries":
-        """Which queries there are and what is relevant to them. Raises DataError for missing columns or no query."""
+        """Which queries there are and what is relevant to them.
+
+        Raises DataError for missing columns, rows without an id, or no query.
+        """
         texts: dict[int, str] = {}
         valid_texts: dict[int, str] = {}
         asking = [(texts, self.config.queries)]
         asking += [(valid_texts, self.config.valid_queries)] if self.config.valid_queries else []
         item_hashes: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+        num_nameless = 0
         for batch in self._batches(("id", "query", "query_id")):
             ids, queries, names = (_texts(batch, field) for field in ("id", "query", "query_id"))
             asked_for = [
@@ -124,9 +128,17 @@ class CatalogueFile:
                 for number, query, may_ask in zip(asked_for, queries, may, strict=True):
                     if may_ask and number != NO_QUERY:
                         known.setdefault(number, query)
+            num_nameless += ids.count("")
             item_hashes.append(np.array([hash63(item) for item in ids], dtype=np.int64))
             numbers.append(np.array(asked_for, dtype=np.int64))
         every = np.concatenate(item_hashes)
+        if num_nameless:
+            raise DataError(
+                f"{num_nameless:,} of {len(every):,} rows of the catalogue {self.config.catalogue} have no"
+                f" {self.config.id!r}",
+                expected="an id in every row: retrieval is judged against all items",
+                next_command="repair the file, or name another column with --evaluate.retrieval.id",
+            )
         is_item = np.zeros(len(every), dtype=np.bool_)
         is_item[np.unique(every, return_index=True)[1]] = True
         query_of = np.concatenate(numbers)[is_item]

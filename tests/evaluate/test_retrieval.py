@@ -319,6 +319,18 @@ def test_a_catalogue_that_does_not_fit_is_named(
         from_catalogue(file, holdout, tokenizer, SPEC, 9)
 
 
+def test_rows_without_an_id_are_counted_and_refused(tmp_path: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    path = tmp_path / "offers.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows([*ROWS, ROWS[0] | {"product_id": ""}, ROWS[3] | {"product_id": " "}])
+    config = OFFERS.model_copy(update={"catalogue": str(path)})
+    with pytest.raises(DataError, match=r"2 of 8 rows of the catalogue .*offers\.csv have no 'product_id'") as caught:
+        from_catalogue(open_catalogue(config, str(path), StopSignal()), holdout, tokenizer, SPEC, 9)
+    assert "--evaluate.retrieval.id" in caught.value.next_command
+
+
 def test_no_catalogue(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist[\s\S]*evaluate\.retrieval\.catalogue"):
         open_catalogue(OFFERS, str(tmp_path / "none.csv"), StopSignal())
