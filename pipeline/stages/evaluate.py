@@ -43,10 +43,12 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if models.is_incumbent:
         pointer = models.pointer
         judged = known and (known.candidate.digest, verdict_key(known.cycle))
-        if earlier is None and known and pointer and (pointer.digest, pointer.verdict) == judged:
+        asked = models.against_production or (known is not None and known.inputs == inputs)
+        if earlier is None and known and pointer and asked and (pointer.digest, pointer.verdict) == judged:
             # In production because of this report: killed just before the result.
             return _finish(settings, ctx, models, known, pointer, started)
-        return _nothing_new(ctx, models, inputs, earlier, started)
+        if models.against_production:
+            return _nothing_new(ctx, models, inputs, earlier, started)
     report = known if known is not None and known.inputs == inputs else None
     if report is None:
         report = run_evaluation(settings, ctx, models, sets, inputs)
@@ -66,7 +68,7 @@ def _report_uri(ctx: StageContext) -> str:
 def _nothing_new(
     ctx: StageContext, models: Models, inputs: dict[str, str], earlier: StageResult | None, started: datetime
 ) -> StageResult:
-    """The candidate is in production: there is nothing to judge."""
+    """The candidate is in production, and would be held against itself: there is nothing to judge."""
     ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
     figures: dict[str, Figure] = {"promoted": False, "nothing_new": True}
     result = ctx.finish(NAME, started, inputs=inputs, outputs={"checkpoint": models.candidate.prefix}, figures=figures)

@@ -168,6 +168,30 @@ def test_what_is_in_production_already_is_nothing_new(promoted: Case) -> None:
     assert len(promoted.history) == 1
 
 
+def test_what_is_in_production_is_judged_against_another(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name or with none, it is a question of its own; killed after a promotion by it, it is told."""
+    worse = promoted.made("worse", noisy(1.0))
+    told = promoted.run(f"--evaluate.incumbent={worse}")
+    report = promoted.report()
+    assert "it was not held against production" in told
+    assert report.incumbent is not None and report.incumbent.checkpoint.endswith(worse)
+    assert "it was not held against production" in promoted.run("--evaluate.incumbent=none")
+    assert promoted.report().incumbent is None and len(promoted.history) == 1
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    promoted.run(stage="prepare", cycle="c2")
+    flags = (f"--evaluate.candidate={worse}", "--evaluate.incumbent=none", "--evaluate.force-reason=a rehearsal")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "store_result", killed)
+        promoted.run(*flags, cycle="c2", code=143)
+    assert promoted.result("c2") is None and promoted.history[-1] == ("forced", worse)
+    assert "promoted by force, generation 2" in promoted.run(*flags, cycle="c2")
+    result = promoted.result("c2")
+    assert result is not None and result.figures["promoted"] is True and len(promoted.history) == 2
+
+
 def test_production_that_moves_meanwhile_is_judged_against_next_time(
     promoted: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
