@@ -9,7 +9,7 @@ from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
 from pipeline.registry.promote import promote, record_refusal
-from pipeline.registry.records import Author, Pointer, store_verdict, verdict_key, who
+from pipeline.registry.records import Author, Pointer, changes_of, read_history, store_verdict, verdict_key, who
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName
@@ -29,7 +29,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     inputs = models.inputs(settings, ctx, sets)
     earlier = ctx.earlier(NAME)
     if earlier is not None:
-        promoted = bool(earlier.figures.get("promoted"))
+        # Perhaps under another model_name, which is no part of the inputs.
+        promoted = bool(earlier.figures.get("promoted")) and _was_promoted(settings, ctx, models)
         # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
         loose = {"code_version"} | ({"incumbent"} if promoted else set())
         before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
@@ -59,6 +60,12 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     for line in table_lines(report):
         ctx.console.info(line)
     return _conclude(settings, ctx, models, report, started)
+
+
+def _was_promoted(settings: Settings, ctx: StageContext, models: Models) -> bool:
+    """The candidate is in production of this model, or has been."""
+    changes = changes_of(read_history(ctx.workspace, settings.model_name))
+    return any(entry.digest == models.candidate.digest for entry in changes)
 
 
 def _report_uri(ctx: StageContext) -> str:

@@ -22,7 +22,7 @@ from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Decision
+from pipeline.registry.records import Author, Decision, read_history
 from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 
@@ -247,6 +247,20 @@ def test_judged_first_and_promoted_later(case: Case) -> None:
     assert "done already; passed, and not promoted" in case.run("--no-evaluate.promote")
     assert "generation 1" in case.run()
     assert case.history == [("promoted", case.trained())]
+
+
+def test_promoted_under_one_name_it_is_not_under_another(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "--model-name=other"
+    assert "done already; passed, and not promoted" in promoted.run(other, "--no-evaluate.promote")
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
+        told = promoted.run(other)
+    assert "promoted, generation 1" in told and "done already" not in told
+    assert [(entry.action, entry.checkpoint) for entry in read_history(promoted.storage, "other")] == [
+        ("promoted", promoted.trained())
+    ]
+    assert "done already; promoted" in promoted.run(other) and "done already; promoted" in promoted.run()
+    assert len(promoted.history) == 1
 
 
 def test_killed_after_the_verdict_it_goes_on_from_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
