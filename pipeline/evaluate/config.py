@@ -64,9 +64,9 @@ class MetricName:
     @classmethod
     def parse(cls, text: str) -> "MetricName":
         """Take a name apart. Raises ValueError for one that no metric has."""
-        word, at, rank = text.partition("@")
-        word, colon, label = (word, "", "") if at else text.partition(":")
-        kind = KINDS.get(word)
+        head, colon, label = text.partition(":")  # a label may have an @
+        word, at, rank = head.partition("@")
+        kind = None if at and colon else KINDS.get(word)
         bare = not at and not colon
         if kind and bare and (not kind.needs or word in _BARE_TOO):
             return cls(text, word)

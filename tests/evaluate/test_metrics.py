@@ -148,6 +148,16 @@ def test_names_are_understood(name: str) -> None:
     assert MetricName.parse(name).text == name
 
 
+def test_a_label_may_hold_any_sign() -> None:
+    labels = ("other", "match@top:1")
+    rows = replace(holdout([1, 1], [1, 0], [[0.1, 0.9], [0.8, 0.2]]), labels=labels)
+    assert MetricName.parse("f1:match@top:1").label == "match@top:1"
+    for name in ("ndcg@3:x", "f1@3:x"):
+        with pytest.raises(ValueError, match="no metric is called"):
+            MetricName.parse(name)
+    assert metric_report(rows, MetricsConfig()).values["f1:match@top:1"] == 1.0
+
+
 @pytest.mark.parametrize(
     "name", ["", "ndcg", "ndcg@", "ndcg@0", "ndcg@-1", "ndcg@1.5", "ndcg@\u0661", "mrr@3", "accuracy:x", "f1:", "auc"]
 )
