@@ -96,6 +96,7 @@ class MetricsConfig(BaseModel):
     precision_at: tuple[Cutoff, ...] = Field((1,), description="Ranks k of precision@k over the rows of a query")
     retrieval_at: tuple[Cutoff, ...] = Field(
         (1, 10, 100),
+        min_length=1,
         description="Ranks k of recall, nDCG and success in retrieval against the whole catalogue, beside those that"
         " the gate names",
     )

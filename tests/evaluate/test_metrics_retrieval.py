@@ -6,6 +6,7 @@ import pytest
 import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
@@ -118,3 +119,8 @@ def test_lists_that_make_no_sense_are_refused(
     judged = Judgements(ints([1]), ints([2]), np.array([gain]))
     with pytest.raises(DataError, match=message):
         retrieval_report(ints(query), ints(ranked), judged, CONFIG)
+
+
+def test_there_is_a_rank() -> None:
+    with pytest.raises(ValidationError, match="retrieval_at"):
+        MetricsConfig(retrieval_at=())
