@@ -175,9 +175,15 @@ def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"], max_share: 
     return f"{leak.text()}: figures on them are better than they would be on new queries" if leak.share else ""
 
 
-PARTITION, QUERY_TOKENS = "partition", "query_tokens"
+PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"
+"""Slice columns of our own."""
 SPECIAL_TOKENS = 2
 _BLOCK_ROWS = 65_536
+
+
+def own_column(name: str, columns: Collection[str]) -> str:
+    """A name of our own that is none of the `columns` of the data."""
+    return f"trnpipe.{name}" if name in columns else name
 
 
 @dataclass(frozen=True)
@@ -231,13 +237,14 @@ class Holdout:
     def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
         columns: dict[str, SliceColumn] = {}
+        of_data = self.sets[0].info.slice_columns
         names = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
-        for place, column in enumerate(self.sets[0].info.slice_columns):
+        for place, column in enumerate(of_data):
             columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], names[column]), names[column])
         partitions = tuple(token_set.info.partition for token_set in self.sets)
-        columns.setdefault(PARTITION, SliceColumn(arrays["partition"], partitions))
+        columns[own_column(PARTITION, of_data)] = SliceColumn(arrays["partition"], partitions)
         if query_tokens:
-            columns.setdefault(QUERY_TOKENS, length_column(arrays["query_tokens"], query_tokens))
+            columns[own_column(QUERY_TOKENS, of_data)] = length_column(arrays["query_tokens"], query_tokens)
         return columns
 
 
@@ -282,10 +289,11 @@ def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) ->
 def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
     """Partitions become two slices, new and old to the incumbent; a column with one value for all rows goes."""
     columns = dict(rows.slices)
-    partition = columns.pop(PARTITION, None)
+    own = own_column(PARTITION, columns)
+    partition = columns.pop(own if own in columns else PARTITION, None)
     if partition is not None:
         is_new = np.array([name in new_partitions for name in partition.names], dtype=np.bool_)
         # -1, no partition, reads the last entry: it is neither.
         codes = np.append(np.where(is_new, 0, 1), -1)[partition.codes]
-        columns.setdefault("age", SliceColumn(codes.astype(np.int64), ("new", "old")))
+        columns[own_column(AGE, columns)] = SliceColumn(codes.astype(np.int64), ("new", "old"))
     return replace(rows, slices={name: column for name, column in columns.items() if len(np.unique(column.codes)) > 1})

@@ -14,7 +14,7 @@ from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
-from pipeline.evaluate.holdout import Holdout
+from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Vectors, open_catalogue, row_limit
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
@@ -281,6 +281,7 @@ class ModelScorer:
         """Named by all that decides the scores, so that another attempt finds those of the same question only."""
         config, chunks = self.settings.evaluate, self.settings.embed.chunks
         limit = row_limit(self.settings.embed, checkpoint.state) if vector_rows else 0
+        renamed = sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns))
         decides = fingerprint(
             {
                 "holdout": holdout.name,
@@ -289,6 +290,7 @@ class ModelScorer:
                 "precision": self.settings.train.precision,
                 "device": self.backend.device_name(),
                 **({"row_tokens": limit} if limit else {}),
+                **({"renamed": renamed} if renamed else {}),
             }
         )
         return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"

@@ -1,5 +1,6 @@
 """Slices and samples of a holdout, and which slices are judged."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,27 @@ def test_slices_of_all_partitions(holdout: Holdout) -> None:
     assert (found["partition"].names, found["partition"].codes.tolist()) == (("d1", "d2"), [0, 0, 1, 1])
     assert (found["query_tokens"].names, found["query_tokens"].codes.tolist()) == (("1-4", "5", "6+"), [0, 0, 1, 2])
     assert "query_tokens" not in holdout.slices(arrays, ())
+
+
+def test_columns_of_the_data_keep_their_names_beside_ours(holdout: Holdout) -> None:
+    info = token_set_info("d1").model_copy(
+        update={"slices": tuple(SliceInfo(column=name, names=("b", "c")) for name in ("partition", "query_tokens"))}
+    )
+    both = tuple(TokenSet(f"tokens/{day}", info.model_copy(update={"partition": day})) for day in ("d1", "d2"))
+    arrays = {
+        "slice": np.array([[hash63("b"), hash63("c")], [hash63("c"), hash63("c")], [hash63("b"), hash63("b")]]),
+        "partition": np.array([0, 0, 1]),
+        "query_tokens": np.array([3, 6, 40], dtype=np.int32),
+    }
+    found = replace(holdout, sets=both).slices(arrays, (4, 5))
+    assert (found["partition"].names, found["query_tokens"].names) == (("b", "c"), ("b", "c"))
+    assert found["trnpipe.partition"].codes.tolist() == [0, 0, 1]
+    assert found["trnpipe.query_tokens"].names == ("1-4", "5", "6+")
+    age = SliceColumn(np.array([0, 1, 1]), ("16-25", "26+"))
+    judged = judged_slices(rows_with(age=age, **found), {"d2"}).slices
+    assert set(judged) == {"age", "trnpipe.age", "partition", "query_tokens", "trnpipe.query_tokens"}
+    assert judged["age"] is age and judged["partition"] is found["partition"]
+    assert judged["trnpipe.age"].codes.tolist() == [1, 1, 0]
 
 
 def test_lengths() -> None:
