@@ -332,7 +332,9 @@ class EvaluateConfig(BaseModel):
     )
     split: Literal["test", "valid"] = Field("test", description="Split of the holdout")
     partitions: Literal["all", "new"] = Field(
-        "all", description="Partitions of the holdout: all, or those the incumbent was not trained on (all if too few)"
+        "all",
+        description="Partitions of the holdout: all, or those the incumbent was not trained on (all if these hold no"
+        " row of the split)",
     )
     max_rows: int = Field(0, ge=0, description="Most rows scored, whole queries chosen by a hash of their id; 0: all")
     query_tokens: tuple[int, ...] = Field(
