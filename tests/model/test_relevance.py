@@ -150,22 +150,36 @@ def test_a_query_with_several_products_scores_as_each_pair_alone(mode: str) -> N
     assert together.query.shape == (2, 16)
 
 
+def rows_of() -> GroupInputs:
+    """Two queries with three products each, a query and its products in one row."""
+    products = [[[8, 9], [10, 11], [12]], [[14, 15, 16], [17], [18, 19]]]
+    tokens, positions, segments = in_rows([[3, 4, 5], [6, 7]], products, 14)
+    _, _, numeric, categorical = inputs_of(4, 4, 6)
+    return GroupInputs(tokens, positions, segments, numeric, categorical)
+
+
 @pytest.mark.parametrize("mode", ["both", "match"])
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(share: float, mode: str) -> None:
-    model, inputs = model_of(mode), inputs_of(6, 9)
+@pytest.mark.parametrize("inputs", [inputs_of(6, 9), inputs_of(6, 6), rows_of()], ids=["apart", "pairs", "rows"])
+def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(
+    inputs: RelevanceInputs | GroupInputs, share: float, mode: str
+) -> None:
+    """What stands behind the encoder learns the same, the weights of the token match with it."""
+    model = model_of(mode)
     whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
     assert torch.equal(whole, less)
     assert isinstance(model.encoder, BertEncoder)
-    head, encoder = model.head.weight, model.encoder.word_embeddings.weight
-    expected = torch.autograd.grad(whole.square().sum(), (head, encoder))
+    encoder = model.encoder.word_embeddings.weight
+    behind = {name: one for name, one in model.named_parameters() if not name.startswith("encoder.")}
+    assert any("match" in name for name in behind) == (mode == "match")
+    expected = torch.autograd.grad(whole.square().sum(), (encoder, *behind.values()))
+    found = torch.autograd.grad(less.square().sum(), (encoder, *behind.values()), allow_unused=share == 0.0)
     if share == 0.0:
-        found = torch.autograd.grad(less.square().sum(), (head, encoder), allow_unused=True)
-        assert found[1] is None
+        assert found[0] is None
     else:
-        found = torch.autograd.grad(less.square().sum(), (head, encoder))
-        torch.testing.assert_close(found[1], expected[1] * share, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[0], expected[0] * share, rtol=1e-5, atol=1e-7)
+    for name, one, other in zip(behind, found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_tokens_are_matched_as_written_out() -> None:
