@@ -21,6 +21,7 @@ ENCODER_FIELDS = (
     frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _OF_MODERNBERT | _OF_FACTORY
 )
 """What decides the encoder, beside its sizes."""
+MOST_POSITIONS = 8192
 LOWEST_TEMPERATURE = 0.01
 """Of a temperature that is learnt."""
 
@@ -71,7 +72,9 @@ class ModelConfig(BaseModel):
     num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
     num_heads: int | None = Field(None, ge=1, description="Attention heads (default: preset)")
     intermediate_size: int | None = Field(None, ge=8, description="Encoder feed-forward width (default: preset)")
-    max_positions: int = Field(512, ge=8, le=8192, description="Position embeddings; the longest bucket must fit")
+    max_positions: int = Field(
+        512, ge=8, le=MOST_POSITIONS, description="Position embeddings; the longest bucket must fit"
+    )
     layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
     pooling: Pooling = Field("mean", description="Text embedding from token states: their mean, the first or the last")

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.core.errors import ConfigError
-from pipeline.model.config import EncoderSize, InputSpec, ModelConfig
+from pipeline.model.config import MOST_POSITIONS, EncoderSize, InputSpec, ModelConfig
 from pipeline.model.families import FAMILIES
 
 CONFIG = "config.json"
@@ -55,7 +55,21 @@ class EncoderJson(Foreign):
     num_hidden_layers: int = Field(ge=1, le=256)
     num_attention_heads: int = Field(ge=1, le=256)
     intermediate_size: int = Field(ge=8, le=65_536)
-    max_position_embeddings: int = Field(ge=8, le=8192)
+    max_position_embeddings: int
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> Self:
+        if not 8 <= self.positions <= MOST_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings {self.max_position_embeddings} are {self.positions} positions in this family:"
+                f" expected 8 to {MOST_POSITIONS}"
+            )
+        return self
+
+    @property
+    def positions(self) -> int:
+        """Without the rows before that of a text's first token."""
+        return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
 
     @property
     def size(self) -> EncoderSize:
@@ -68,9 +82,7 @@ class EncoderJson(Foreign):
 
     def fields(self) -> dict[str, Any]:
         """The model settings that say the same, sizes apart."""
-        family = FAMILIES[self.model_type]
-        positions = self.max_position_embeddings - family.offset(self.pad_token_id)
-        return {"architecture": family.architecture, "max_positions": positions}
+        return {"architecture": FAMILIES[self.model_type].architecture, "max_positions": self.positions}
 
     def check(self, config: ModelConfig, *, source: str) -> None:
         """Raises ConfigError where settings would compute something else from these weights, with what to set."""
