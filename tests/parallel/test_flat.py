@@ -116,6 +116,23 @@ def test_layers_apart_change_the_chunks_and_not_the_order() -> None:
     assert kinds == [(decayed, layer) for decayed in (True, False) for layer in (0, 1, 2, 3, None)]
 
 
+def test_the_norm_behind_a_modernbert_is_of_its_last_layer_and_lies_where_checkpoints_have_it() -> None:
+    module = build_model(CONFIG.model_copy(update={"num_layers": 3, "architecture": "modernbert"}), SPEC, 1)
+    for chunk_mib in (WHOLE_MIB, SMALL_MIB):
+        chunks = [one for one in FlatLayout.of(module, chunk_mib, by_layer=True).chunks if one.encoder]
+        assert {name: chunk.layer for chunk in chunks for name in chunk.names} == {
+            name: 3 if "final_norm" in name else int(name.split(".")[2]) + 1 if ".layers." in name else 0
+            for name, _ in module.named_parameters()
+            if name.startswith("encoder.")
+        }
+        plain = [name for chunk in chunks if not chunk.decayed for name in chunk.names]
+        assert plain[:3] == [
+            f"encoder.{name}.weight" for name in ("embedding_norm", "final_norm", "layers.0.feed_forward_norm")
+        ]
+    mixed = FlatLayout.of(module, WHOLE_MIB).chunks
+    assert len(mixed) == 4 and mixed[2].names[-1] == "encoder.final_norm.weight"
+
+
 @EITHER
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_learnt_temperature_leaves_the_other_chunks_as_they_are(chunk_mib: float, by_layer: bool) -> None:

@@ -392,6 +392,17 @@ def test_a_layer_moves_at_its_own_rate(rows: TokenRows) -> None:
     assert moved["head.weight"] == pytest.approx(0.01, rel=1e-2)
 
 
+def test_the_norm_behind_the_last_layer_of_a_modernbert_moves_as_that_layer(rows: TokenRows) -> None:
+    program = make_program(CpuBackend(), DECAYING, MODEL.model_copy(update={"architecture": "modernbert"}))
+    before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
+    train(program, batches_of(rows, 1), rate=0.01)
+    after = program.snapshot()[0]
+    last = MODEL.encoder.num_layers - 1
+    for name in ("final_norm.weight", f"layers.{last}.output.weight"):
+        moved = float((after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().max())
+        assert moved == pytest.approx(0.01, rel=1e-2), name
+
+
 def test_layers_apart_have_the_state_of_one_vector_and_the_same_bits_in_any_chunks(rows: TokenRows) -> None:
     steps = batches_of(rows, 3)
     model = MODEL.model_copy(update={"num_layers": 2})

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ ALIGNED = 16  # elements; see _segments
 KINDS = {"decayed": True, "plain": False}
 """The two vectors of a checkpoint that hold what there is one of for each parameter."""
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
-_ENCODER, _LAYERS = "encoder.", "encoder.layers."
+_ENCODER, _LAYERS, _FINAL = "encoder.", "encoder.layers.", "encoder.final_norm."
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Chunk:
     segments: tuple[int, ...]
     """Elements of each run of parameters that sums are taken over, whatever the chunk."""
     layer: int | None = None
-    """Of the encoder, from 1; 0: what stands before its layers; None: a chunk may have parameters of all of them."""
+    """Of the encoder, from 1; 0: what stands before its layers, the last: with what stands behind it; None: a chunk may
+    have parameters of all of them."""
 
     @property
     def size(self) -> int:
@@ -67,7 +68,8 @@ class FlatLayout:
         """A module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
 
         `by_layer`: no chunk has parameters of two layers of the encoder. The order of parameters is the same, as a
-        module names them layer by layer. Tied parameters are not supported.
+        module names them layer by layer; but the norm behind the last layer of a ModernBERT, which is of that layer,
+        lies behind the norm of its embeddings, where checkpoints have it. Tied parameters are not supported.
         """
         every = {name: parameter.shape for name, parameter in module.named_parameters()}
         named = [(name, shape) for name, shape in every.items() if name != LOG_SCALE]
@@ -75,12 +77,15 @@ class FlatLayout:
         total = sum(shape.numel() for _, shape in named)
         chunks: list[Chunk] = []
         parts = sorted({_part(name, by_layer) for name, _ in named}, key=lambda part: (not part[0], part[1] or 0))
-        for decayed, (encoder, layer) in product((True, False), parts):
-            group = [p for p in named if (len(p[1]) > 1, _part(p[0], by_layer)) == (decayed, (encoder, layer))]
-            for run in _runs(_segments(group, min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
-                parameters = [parameter for segment in run for parameter in segment]
-                names, shapes = zip(*parameters, strict=True)
-                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run)), layer))
+        last = max((layer or 0 for _, layer in parts), default=0)
+        for decayed, (encoder, place) in product((True, False), parts):
+            group = [p for p in named if (len(p[1]) > 1, _part(p[0], by_layer)) == (decayed, (encoder, place))]
+            for is_final, alike in groupby(group, key=lambda p: by_layer and p[0].startswith(_FINAL)):
+                layer = last if is_final else place
+                for run in _runs(_segments(list(alike), min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
+                    parameters = [parameter for segment in run for parameter in segment]
+                    names, shapes = zip(*parameters, strict=True)
+                    chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run)), layer))
         if LOG_SCALE in every:
             chunks.append(Chunk(False, False, (LOG_SCALE,), (every[LOG_SCALE],), (every[LOG_SCALE].numel(),)))
         return FlatLayout(tuple(chunks))
@@ -120,7 +125,7 @@ Parameter = tuple[str, torch.Size]
 
 
 def _part(name: str, by_layer: bool) -> tuple[bool, int | None]:
-    """Of a parameter's name: whether it is the encoder's, and of which of its layers where that is asked."""
+    """Of a parameter's name: whether it is the encoder's, and by which of its layers it lies where that is asked."""
     if not name.startswith(_ENCODER):
         return False, None
     if not by_layer:
