@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,8 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         ("--data.filter", "locale", ["data.filter = 'locale'", "valid dictionary", "expected: key=value"]),
         ("--data.buckets", "16x", ["bucket '16x'", "data.buckets from flag --data.buckets"]),
         ("--storage.first-wait-s", "30", ["larger than max_wait_s", "flag --storage.first-wait-s"]),
+        ("--train.deadline", "20260801", ["train.deadline = '20260801'", "such as 2026-08-01T18:00Z"]),
+        ("--train.deadline", "+1e9", ["train.deadline = '+1e9'", "such as 2026-08-01T18:00Z"]),
         ("--train", "3", ["is a section", "max_steps"]),
         ("--train.max-steps", None, ["has no value"]),
         ("--cycle", "../up", ["cycle = '../up'"]),
@@ -230,6 +233,18 @@ def test_bad_values_are_refused_with_value_and_source(flag: str, text: str | Non
         with_flags((flag, text))
     assert caught.value.exit_code == 78
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:
+    expected = datetime(2026, 8, 1, 18, tzinfo=UTC)
+    for text in ("2026-08-01T18:00:00Z", "2026-08-01T20:00:00+02:00", '"2026-08-01T18:00Z"'):
+        path = toml(tmp_path, f"[train]\ndeadline = {text}")
+        assert resolve([path], {}, []).settings.train.deadline == expected
+    without_zone = toml(tmp_path, "[train]\ndeadline = 2026-08-01T18:00:00")
+    assert resolve([without_zone], {}, []).settings.train.deadline == expected.replace(tzinfo=None)
+    assert with_flags(("--train.deadline", "2026-08-01")).train.deadline == datetime(2026, 8, 1)
+    with pytest.raises(ConfigError, match=r"train\.deadline = 20260801 .*a number is no time"):
+        resolve([toml(tmp_path, "[train]\ndeadline = 20260801")], {}, [])
 
 
 def test_all_bad_values_are_reported_at_once(tmp_path: Path) -> None:

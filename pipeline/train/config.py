@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.core.batching import Bucket, RankShare, row_lengths
 from pipeline.core.errors import ConfigError
@@ -156,6 +156,16 @@ class TrainConfig(BaseModel):
     loss: LossConfig = LossConfig()
     guard: GuardConfig = GuardConfig()
     parallel: TrainPlan = TrainPlan()
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _deadline_is_no_number(cls, value: Any) -> Any:
+        """pydantic takes one for seconds since 1970, and so 20260801 for a day of that year."""
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            return value
+        raise ValueError("a number is no time: expected a date and a time, such as 2026-08-01T18:00Z")
 
     @model_validator(mode="after")
     def _plan_is_of_this_run(self) -> Self:
