@@ -223,6 +223,14 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         ("--storage.first-wait-s", "30", ["larger than max_wait_s", "flag --storage.first-wait-s"]),
         ("--train.deadline", "20260801", ["train.deadline = '20260801'", "such as 2026-08-01T18:00Z"]),
         ("--train.deadline", "+1e9", ["train.deadline = '+1e9'", "such as 2026-08-01T18:00Z"]),
+        ("--train.seed", str(2**63), ["train.seed", "less than 9223372036854775808"]),
+        ("--model.mlp-sizes", "64,-1", ["model.mlp_sizes[1] = '-1'", "greater than or equal to 1"]),
+        ("--model.feature-sizes", "0", ["model.feature_sizes[0] = '0'", "greater than or equal to 1"]),
+        (
+            "--model.num-heads",
+            "5",
+            ["model.hidden_size 128 with model.num_heads 5", "model.num_heads from flag", "--model.hidden-size 130"],
+        ),
         ("--train", "3", ["is a section", "max_steps"]),
         ("--train.max-steps", None, ["has no value"]),
         ("--cycle", "../up", ["cycle = '../up'"]),
@@ -233,6 +241,14 @@ def test_bad_values_are_refused_with_value_and_source(flag: str, text: str | Non
         with_flags((flag, text))
     assert caught.value.exit_code == 78
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_heads_of_a_modernbert_are_of_even_width() -> None:
+    sizes = [("--model.hidden-size", "36"), ("--model.num-heads", "4")]
+    assert with_flags(*sizes).model.encoder.hidden_size == 36
+    with pytest.raises(ConfigError, match=r"hidden_size 36 with model\.num_heads 4") as caught:
+        with_flags(*sizes, ("--model.architecture", "modernbert"))
+    assert caught.value.next_command.startswith("--model.hidden-size 40,")
 
 
 def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:

@@ -32,11 +32,9 @@ def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: A
         **changes,
     }
     try:
-        config = ModelConfig.model_validate(fields)
-        config.encoder  # noqa: B018 - the heads must divide the width
+        return ModelConfig.model_validate(fields)
     except (ValidationError, ConfigError) as error:
         raise ConfigError(f"{source}: {first_line(error)}", expected="the sizes of an encoder") from error
-    return config
 
 
 # What a sentence-transformers folder adds to a Hugging Face one: its modules, the pooling, the longest text.

@@ -100,8 +100,8 @@ class ModelConfig(BaseModel):
         description="The relevance head also sees how well the tokens of both texts find each other (late interaction);"
         " embeddings are as without",
     )
-    mlp_sizes: tuple[int, ...] = Field((256, 128), description="Widths of the implicit MLP")
-    feature_sizes: tuple[int, ...] = Field(
+    mlp_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((256, 128), description="Widths of the implicit MLP")
+    feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (64, 64), description="Widths of the MLP over numeric and categorical features"
     )
     categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
@@ -124,6 +124,12 @@ class ModelConfig(BaseModel):
         if self.architecture != "bert" or self.dropout:
             name = "dropout" if self.dropout else "architecture"
             raise ValueError(f"{name} with a factory: expected it among factory_options, which its function reads")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        """Raises ConfigError as `encoder`, before anything is prepared for it."""
+        self.encoder  # noqa: B018 - the heads must divide the width
         return self
 
     def used_fields(self) -> dict[str, Any]:
@@ -151,7 +157,11 @@ class ModelConfig(BaseModel):
 
     @property
     def encoder(self) -> EncoderSize:
-        """The preset with single fields set over it. Raises ConfigError when the heads do not divide the width."""
+        """The preset with single fields set over it.
+
+        Raises ConfigError when the heads do not divide the width; of modernbert into even ones, whose halves are turned
+        against each other.
+        """
         base = PRESETS[self.preset]
         size = EncoderSize(
             hidden_size=self.hidden_size or base.hidden_size,
@@ -159,10 +169,12 @@ class ModelConfig(BaseModel):
             num_heads=self.num_heads or base.num_heads,
             intermediate_size=self.intermediate_size or base.intermediate_size,
         )
-        if self.factory is None and size.hidden_size % size.num_heads:
+        unit = size.num_heads * (2 if self.architecture == "modernbert" else 1)
+        if self.factory is None and size.hidden_size % unit:
             raise ConfigError(
                 f"model.hidden_size {size.hidden_size} with model.num_heads {size.num_heads}",
-                expected="a width that the heads divide",
+                expected="a width that the heads divide" + (", each into an even one" if unit > size.num_heads else ""),
+                next_command=f"--model.hidden-size {-(-size.hidden_size // unit) * unit}, or another --model.num-heads",
             )
         return size
 

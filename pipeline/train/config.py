@@ -125,7 +125,7 @@ class TrainConfig(BaseModel):
         gt=0,
         description="Most MiB (fp32) of parameters in one vector: of one update, and one reduction over ranks",
     )
-    seed: int = Field(1, ge=0, description="Seed of initial weights, order and dropout")
+    seed: int = Field(1, ge=0, lt=2**63, description="Seed of initial weights, order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
     evaluate_rows: int = Field(
         5000, ge=1, description="Most holdout rows used during training (the final one uses all)"
