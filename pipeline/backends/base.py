@@ -115,7 +115,7 @@ class Backend(Protocol):
         """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
 
     def seed(self, seed: int) -> None:
-        """Seed the device's random numbers (dropout)."""
+        """Seed the random numbers of the device (dropout), and of the host, where a factory's module may draw."""
 
     def compile_count(self) -> int:
         """Graphs compiled so far by this process (0 on eager devices)."""

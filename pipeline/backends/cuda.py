@@ -94,7 +94,7 @@ class CudaBackend(Accelerator):
         return torch.autocast("cuda", dtype=dtype)
 
     def seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed)
+        torch.manual_seed(seed)  # of the host and of GPUs
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))

@@ -118,6 +118,7 @@ class NeuronBackend(Accelerator):
         return torch.autocast("neuron", dtype=dtype)
 
     def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
         torch.neuron.manual_seed(seed)  # type: ignore[attr-defined]
 
     def compile_count(self) -> int:

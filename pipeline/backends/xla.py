@@ -177,6 +177,7 @@ class XlaBackend:
         return torch.autocast("xla", dtype=dtype)
 
     def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
         self._xm.set_rng_state(seed, device=str(self.device))
 
     def compile_count(self) -> int:

@@ -1,10 +1,15 @@
 """What is known of a device before it is open, and what kinds of device answer."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from pipeline.backends import Backend, is_lazy_host, lazy_device_name, may_use_neuron, on_neuron, open_host
 from pipeline.backends.cpu import CpuBackend
 from pipeline.backends.cuda import CudaBackend
+from pipeline.backends.neuron import NeuronBackend
 from pipeline.backends.xla import XlaBackend
 from pipeline.embed.config import EmbedConfig
 
@@ -42,3 +47,18 @@ def test_the_tokens_of_a_batch_are_those_the_settings_tell() -> None:
     told = EmbedConfig.model_fields["tokens_per_batch"].description or ""
     kinds = (CpuBackend, XlaBackend, CudaBackend)
     assert told.endswith("0: " + ", ".join(f"{kind.default_tokens} on {kind.name}" for kind in kinds))
+
+
+@pytest.mark.parametrize("kind", [CpuBackend, CudaBackend, NeuronBackend, XlaBackend])
+def test_a_seed_is_also_that_of_what_a_module_draws_on_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LayerDrop of transformers draws torch.rand([]) there; the device itself is not opened here."""
+    backend, seeds = object.__new__(kind), list[int]()
+    backend._xm, backend.device = SimpleNamespace(set_rng_state=lambda seed, device: seeds.append(seed)), "xla:0"
+    monkeypatch.setattr(torch, "neuron", SimpleNamespace(manual_seed=seeds.append), raising=False)
+    with torch.random.fork_rng(devices=[]):
+        drawn = []
+        for seed in (3, 4, 3):
+            backend.seed(seed)
+            drawn.append(float(torch.rand([])))
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert seeds == ([3, 4, 3] if kind in (NeuronBackend, XlaBackend) else [])
