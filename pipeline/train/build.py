@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,8 @@ from pipeline.train.optimizer import SKIPPED
 from pipeline.train.program import open_program
 from pipeline.train.step import TrainProgram
 
+_OF_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
+"""Metrics that a holdout has only where a row has a gain above 0."""
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""
 
@@ -163,6 +166,8 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
                 expected="a holdout that names the best checkpoint",
                 next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
             )
+        if train.metric in _OF_GAINS and not _has_gains(valid):
+            raise without_gains(train)
 
         folder = settings.model.init_from
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
@@ -258,6 +263,24 @@ def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRow
     cache = ctx.scratch / "tokens"
     new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
     return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
+
+
+def _has_gains(rows: TokenRows) -> bool:
+    return any(
+        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
+        for bucket, numbers in rows.blocks()
+    )
+
+
+def without_gains(train: TrainConfig) -> DataError:
+    """Of a holdout on which `train.metric` is no number."""
+    other = "--train.metric accuracy, or " if train.loss.trains_head else ""
+    return DataError(
+        f"the holdout has no {train.metric}: no query in it has a gain above 0",
+        expected="graded rows in the valid split",
+        next_command=f"{other}give data.columns.gain and trnpipe prepare again; with another --cycle NAME where this"
+        " one has checkpoints",
+    )
 
 
 def _state_at_start(settings: Settings, ctx: StageContext, inputs: RunInputs, max_steps: int) -> TrainState:

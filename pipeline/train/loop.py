@@ -381,6 +381,6 @@ class TrainLoop:
             raise NumericError(
                 f"{in_a_row} steps in a row had a loss or gradient that is not finite or far off",
                 expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
-                next_command="lower train.optimizer.learning_rate, or look at the data of these steps;"
-                " the last checkpoint is good",
+                next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
+                " checkpoints, or look at the data of these steps; the last checkpoint is good",
             )

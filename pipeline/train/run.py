@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pipeline.checkpoint.store import Best, prefix_of
-from pipeline.core.errors import CheckpointError, DataError, Preempted, TransientError
+from pipeline.core.errors import CheckpointError, Preempted, TransientError
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.telemetry.console import TensorBoardSink
 from pipeline.telemetry.events import EventName
-from pipeline.train.build import Run, holdout_rows
+from pipeline.train.build import Run, holdout_rows, without_gains
 from pipeline.train.inputs import warnings_of
 from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
 
@@ -129,11 +129,7 @@ class BestStep:
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
-            raise DataError(
-                f"the holdout has no {metric}: no query in it has a gain above 0",
-                expected="graded rows in the valid split",
-                next_command="--train.metric accuracy, or give data.columns.gain",
-            )
+            raise without_gains(train)
         is_best = self.best is None or value > self.best.value
         if is_best:
             self.best = Best(step=step, metric=metric, value=value)

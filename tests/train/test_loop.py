@@ -296,8 +296,9 @@ def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) 
     bench = Bench(rows, config=config, max_steps=50, cadence=Cadence(log=2, evaluate=0, save=4))
     weights = bench.weights()
     bench.program.strategy.masters[1].data[0] = float("nan")
-    with pytest.raises(NumericError, match="4 steps in a row"):
+    with pytest.raises(NumericError, match="4 steps in a row") as caught:
         bench.run()
+    assert "another --cycle NAME" in caught.value.next_command  # another rate is another run
     assert not bench.calls
     skipped = [fields for name, fields in bench.events if name == EventName.STEP_SKIPPED]
     assert [fields["total"] for fields in skipped] == [2, 4]

@@ -19,6 +19,7 @@ from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.sampler import NONE
+from pipeline.data.shards import TokenRows
 from pipeline.data.tokens import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
@@ -420,6 +421,30 @@ def test_no_holdout_at_all_fails_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no prepared partition has a row in the valid split"):
         cycle.run()
     assert not cycle.losses()
+
+
+@pytest.mark.parametrize("metric", ["ndcg", "retrieval_ndcg", "combined"])
+def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_gains(
+    tmp_path: Path, metric: str
+) -> None:
+    cycle = Cycle(tmp_path, CONFIG.model_copy(update={"metric": metric}))
+    cycle.partition(1, {"train": (20, 20), "valid": (6, 6)})
+    plain = TokenRows.read
+
+    def graded_zero(rows: TokenRows, *asked: Any) -> Any:
+        found = plain(rows, *asked)
+        is_valid = sum(rows.sizes) == 12
+        return {**found, "gain": found["gain"] * 0} if is_valid and "gain" in found else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenRows, "read", graded_zero)
+        with pytest.raises(DataError, match=f"the holdout has no {metric}") as caught:
+            cycle.run()
+        assert not cycle.losses()
+        assert "--train.metric accuracy" in caught.value.next_command
+        assert "another --cycle NAME" in caught.value.next_command
+        cycle.train = CONFIG
+        cycle.run()
 
 
 def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept(cycle: Cycle) -> None:
