@@ -349,7 +349,8 @@ def _typed(model: type[Settings], typed: Iterable[tuple[str, str | None, str]]) 
             raise ConfigError(f"{leaf.flag} has no value", expected=expected, next_command=_help(model))
         elif key:  # one entry, beside those that the same source set before
             earlier = leaf.decode(found[leaf.name].value) if leaf.name in found else {}
-            found[leaf.name] = Given(json.dumps({**earlier, key: text}), source)
+            if isinstance(earlier, dict):  # else it stays, to be refused
+                found[leaf.name] = Given(json.dumps({**earlier, key: text}), source)
         else:
             found[leaf.name] = Given(text, source)
     return found

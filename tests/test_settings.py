@@ -165,6 +165,16 @@ def test_a_mapping_replaces_that_of_an_earlier_source(tmp_path: Path) -> None:
     assert resolve([path], {}, [("--data.filter.b", "2")]).settings.data.filter == {"b": "2"}
 
 
+@pytest.mark.parametrize("text", ["foo", "[1]", "{"])
+def test_one_key_beside_what_is_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.filter = .* \(flag --data\.filter\): .* valid dictionary"):
+        with_flags(("--data.filter", text), ("--data.filter.b", "2"))
+    env = {"TRNPIPE_DATA__FILTER": text, "TRNPIPE_DATA__FILTER__b": "2"}
+    with pytest.raises(ConfigError, match=r"data\.filter = .* \(env TRNPIPE_DATA__FILTER\)"):
+        resolve([], env, [])
+    assert with_flags(("--data.filter", ""), ("--data.filter.b", "2")).data.filter == {"b": "2"}
+
+
 def test_null_unsets_an_optional_value_only(tmp_path: Path) -> None:
     path = toml(tmp_path, "[data]\npath = 'x'")
     assert resolve([path], {}, [("--data.path", "null")]).settings.data.path is None
