@@ -201,10 +201,11 @@ def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str
     """The folder for temporary files, made when missing. Another attempt finds it again, so downloads are reused.
 
     In a local workspace (so that publishing is a rename), else `$XDG_CACHE_HOME/trnpipe/<hash of the root>`, else the
-    same under ~/.cache. Setting `scratch` goes before all. Raises ConfigError when it cannot be made.
+    same under ~/.cache. Setting `scratch`, unless it is empty, goes before all. Raises ConfigError when it cannot be
+    made.
     """
     inside = workspace.local_path(".scratch")
-    if settings.scratch is not None:
+    if settings.scratch:
         folder = Path(settings.scratch).expanduser().absolute()
     elif inside is not None:
         folder = inside

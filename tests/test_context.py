@@ -16,7 +16,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
-from pipeline.settings import Settings, settings_hash
+from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.telemetry import console
 from pipeline.telemetry.events import EventName
 
@@ -109,6 +109,13 @@ def test_scratch_of_a_remote_workspace_is_found_again(tmp_path: Path) -> None:
     assert scratch_folder(Settings(), Elsewhere(), env) == first  # type: ignore[arg-type]
     named = scratch_folder(Settings(scratch=str(tmp_path / "mine")), Elsewhere(), env)  # type: ignore[arg-type]
     assert named == tmp_path / "mine"
+
+
+def test_an_empty_scratch_is_none(tmp_path: Path) -> None:
+    """An environment variable that is set to nothing; the folder one stands in is no scratch folder."""
+    settings = resolve([], {"TRNPIPE_SCRATCH": ""}, [("--workspace", str(tmp_path / "w"))]).settings
+    found = scratch_folder(settings, open_storage(settings.workspace), {})
+    assert found.is_relative_to(tmp_path / "w")
 
 
 def test_scratch_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
