@@ -261,6 +261,14 @@ def test_the_heads_of_a_modernbert_are_of_even_width() -> None:
     assert caught.value.next_command.startswith("--model.hidden-size 40,")
 
 
+def test_mined_negatives_without_a_loss_that_learns_of_them_are_refused() -> None:
+    flags = [("--train.mined-per-query", "2"), ("--train.loss.purpose", "ranking")]
+    with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive or a listwise loss"):
+        with_flags(*flags)
+    assert with_flags(flags[0]).train.mined_per_query == 2
+    assert with_flags(*flags, ("--train.loss.listwise-weight", "1")).train.loss.contrastive_weight == 0
+
+
 def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:
     expected = datetime(2026, 8, 1, 18, tzinfo=UTC)
     for text in ("2026-08-01T18:00:00Z", "2026-08-01T20:00:00+02:00", '"2026-08-01T18:00Z"'):

@@ -191,6 +191,11 @@ class TrainConfig(BaseModel):
     def _mined_are_negatives(self) -> Self:
         if self.mined_per_query and self.loss.positive_gain == 0:
             raise ValueError("mined_per_query with loss.positive_gain 0: a mined negative has gain 0, so no positive")
+        if self.mined_per_query and not (self.loss.contrastive_weight or self.loss.listwise_weight):
+            raise ValueError(
+                f"mined_per_query {self.mined_per_query} without a contrastive or a listwise loss: nothing is learnt of"
+                " them; expected mined_per_query 0, or loss.contrastive_weight above 0"
+            )
         return self
 
 
