@@ -153,7 +153,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
     size = len(encoded.dictionary) + 1
     rows = np.bincount(place, minlength=size)
     gain = numbers(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
-    known = np.isfinite(gain)
+    known = (gain >= 0) & (gain <= 1)  # a row with another gain will be bad
     gains = np.bincount(place[known], minlength=size)
     sums = np.bincount(place[known], weights=gain[known], minlength=size)
     for number, value in enumerate(encoded.dictionary.to_pylist()):

@@ -77,6 +77,16 @@ def test_an_order_that_nothing_tells_is_refused(workplace: Callable[[str], Any],
 
 
 @pytest.mark.stage
+def test_the_gain_of_a_bad_row_does_not_order_labels(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    config = rows(tmp_path, "irrelevant|exact", "0 1")
+    path = tmp_path / "a.csv"
+    path.write_text(path.read_text().replace('"irrelevant",0', '"irrelevant",100', 1))
+    result = workplace("one").prepare(config)
+    assert (result.labels, result.rows_bad) == (("irrelevant", "exact"), 1)
+    assert result.infos[0].label_gains == (0.0, 1.0)
+
+
+@pytest.mark.stage
 def test_the_flag_it_names_can_be_given(workplace: Callable[[str], Any], tmp_path: Path) -> None:
     config = rows(tmp_path, "no, thanks|sure")
     with pytest.raises(DataError) as caught:
