@@ -24,6 +24,8 @@ from pipeline.data.sources import InputFile, Source, reading
 from pipeline.data.survey import FileLabels, LabelCount, Survey, TextSample, fits, survey_file
 from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
 
+_VERSION = 2
+"""Of what a survey says: one of another version is not read. From 2 on without gains outside of 0 to 1."""
 _LEVELS = 64
 _DENSER = 2
 """Of the texts that may be held, a file keeps this many times its share of the input's bytes. Where a file is denser
@@ -103,6 +105,7 @@ class _FileSurvey(Record):
 
     there: bool
     labels: dict[str, tuple[int, int, float]]
+    without_gain: str
     stride: int
     levels: Levels
 
@@ -112,6 +115,7 @@ class _Labels(Record):
 
     there: bool
     labels: dict[str, tuple[int, int, float]]
+    without_gain: str
 
 
 @dataclass(frozen=True)
@@ -138,23 +142,24 @@ class SharedSurvey:
 
     def _survey(self, want_labels: bool, want_sample: bool) -> Survey:
         if not want_sample and (known := self._known()):
-            return Survey(_counts(known.labels), TextSample(self.config.tokenizer.train_rows), known.there)
+            sample = TextSample(self.config.tokenizer.train_rows)
+            return Survey(_counts(known.labels), sample, known.there, known.without_gain)
         folder = join_key(self._prefix, "texts" if want_sample else "labels")
         self._look(folder, want_labels, want_sample)
         labels, levels = FileLabels(), Levels()
         surveys = [self._read(folder, number)[0] for number in range(len(self._files))]
         for one in surveys:
-            labels.add(FileLabels(_counts(one.labels), one.there), self.config.columns.label)
+            labels.add(FileLabels(_counts(one.labels), one.there, one.without_gain), self.config.columns.label)
             levels = levels.plus(one.levels)
         if want_labels:
-            found = _Labels(there=labels.there, labels=_stored(labels))
+            found = _Labels(there=labels.there, labels=_stored(labels), without_gain=labels.without_gain)
             self.workspace.write_bytes(self._labels_key, found.model_dump_json().encode())
         sample = TextSample(self.config.tokenizer.train_rows)
         if want_sample:
             sample.stride = levels.stride(sample.limit)
             for number, one in enumerate(surveys):
                 sample.held += self._texts(folder, number, one, sample.stride)
-        return Survey(labels.counts, sample, labels.there)
+        return Survey(labels.counts, sample, labels.there, labels.without_gain)
 
     def delete(self) -> None:
         """What was kept of each file; the labels of all stay, for a worker that comes late."""
@@ -171,6 +176,7 @@ class SharedSurvey:
         config = self.config
         name = fingerprint(
             {
+                "version": _VERSION,
                 "content": [partition.content_id for partition in self.source.partitions],
                 "columns": config.columns.model_dump(),
                 "labels": list(config.labels),
@@ -261,7 +267,13 @@ def _quiet(batch: RawBatch) -> None:
 
 def _to_bytes(found: FileLabels, sample: _LevelledSample) -> bytes:
     levels = Levels(rows=tuple(sample.rows.tolist()), sizes_bytes=tuple(sample.sizes_bytes.tolist()))
-    record = _FileSurvey(there=found.there, labels=_stored(found), stride=sample.stride, levels=levels)
+    record = _FileSurvey(
+        there=found.there,
+        labels=_stored(found),
+        without_gain=found.without_gain,
+        stride=sample.stride,
+        levels=levels,
+    )
     texts = [pa.array(column, pa.large_binary()) for column in zip(*(row for _, row in sample.held), strict=True)]
     arrays = [pa.array([number for number, _ in sample.held], pa.int64()), *texts]
     schema = pa.schema(

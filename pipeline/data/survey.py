@@ -87,6 +87,7 @@ class Survey:
     labels: dict[str, LabelCount]
     sample: TextSample
     has_labels: bool
+    without_gain: str = ""
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
@@ -99,19 +100,24 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
             sample.seen = number
             found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
             labels.add(found, config.columns.label)
-    return Survey(labels.counts, sample, labels.there)
+    return Survey(labels.counts, sample, labels.there, labels.without_gain)
 
 
 @dataclass
 class FileLabels:
-    """The labels of a file, or of several; `there`: whether one has a column of them."""
+    """The labels of a file, or of several.
+
+    `there`: whether one has a column of them. `without_gain`: key of a file that has rows and no column of gains.
+    """
 
     counts: dict[str, LabelCount] = field(default_factory=dict)
     there: bool = False
+    without_gain: str = ""
 
     def add(self, other: "FileLabels", column: str) -> None:
         """Raises DataError for far too many labels."""
         self.there = self.there or other.there
+        self.without_gain = self.without_gain or other.without_gain
         for name, count in other.counts.items():
             mine = self.counts.setdefault(name, LabelCount())
             mine.rows += count.rows
@@ -142,6 +148,8 @@ def survey_file(
         if want_labels and "label" in batch.schema.names:
             found.there = True
             _count_labels(found.counts, batch, config.columns.label)
+            if batch.num_rows and "gain" not in batch.schema.names:
+                found.without_gain = file.key
         if sample is not None:
             sample.add(batch, max_bytes)
     return found
@@ -272,8 +280,8 @@ class LabelSet:
 def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> LabelSet:
     """Configured classes first, then those of the layout, then those in the data, by mean gain or as their names tell.
 
-    Configured classes without known gains are spaced evenly from 0 to 1. Raises DataError for an empty label column
-    and for labels whose order nothing tells.
+    Configured classes without known gains are spaced evenly from 0 to 1. Raises DataError for an empty label column,
+    for labels whose order nothing tells, and where gains tell it and a file has none.
     """
     known = source.fixed_labels
     if config.labels:
@@ -294,6 +302,12 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
     means = {name: round(count.gain_sum / max(1, count.gains), 6) for name, count in seen.labels.items()}
     gains = dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
     if len(set(gains.values())) > 1 or (len(gains) == 1 and sum(gains.values()) > 0):
+        if seen.without_gain:
+            raise DataError(
+                f"{seen.without_gain} has no column {config.columns.gain!r}, and others have one",
+                expected="a gain for the rows of every file, or of none",
+                next_command="add the column, or set --data.labels: rows without a gain then get that of their label",
+            )
         return LabelSet(gains, (0.0,) * len(gains))
     if known_labels := known_order(list(gains)):
         gains, vocabulary = known_labels

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.share import prepare_share
 from pipeline.data.survey import known_order
 from pipeline.stages.prepare import summary
 from tests.real_data import real_file
@@ -84,6 +85,41 @@ def test_the_gain_of_a_bad_row_does_not_order_labels(workplace: Callable[[str], 
     result = workplace("one").prepare(config)
     assert (result.labels, result.rows_bad) == (("irrelevant", "exact"), 1)
     assert result.infos[0].label_gains == (0.0, 1.0)
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gains_in_some_files_only_are_refused_unless_labels_say_them(
+    workplace: Callable[[str], Any], tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "in").mkdir()
+    rows(tmp_path / "in", "irrelevant|exact", "0 0.8")
+    lines = [f"q{n},t{n},exact\n" for n in range(10)]
+    (tmp_path / "in" / "b.csv").write_text("query,title,label\n" + "".join(lines))
+    (tmp_path / "in" / "c.csv").write_text("query,title,label\n")
+    config = DataConfig(
+        path=str(tmp_path / "in"), num_workers=1, workers=workers, tokenizer=TokenizerConfig(vocab_size=256)
+    )
+    place = workplace("one")
+
+    def prepare(config: DataConfig) -> Any:
+        if workers == 1:
+            return place.prepare(config)
+        scratch, stop = place.folder / "scratch", place.stop
+        parts = [
+            prepare_share(
+                config, place.storage, worker=n, workers=workers, scratch=scratch, events=place.emit, stop=stop
+            )
+            for n in range(workers)
+        ]
+        return parts[-1]
+
+    for _ in range(2):  # an array reads the labels of all files the second time
+        with pytest.raises(DataError, match=r"^b\.csv has no column 'gain', and others have one"):
+            prepare(config)
+    result = prepare(config.model_copy(update={"labels": ("irrelevant", "exact")}))
+    judged = result.infos[0].judged.values()
+    assert sum(split.label_gain_sums[1] for split in judged) == pytest.approx(21 * 0.8 + 10 * 1.0)
 
 
 @pytest.mark.stage
