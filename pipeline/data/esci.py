@@ -81,10 +81,13 @@ class ProductIndex:
         return titles, texts, found
 
 
-def open_products(storage: Storage, key: str, folder: Path, locale: str | None, limit: int) -> ProductIndex:
+def open_products(
+    storage: Storage, key: str, folder: Path, locale: str | None, limit: int, version: str | None = None
+) -> ProductIndex:
     """The index of a file of products, of one locale (None: all), with texts cut to `limit` bytes.
 
-    It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used.
+    It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used, nor
+    one of a file that is no longer of this `version`. Raises what read_file() raises.
     """
     if (folder / "index.npz").exists():
         return ProductIndex(folder)
@@ -102,7 +105,7 @@ def open_products(storage: Storage, key: str, folder: Path, locale: str | None, 
         (folder / "texts.bin").open("wb") as file,
         progress("indexing products", stat.size_bytes if stat else None, "bytes") as advance,
     ):
-        for batch in read_file(storage, key, "parquet", plan, 4096):
+        for batch in read_file(storage, key, "parquet", plan, 4096, version):
             storage.stop.raise_if_set(f"indexing {uri}")
             advance(batch.input_bytes)
             columns = batch.columns.to_pydict()

@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, shorten, to_fields
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, os_errors
 
 MALFORMED = "malformed row"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
@@ -78,18 +78,55 @@ class _Source:
     blank: int = 0
 
 
-def read_file(storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int) -> Iterator[RawBatch]:
+def version_of(storage: Storage, key: str) -> str:
+    """Changes when a file is written again; empty when it is gone. Of a local file by its inode, without reading it."""
+    path = storage.local_path(key)
+    if path is None:
+        stat = storage.stat(key)
+        return f"{stat.etag}-{stat.size_bytes}" if stat else ""
+    with os_errors("looking at", storage.uri(key)):
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+    return f"{found.st_size:x}-{found.st_mtime_ns:x}-{found.st_ino:x}"
+
+
+def read_file(
+    storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int, version: str | None = None
+) -> Iterator[RawBatch]:
     """The rows of one file, at most `num_rows` and about 8 MiB at a time, in file order.
 
-    Raises DataError when the file cannot be read at all or lacks a column.
+    `version`: as version_of() said before; nothing is given of another one. Raises DataError when the file cannot be
+    read at all or lacks a column, TransientError when it was changed.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
-    source, given = _Source(storage, key, planner, num_rows), 0
+    source, given, checked = _Source(storage, key, planner, num_rows), 0, False
+    is_local = storage.local_path(key) is not None
+
+    def check() -> None:
+        seen = version if version is None else version_of(storage, key)
+        if seen != version:
+            raise TransientError(
+                f"{storage.uri(key)} " + ("was changed while it was read" if seen else "is gone since it was listed"),
+                expected="files that stay as they are while they are read",
+                next_command="the same command again, once nothing writes there: it looks at the files anew",
+            )
+
     try:
         for batch in readers[format_name](source):
             given += len(batch.rows) + sum(row.count for row in batch.bad)
+            if is_local or not checked:  # on S3 all that follows is of the object that was opened
+                check()
+                checked = True
             yield batch
+        if is_local or not checked:
+            check()
+    except DataError:
+        check()
+        raise
     except (pa.ArrowException, csv.Error, zlib.error, OSError, EOFError) as error:
+        check()
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {error}",
             expected=f"a whole {format_name} file",

@@ -19,7 +19,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import esci, synthetic
 from pipeline.data.config import DataConfig
-from pipeline.data.readers import Planner, parquet_rows, read_file, suffix_format
+from pipeline.data.readers import Planner, parquet_rows, read_file, suffix_format, version_of
 from pipeline.data.rows import (
     BadRow,
     ColumnPlan,
@@ -42,12 +42,16 @@ _DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read; `key` is relative to the input's root. `content_id` changes when its content does."""
+    """A file to read; `key` is relative to the input's root. `content_id` changes when its content does.
+
+    `version` tells that without reading it, but only since it was listed.
+    """
 
     key: str
     format: str
     content_id: str
     size_bytes: int = 0
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,12 @@ class Files:
         size_bytes = sum(stat.size_bytes for stat, _ in self.found)
         with progress("looking for changes in the input", size_bytes, "bytes") as advance:
             for stat, name in self.found:
-                content = f"{stat.etag}-{stat.size_bytes}"
+                content = version = f"{stat.etag}-{stat.size_bytes}"
                 if storage.local_path(stat.key) is not None:
+                    version = version_of(storage, stat.key)
                     with storage.open_read(stat.key) as file:
                         content = record_of(file, storage.stop, advance).xxh3_128
-                inputs.append(InputFile(stat.key, name, content, stat.size_bytes))
+                inputs.append(InputFile(stat.key, name, content, stat.size_bytes, version))
         return tuple(inputs)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
@@ -172,7 +177,10 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
 
 
 class Source(Protocol):
-    """An input. `read` yields the rows of a file in their one order, cut to the columns of some fields (None: all)."""
+    """An input. `read` yields the rows of a file in their one order, cut to the columns of some fields (None: all).
+
+    It raises DataError, and TransientError for a file that was changed since it was listed.
+    """
 
     @property
     def partitions(self) -> tuple[Partition, ...]: ...
@@ -274,6 +282,7 @@ class FileSource:
             file.format,
             lambda names: plan_columns(self._config, names, uri).only(fields),
             batch_rows(self._config.rows_per_chunk),
+            file.version,
         )
 
 
@@ -316,7 +325,8 @@ class EsciSource:
         locale = self._config.esci_locale
         limit = 4 * text_characters(self._config.bucket_shapes)  # a character has at most 4 bytes
         folder = self._folder / fingerprint([self._product_file.content_id, locale, limit])
-        return esci.open_products(self._storage, self._product_file.key, folder, locale, limit)
+        file = self._product_file
+        return esci.open_products(self._storage, file.key, folder, locale, limit, file.version)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         """Rows of the wanted locale with title and text; rows without a product are bad."""
@@ -325,7 +335,7 @@ class EsciSource:
         plan = ColumnPlan((*plan.pairs, ("locale", esci.LOCALE)))
         uri, num_rows = self._storage.uri(file.key), batch_rows(self._config.rows_per_chunk)
         for batch in read_file(
-            self._storage, file.key, "parquet", lambda names: esci.checked(plan, names, uri), num_rows
+            self._storage, file.key, "parquet", lambda names: esci.checked(plan, names, uri), num_rows, file.version
         ):
             self._storage.stop.raise_if_set(f"reading {uri}")
             columns, rows = batch.columns, batch.rows

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.esci import NO_PRODUCT, cut_utf8
@@ -99,6 +99,18 @@ def test_products_missing_is_one_clear_error(esci: Path, tmp_path: Path) -> None
     with pytest.raises(DataError, match="0 product files") as caught:
         open_source(DataConfig(path=str(esci)), scratch=tmp_path, stop=StopSignal())
     assert "shopping_queries_dataset_products.parquet" in caught.value.expected
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("name", ["examples", "products"])
+def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Path, name: str) -> None:
+    source = open_source(DataConfig(path=str(esci)), scratch=tmp_path / "scratch", stop=StopSignal())
+    (file,) = source.partitions[0].files
+    path = esci / f"shopping_queries_dataset_{name}.parquet"
+    pq.write_table(pq.read_table(path).slice(1), path)
+    with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
+        list(source.read(file))
+    assert not list((tmp_path / "scratch").rglob("index.npz"))
 
 
 @pytest.mark.unit

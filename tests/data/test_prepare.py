@@ -11,11 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.progress import shown_on
+from pipeline.core.stop import StopSignal
+from pipeline.data import prepare as prepare_module
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
+from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokens import TokenSetInfo, open_rows, read_token_sets, spec_of
@@ -284,6 +287,61 @@ def test_unusable_input_is_one_clear_error(workplace: Make, tmp_path: Path, chan
         workplace("one").prepare(CONFIG.model_copy(update=change))
     assert caught.value.expected
     assert caught.value.next_command
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_a_file_changed_while_it_is_read_is_no_input(tmp_path: Path, name: str) -> None:
+    """From the batch on that was read after the change: nothing of it is encoded under the name of the old content."""
+    table = pa.table({"query": ["q"] * 300, "title": ["t"] * 300, "label": ["yes"] * 300})
+
+    def write(path: Path) -> None:
+        if name == "a.csv":
+            path.write_text("query,title,label\n" + "q,t,yes\n" * 300)
+        elif name == "a.jsonl":
+            path.write_text('{"query": "q", "title": "t", "label": "yes"}\n' * 300)
+        else:
+            pq.write_table(table, path)
+
+    write(path := tmp_path / name)
+    config = DataConfig(path=str(path), rows_per_chunk=100)
+    source = open_source(config, scratch=tmp_path, stop=StopSignal())
+    (file,) = source.partitions[0].files
+    assert sum(batch.num_rows for batch in source.read(file)) == 300
+    batches = source.read(file)
+    assert next(batches).num_rows == 100
+    write(path)
+    with pytest.raises(TransientError, match=f"{name} was changed while it was read"):
+        next(batches)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(TransientError, match="was changed while it was read"):
+        list(source.read(file))
+    path.unlink()
+    with pytest.raises(TransientError, match="is gone since it was listed"):
+        list(source.read(file))
+
+
+@pytest.mark.stage
+def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
+    workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, path = workplace("one"), tmp_path / "a.csv"
+    config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
+    old = b"query,title,label\n" + b"q,t,yes\n" * 40
+    path.write_bytes(old)
+    decide = prepare_module.decide
+
+    def changes_it(*arguments: Any) -> Any:
+        path.write_bytes(old + b"q,t,no\n" * 20)
+        return decide(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "decide", changes_it)
+        with pytest.raises(TransientError):
+            place.prepare(config)
+    assert place.prepare(config).rows == 60
+    path.write_bytes(old)
+    assert place.prepare(config).rows == 40
 
 
 @pytest.mark.stage

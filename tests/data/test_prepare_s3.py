@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
@@ -93,3 +94,19 @@ def test_an_array_of_workers_makes_the_same(bucket: Any, workplace: Callable[[st
         assert len(shards) > 4
         for key, data in shards.items():
             assert storage.read_bytes(f"{theirs}/{key}") == data
+
+
+@pytest.mark.stage
+def test_an_object_changed_since_it_was_listed_is_not_read(bucket: Any, tmp_path: Path) -> None:
+    lines = "q,t,yes\n" * 300
+    bucket.put_object(Bucket="data-tests", Key="changed/a.csv", Body=f"query,title,label\n{lines}".encode())
+    config = DataConfig(path="s3://data-tests/changed", rows_per_chunk=100)
+    source = open_source(config, scratch=tmp_path, stop=StopSignal())
+    (file,) = source.partitions[0].files
+    assert sum(batch.num_rows for batch in source.read(file)) == 300
+    bucket.put_object(Bucket="data-tests", Key="changed/a.csv", Body=f"query,title,label\n{lines}q,t,no\n".encode())
+    with pytest.raises(TransientError, match=r"a\.csv was changed while it was read"):
+        next(source.read(file))
+    bucket.delete_object(Bucket="data-tests", Key="changed/a.csv")
+    with pytest.raises(TransientError, match="is gone since it was listed"):
+        next(source.read(file))
