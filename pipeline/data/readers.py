@@ -12,6 +12,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -264,11 +265,14 @@ class _CsvRecords:
     """(fields, lines) of each record that is not blank. One with another number of fields than the header is bad.
 
     Strict about quotes over several lines: text after a closing quote means that an earlier quote was never closed, and
-    that the rows between became one. On a single line nothing was swallowed, and such text is taken as it is.
+    that the rows between became one; so does a field of which the lines look like rows. On a single line nothing was
+    swallowed, and such text is taken as it is.
     """
 
     def __init__(self, source: _Source, text: io.TextIOWrapper, delimiter: str) -> None:
         self._source, self._delimiter = source, delimiter
+        # In texts a comma is followed by a space, between columns it is not.
+        self._between = re.compile("\t" if delimiter == "\t" else ",(?! )")
         self._num_lines = self._num_fields = 0
         self._held = ""
 
@@ -294,19 +298,39 @@ class _CsvRecords:
             try:
                 record = self._next()
             except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
-                # What was read, in a number of fields that no row has.
-                record = [self._held] if self._num_fields > 1 else [self._held, ""]
+                record = self._malformed
                 if self._num_lines - before == 1:
                     with suppress(csv.Error):
                         record = next(csv.reader([self._held], delimiter=self._delimiter))
             if record is None:
                 return
             lines = self._num_lines - before
+            if lines > 1 and len(record) == self._num_fields > 1 and self._swallowed_rows(record):
+                record = self._malformed
             if not record:
                 self._source.blank += 1
                 continue
             self._source.rows += 1 if len(record) == self._num_fields else lines
             yield record, lines
+
+    @property
+    def _malformed(self) -> list[str]:
+        """What was read, in a number of fields that no row has."""
+        return [self._held] if self._num_fields > 1 else [self._held, ""]
+
+    def _swallowed_rows(self, record: list[str]) -> bool:
+        """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
+
+        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
+        """
+        for place, value in enumerate(record):
+            first, *rest = (len(self._between.split(line)) for line in re.split(r"\r\n?|\n", value))
+            if not rest or (first, rest[-1]) != (self._num_fields - place, place + 1):
+                continue
+            between = rest[:-1]
+            if self._delimiter == "\t" or 2 * between.count(self._num_fields) > len(between):
+                return True
+        return False
 
     def _next(self) -> list[str] | None:
         self._held = ""

@@ -1,5 +1,6 @@
 """No row is lost: what is in a file comes out once, whole or counted as bad, by every reader and from both storages."""
 
+import csv
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,6 +219,52 @@ def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
     batches = read(tmp_path / "a.csv")
     assert [name for batch in batches for name in ids_of(batch.columns, "query_id")] == ["p0", "p4", "p5"]
     assert sum(row.count for batch in batches for row in batch.bad) == 3
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "swallowed"),
+    [
+        ("a.tsv", ['p1|q|"Deluxe Edition|yes', 'p3|q|Monitor 27"|yes']),
+        ("a.tsv", ['p1|q|"Deluxe Edition|yes', "p2|q|t|yes", "", "torn", 'p3|q|Monitor 27"|yes']),
+        ("a.tsv", ['"p1|q|t|yes', 'p3"|q|t|yes']),
+        ("a.tsv", ['p1|q|t|"yes', 'p3|q|t|no"']),
+        ("a.csv", ['p1|q|"Deluxe Edition|yes', "p2|q|t, black|yes", 'p3|q|Monitor 27"|yes']),
+        ("a.csv", ['p1|q|"Deluxe Edition|yes', "p2|q|t|yes", "torn", "p2|q|t|yes", 'p3|q|Monitor 27"|yes']),
+    ],
+)
+def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, name: str, swallowed: list[str]) -> None:
+    """A quote that begins a field and one that ends a later one of its column make one record of the right size."""
+    delimiter = "\t" if name == "a.tsv" else ","
+    rows = ["|".join(HEADER), "p0|q|t|yes", *swallowed, "p4|q|t|yes"]
+    (tmp_path / name).write_text("\n".join(row.replace("|", delimiter) for row in rows) + "\n")
+    batches = read(tmp_path / name)
+    assert [one for batch in batches for one in ids_of(batch.columns, "query_id")] == ["p0", "p4"]
+    (bad,) = [row for batch in batches for row in batch.bad]
+    assert (bad.row, bad.reason, bad.count) == (1, MALFORMED, len(swallowed))
+    assert bad.content.startswith(swallowed[0].replace("|", delimiter))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "two\nlines",
+        "a, b\nc, d, e, f\ng, h, i",
+        "width\t12\n",
+        "12,5 cm\n7,5 cm",
+        "Sizes:\n38\t39\t40\t41\n42\t43",
+        'The 24" one\r\n\r\nand, with commas, the 27" one\n',
+    ],
+)
+def test_quoted_texts_of_several_lines_are_whole(tmp_path: Path, name: str, text: str) -> None:
+    table = [HEADER, *([f"p{place}", text, text, "yes"] for place in range(3)), ["p3", "q", "t", text]]
+    with (tmp_path / name).open("w", newline="") as file:
+        csv.writer(file, delimiter="\t" if name == "a.tsv" else ",").writerows(table)
+    batches = read(tmp_path / name)
+    assert [one for batch in batches for one in ids_of(batch.columns, "title")] == [*[text] * 3, "t"]
+    assert not any(batch.bad for batch in batches)
 
 
 @pytest.mark.unit
