@@ -72,13 +72,29 @@ class PreparedData:
 
 @dataclass
 class _Work:
-    """A partition on its way: chunks announced so far, and those done."""
+    """A partition on its way: chunks announced so far, and those done.
+
+    `with_bad`: which of those hold bad rows that may be kept of the partition. Other chunks hold none: memory stays
+    bounded.
+    """
 
     named: NamedPartition
     staging: Staging
     done: dict[int, ChunkRecord] = field(default_factory=dict)
     read: dict[str, FileCount] = field(default_factory=dict)
     num_chunks: int | None = None
+    with_bad: list[int] = field(default_factory=list)
+
+    def note(self, index: int, record: ChunkRecord) -> None:
+        """A chunk is done. Of the bad rows only those are held that are among the first by now."""
+        self.done[index] = record
+        room, found = self.named.settings.quarantine_rows, sorted({*self.with_bad, index})
+        for number in found:
+            record = self.done[number]
+            bad = record.quarantined[:room]
+            room -= len(bad)
+            self.done[number] = record.model_copy(update={"quarantined": bad})
+        self.with_bad = [number for number in found if self.done[number].quarantined]
 
 
 def prepare(
@@ -265,6 +281,7 @@ def _encode_all(
         for work in [work for work in waiting if work.num_chunks == len(work.done)]:
             infos[work.named.prefix] = _commit(encoding, workspace, work, events)
             waiting.remove(work)
+            work.done.clear()
 
     files = [file for work in works for file in work.named.partition.files]
     if not files:
@@ -281,7 +298,7 @@ def _encode_all(
         )
         with closing(results):
             for partition, index, record in results:
-                by_name[partition].done[index] = record
+                by_name[partition].note(index, record)
                 commit_complete()
     commit_complete()
     return infos
@@ -301,7 +318,7 @@ def _tasks(config: DataConfig, source: Source, works: list[_Work], tell: Tell, s
             for place, chunk in enumerate(cut_chunks(file.key, batches, config.rows_per_chunk)):
                 stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
-                    work.done[index] = record
+                    work.note(index, record)
                 else:
                     name = chunk_name(number, place)
                     yield ChunkTask(partition.name, index, name, chunk, work.named.settings, work.staging)
