@@ -168,7 +168,15 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 rows = np.arange(first, first + len(batch), dtype=np.int64)
                 first += len(batch)
                 position = size_bytes * first // max(1, source.rows)
-                yield RawBatch(to_fields(columns, plan), rows, input_bytes=position - told_bytes)
+                try:
+                    fields = to_fields(columns, plan)
+                except pa.ArrowTypeError as error:
+                    raise DataError(
+                        f"{source.storage.uri(source.key)}: {error}",
+                        expected="text, bytes, numbers or dates",
+                        next_command="write that column as text, or name another one in its place (--data.columns)",
+                    ) from error
+                yield RawBatch(fields, rows, input_bytes=position - told_bytes)
                 told_bytes = position
 
 

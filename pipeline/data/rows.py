@@ -213,10 +213,21 @@ def _setting(field: str) -> str:
     return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
+_BYTES = (
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+    pa.types.is_binary_view,
+    pa.types.is_string,
+    pa.types.is_large_string,
+)
+
+
 def as_field(array: pa.Array, field: str) -> pa.Array:
     """An input column in the one type its field has: float64 for numbers in number fields, else large_binary.
 
-    Bytes are not checked here: whether they are UTF-8 is judged per row. Raises pa.ArrowException for nested types.
+    Whole numbers beyond 2^53 are rounded, as those of text formats are; a UUID becomes its text. Bytes are not checked
+    here: whether they are UTF-8 is judged per row. Raises pa.ArrowException for nested types.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -225,14 +236,22 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
         return pa.nulls(len(array), pa.large_binary())
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
-        return pc.cast(array, pa.float64())
-    if pa.types.is_binary(kind) or pa.types.is_string(kind):
-        return pc.cast(array, pa.large_binary())
-    if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind):
+        return pc.cast(array, pa.float64(), safe=not pa.types.is_integer(kind))
+    if str(kind) == "extension<arrow.uuid>":  # its class came with a later pyarrow than the oldest we take
+        return pa.array(
+            [None if value is None else str(value).encode() for value in array.to_pylist()], pa.large_binary()
+        )
+    if any(is_kind(kind) for is_kind in _BYTES):
         return pc.cast(array, pa.large_binary())
     return pc.cast(pc.cast(array, pa.large_string()), pa.large_binary())
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    arrays = [as_field(columns[column], field) for field, column in plan.pairs]
+    """Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number."""
+    arrays = list[pa.Array]()
+    for field, column in plan.pairs:
+        try:
+            arrays.append(as_field(columns[column], field))
+        except pa.ArrowException as error:
+            raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
     return pa.RecordBatch.from_arrays(arrays, names=[field for field, _ in plan.pairs])

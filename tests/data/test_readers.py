@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.csv
@@ -140,3 +141,32 @@ def test_big_rows_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     chunks = list(cut_chunks("a", read(write(tmp_path / "a.parquet"), num_rows=3), 1000))
     assert len(chunks) > 3
     assert sum(len(chunk.rows) for chunk in chunks) == 30
+
+
+@pytest.mark.unit
+def test_whole_numbers_of_any_size_are_numbers(tmp_path: Path) -> None:
+    """Rounded as in a text format; one of them does not cost the file."""
+    table = TABLE.set_column(4, "price", pa.array([2**53 + 1, -(2**63), *range(28)], pa.int64()))
+    pq.write_table(table, tmp_path / "a.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
+    for name in ("a.parquet", "a.csv"):
+        found = [float(value) for value in column(read(tmp_path / name), "numeric.price")]  # type: ignore[arg-type]
+        assert found == [2.0**53, -(2.0**63), *map(float, range(28))]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", [pa.uuid(), pa.binary(16), pa.binary_view()])
+def test_an_id_of_bytes_costs_no_row(tmp_path: Path, kind: pa.DataType) -> None:
+    ids = [UUID(int=2**127 + number) for number in range(30)]
+    values = pa.array([one.bytes for one in ids], kind)
+    pq.write_table(TABLE.append_column("product_id", values), tmp_path / "a.parquet")
+    found = [value for batch in read(tmp_path / "a.parquet") for value in batch.columns["product_id"].to_pylist()]
+    assert found == [str(one).encode() if kind == pa.uuid() else one.bytes for one in ids]
+
+
+@pytest.mark.unit
+def test_a_type_that_is_no_text_is_named_with_its_column(tmp_path: Path) -> None:
+    pq.write_table(TABLE.append_column("text", pa.array([["a", "b"]] * 30)), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: column 'text' is list<.*string>") as caught:
+        read(tmp_path / "a.parquet")
+    assert "--data.columns" in caught.value.next_command
