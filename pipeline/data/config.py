@@ -1,8 +1,9 @@
 """Settings of the data side: where rows come from, what they are called, how they become shards."""
 
-from typing import Literal
+from datetime import date, timedelta
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.core.batching import Bucket, check_buckets
 from pipeline.core.record import Record
@@ -40,6 +41,14 @@ class SyntheticConfig(Record):
     )
     first_day: str = Field("2026-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$", description="First partition")
     seed: int = Field(17, ge=0, description="Seed of the generator")
+
+    @model_validator(mode="after")
+    def _has_days(self) -> Self:
+        try:
+            date.fromisoformat(self.first_day) + timedelta(days=self.num_days - 1)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"first_day {self.first_day}, num_days {self.num_days}: {error}") from error
+        return self
 
 
 class TokenizerConfig(Record):
@@ -102,6 +111,21 @@ class DataConfig(Record):
     @classmethod
     def _nested(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value]))
+
+    @field_validator("labels", "numeric", "categorical", "slices")
+    @classmethod
+    def _each_once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = [one.column if isinstance(one, CategoricalFeature) else one for one in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(map(repr, twice))} more than once; expected each name once")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _none_or_several(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) == 1:
+            raise ValueError(f"only {value[0]!r}; expected two classes or more, the least relevant first, or none")
+        return value
 
     @property
     def bucket_shapes(self) -> tuple[Bucket, ...]:
