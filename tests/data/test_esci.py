@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.esci import NO_PRODUCT, cut_utf8
+from pipeline.data.esci import NO_PRODUCT, PRODUCTS, cut_utf8, open_products
 from pipeline.data.sources import open_source
 from pipeline.data.tokens import TokenSetInfo
 from pipeline.io.commit import read_manifest
+from pipeline.io.storage import DiskFull, open_storage
 
 LABELS = "ESCI"
 
@@ -111,6 +112,18 @@ def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Pa
     with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
         list(source.read(file))
     assert not list((tmp_path / "scratch").rglob("index.npz"))
+
+
+@pytest.mark.fault
+def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path) -> None:
+    storage, folder = open_storage(str(esci)), tmp_path / "index"
+    folder.mkdir()
+    (folder / "texts.bin").symlink_to("/dev/full")
+    with pytest.raises(DiskFull, match="no space left while writing"):
+        open_products(storage, PRODUCTS, folder, None, 1000)
+    (folder / "texts.bin").unlink()
+    _, _, found = open_products(storage, PRODUCTS, folder, None, 1000).look_up([b"P1", b"P9"], [b"us", b"us"])
+    assert found.tolist() == [True, False]
 
 
 @pytest.mark.unit
