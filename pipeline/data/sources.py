@@ -27,12 +27,13 @@ from pipeline.data.rows import (
     batch_rows,
     feature_pairs,
     plan_columns,
+    shorten,
     text_characters,
     to_fields,
 )
 from pipeline.io.commit import record_of
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import ObjectStat, Storage, open_storage
+from pipeline.io.storage import ObjectStat, Storage, open_storage, os_errors, place_of
 
 FLAT = "flat"
 _MAX_FOOTERS = 1000
@@ -60,6 +61,18 @@ class Files:
 
     storage: Storage
     found: tuple[tuple[ObjectStat, str], ...]
+
+    def __post_init__(self) -> None:
+        """Raises DataError for a name that is not UTF-8: it could not stand in what is stored of a file."""
+        for stat, _ in self.found:
+            try:
+                stat.key.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"the name of an input file is not UTF-8: {shorten(stat.key)}",
+                    expected="names in UTF-8",
+                    next_command="rename it (convmv -f latin1 -t utf8), or move it out of the input",
+                ) from error
 
     @cached_property
     def inputs(self) -> tuple[InputFile, ...]:
@@ -110,7 +123,7 @@ def choose_files(
             found.append((stat, name))
     if not found:
         raise DataError(
-            f"no input file below {path}; seen: {', '.join(stat.key for stat in stats[:5]) or 'nothing'}",
+            f"no input file below {path}; seen: {', '.join(shorten(stat.key) for stat in stats[:5]) or 'nothing'}",
             expected="*.parquet, *.csv or *.jsonl files",
             next_command=f"correct {setting}, or set {setting.rpartition('.')[0]}.format for files of another suffix",
         )
@@ -124,18 +137,21 @@ def find_files(
 
     Raises DataError, naming the `setting`, for a path that does not exist.
     """
-    parent, _, name = path.rstrip("/").rpartition("/")
-    if name and (parent or "://" not in path) and not (path.startswith("s3://") and not urlsplit(path).path.strip("/")):
-        storage = open_storage(parent or ("/" if path.startswith("/") else "."), retry=retry, stop=stop)
-        if stat := storage.stat(name):
-            return storage, [stat]
-    local = path.removeprefix("file://")
-    if "://" not in local and not Path(local).expanduser().exists():
+    is_local = "://" not in path or path.startswith("file:///")
+    local = Path(path.removeprefix("file://") if is_local else "").expanduser()
+    with os_errors("looking at", path):
+        may_be_file = not local.is_dir() if is_local else bool(urlsplit(path).path.strip("/"))
+        is_missing = is_local and not local.exists()
+    if is_missing:
         raise DataError(
             f"{path} does not exist",
             expected="a file or folder with rows",
             next_command=f"correct {setting}, or leave it out",
         )
+    if may_be_file:
+        storage, name = place_of(path, retry=retry or RetryPolicy(), stop=stop)
+        if stat := storage.stat(name):
+            return storage, [stat]
     storage = open_storage(path, retry=retry, stop=stop)
     return storage, [stat for stat in storage.list("") if not any(p[:1] in "_." for p in stat.key.split("/"))]
 

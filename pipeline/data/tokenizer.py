@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,8 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.sources import Partition, Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.storage import KeyNotFound, Storage, open_storage
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import KeyNotFound, Storage, open_storage, place_of
 from pipeline.proc.pool import run_tasks
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -264,13 +264,9 @@ def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) 
     if config.tokenizer.path is None:
         return None if parent is None else TextTokenizer(parent, "the parent model's tokenizer")
     path = config.tokenizer.path
-    folder, _, name = path.rpartition("/")
-    if not name or (path.startswith("s3://") and not urlsplit(path).path.strip("/")):
-        raise ConfigError(
-            f"tokenizer path {path!r}", expected="the URI of a tokenizer.json", next_command="set --data.tokenizer.path"
-        )
     try:
-        data = open_storage(folder or ("/" if path.startswith("/") else "."), stop=stop).read_bytes(name)
+        storage, name = place_of(path, retry=RetryPolicy(), stop=stop)
+        data = storage.read_bytes(name)
     except KeyNotFound as error:
         raise ConfigError(
             f"tokenizer {path} does not exist",

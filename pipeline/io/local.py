@@ -43,7 +43,7 @@ class LocalStorage:
         self.requests.add("list")
         with os_errors("listing", self.uri(folder)):
             found = {storage.join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
-            for key in sorted(found, key=str.encode):
+            for key in sorted(found, key=os.fsencode):
                 if stat := _stat(key, found[key]):
                     yield stat
 
@@ -52,7 +52,7 @@ class LocalStorage:
         self.requests.add("list")
         with os_errors("listing", self.uri(prefix)):
             names = [entry.name for entry in _scan(folder) if entry.is_dir()]
-            return sorted((name for name in names if any(_walk(folder / name))), key=str.encode)
+            return sorted((name for name in names if any(_walk(folder / name))), key=os.fsencode)
 
     def read_bytes(self, key: str) -> bytes:
         with os_errors("reading", self.uri(key)), self.open_read(key) as file:
