@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
@@ -51,7 +51,7 @@ from pipeline.data.prepare import (
 from pipeline.data.rows import cut_chunks, quarantine_lines
 from pipeline.data.shards import map_safetensors
 from pipeline.data.share_survey import FileShare, SharedSurvey, share_files
-from pipeline.data.sources import Source, open_source, reading
+from pipeline.data.sources import Source, listed, open_source, reading
 from pipeline.data.tokens import KIND, QUARANTINE, JudgedSplit, Split, TokenSetInfo
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_files, file_record, hash_bytes
@@ -96,9 +96,11 @@ def prepare_share(
 ) -> PreparedData | int:
     """Do the share of `worker` of `workers`; all that is prepared, or how many partitions the others still work on.
 
-    Arguments and errors are those of prepare().
+    Arguments and errors are those of prepare(). Raises TransientError too when the others have something to finish and
+    the input has changed: those that started later share another whole, of which this worker's part would be missing.
     """
     scratch = scratch / "prepare" / f"worker-{worker}"
+    files = listed(config, stop)
     source = open_source(config, scratch=scratch, stop=stop)
     look = SharedSurvey(source, config, workspace, worker, workers, stop)
     tell = events if worker == 0 else _untold  # what all of them find is told once
@@ -113,6 +115,12 @@ def prepare_share(
         if one.prefix not in infos and (info := _commit(encoding, workspace, one, scratch, events)):
             infos[one.prefix] = info
     if missing := len(named) - len(infos):
+        if listed(config, stop) != files:
+            raise TransientError(
+                f"{config.path} has changed since worker {worker} of {workers} looked at it",
+                expected="one input for all workers: those that started later share what lies there now",
+                next_command="the same command again: it finds what is done, and shares the rest with them",
+            )
         return missing
     result = gather(encoding, tokenizer_prefix, named, infos, prepared=todo)
     plan.delete()

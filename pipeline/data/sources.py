@@ -239,6 +239,11 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     return FileSource(config, storage, group_by_day(files.inputs, config.path))
 
 
+def listed(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
+    """What lies at the input's path, listed anew and not read; nothing for the synthetic catalogue."""
+    return frozenset() if config.path is None else frozenset(find_files(config.path, stop)[1])
+
+
 def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
     """Rows of the input when that is cheap to know, without a look at contents. Raises DataError when there is none."""
     if config.path is None:

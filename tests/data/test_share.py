@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,37 @@ def test_a_new_day_is_shared_by_all_workers(workplace: Make) -> None:
     again = work(shared, days[1], 1, 2)
     assert isinstance(again, PreparedData) and (again.prepared, again.reused) == (1, 1)
     assert tokens_of(shared) == tokens_of(alone)
+
+
+@pytest.mark.stage
+def test_a_day_that_comes_while_a_worker_is_at_work(
+    workplace: Make, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again, and shares the new input with those that started later: no day belongs to nobody."""
+    alone, shared, folder = workplace("alone"), workplace("shared"), tmp_path / "in"
+    first, second = partitions(SYNTHETIC)
+    shutil.copytree(data / second, folder / second)
+    config = CONFIG.model_copy(update={"path": str(folder), "labels": ("irrelevant", "exact"), "max_bad_fraction": 1.0})
+    tokenizer = TokenizerConfig(path=str(tmp_path / "tokenizer.json"))
+    made = alone.prepare(CONFIG.model_copy(update={"path": str(data)})).tokenizer_prefix
+    shutil.copy(alone.folder / "workspace" / made / "tokenizer.json", tmp_path)
+    config = config.model_copy(update={"tokenizer": tokenizer})
+    encode = share._encode
+
+    def day_comes(*arguments: Any) -> None:
+        encode(*arguments)
+        shutil.copytree(data / first, folder / first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(share, "_encode", day_comes)
+        with pytest.raises(TransientError, match="has changed since worker 0 of 2 looked at it"):
+            work(shared, config, 0, 2)
+    assert isinstance(work(shared, config, 1, 2), int)
+    result = work(shared, config, 0, 2)
+    assert isinstance(result, PreparedData)
+    fresh = workplace("fresh")
+    assert result.token_set_prefixes == fresh.prepare(config).token_set_prefixes
+    assert tokens_of(shared).items() >= tokens_of(fresh).items()
 
 
 @pytest.mark.stage
