@@ -32,9 +32,9 @@ class Memory(NamedTuple):
     """Products of the last global batches, oldest first: M of them. In one dimension, as optimizer state is stored."""
 
     vectors: Tensor  # float32 [M D], of unit length
-    marks: (
-        Tensor  # int32 [M 4]: keys of the product and of its query, whether it is a positive of it, whether it is any
-    )
+    product_key: Tensor  # int32 [M]
+    query_key: Tensor  # int32 [M], of the query that it stood with
+    kind: Tensor  # float32 [M], 2: a positive of that query, 1: any other product, 0: nothing
 
 
 def relevance_loss(
@@ -126,9 +126,8 @@ def contrastive_loss(
     positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
     excluded = _excluded(targets, positive, queries, products // queries)
     if memory is not None:
-        marks = memory.marks.view(-1, 4)
-        excluded = torch.cat([excluded, _excluded_of_memory(targets, positive, marks, queries)], dim=1)
-        product = torch.cat([product.float(), memory.vectors.view(marks.shape[0], -1)])
+        excluded = torch.cat([excluded, _excluded_of_memory(targets, positive, memory)], dim=1)
+        product = torch.cat([product.float(), memory.vectors.view(-1, product.shape[1])])
     divisor = config.temperature if temperature is None else temperature
     parts = _cut(query, product, config.matryoshka_sizes)
     losses = [(share, _info_nce(left, right, positive, excluded, config, divisor)) for share, left, right in parts]
@@ -199,8 +198,8 @@ def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> T
 def empty_memory(config: LossConfig, products: int, width: int, device: torch.device) -> Memory:
     """Nothing yet, in the room for `config.memory_batches` global batches of so many products."""
     rows = config.memory_batches * products
-    vectors = torch.zeros(rows * width, dtype=torch.float32, device=device)
-    return Memory(vectors, torch.zeros(rows * 4, dtype=torch.int32, device=device))
+    keys = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    return Memory(torch.zeros(rows * width, device=device), *keys, torch.zeros(rows, device=device))
 
 
 @torch.no_grad()
@@ -209,27 +208,26 @@ def remember(memory: Memory, product: Tensor, targets: Targets, config: LossConf
     vectors = unit(product.float())
     is_sound = 1.5 - (vectors * vectors).sum(1) > 0  # NaN compares as false
     query_key = targets.query_key[:, None].expand(-1, product.shape[0] // targets.query_key.shape[0]).reshape(-1)
-    is_positive = (targets.gain - config.positive_gain >= 0).int()
-    is_there = (is_sound & (targets.gain >= 0)).int()
-    marks = torch.stack([targets.product_key, query_key, is_positive, is_there], dim=1).reshape(-1)
+    is_positive = (targets.gain - config.positive_gain >= 0).float()
+    kind = (is_sound & (targets.gain >= 0)).float() * (1.0 + is_positive)
     vectors = torch.where(is_sound[:, None], vectors, torch.zeros_like(vectors)).reshape(-1)
+    newest = (vectors, targets.product_key, query_key, kind)
     # A shift, not an indexed write: static on every device.
-    return Memory(
-        torch.cat([memory.vectors[vectors.shape[0] :], vectors]), torch.cat([memory.marks[marks.shape[0] :], marks])
-    )
+    return Memory(*(torch.cat([old[new.shape[0] :], new]) for old, new in zip(memory, newest, strict=True)))
 
 
-def _excluded_of_memory(targets: Targets, positive: Tensor, marks: Tensor, queries: int) -> Tensor:
-    """fp32 [Q, M], 1 where a product of the memory [M, 4] is no negative of a query: a positive of it, the twin of one,
-    or nothing.
+def _excluded_of_memory(targets: Targets, positive: Tensor, memory: Memory) -> Tensor:
+    """fp32 [Q, M], 1 where a product of the memory is no negative of a query: a positive of it, the twin of one, or
+    nothing.
     """
-    product_key, query_key, is_positive, is_there = marks.unbind(1)
-    right = (targets.query_key[:, None] == query_key[None, :]).float() * is_positive.float()[None, :]
+    queries = targets.query_key.shape[0]
+    is_positive = torch.clamp(memory.kind - 1.0, min=0.0)
+    right = (targets.query_key[:, None] == memory.query_key[None, :]).float() * is_positive[None, :]
     own, slots = targets.product_key.view(queries, -1), positive.view(queries, -1)
     for slot in range(own.shape[1]):
-        same = (own[:, slot : slot + 1] == product_key[None, :]).float()
+        same = (own[:, slot : slot + 1] == memory.product_key[None, :]).float()
         right = torch.maximum(right, same * slots[:, slot : slot + 1])
-    return torch.maximum(right, (1.0 - is_there.float())[None, :].expand_as(right))
+    return torch.maximum(right, torch.clamp(1.0 - memory.kind, min=0.0)[None, :].expand_as(right))
 
 
 # A temperature that is learnt: one scalar of the training model, the logarithm of what cosines are multiplied by.

@@ -260,7 +260,7 @@ class TrainProgram:
             vectors["masters"] = self._masters
         state = {"guard": [self.guard.state], **self.strategy.named(vectors)}
         if memory and self._memory is not None:
-            state |= {"memory": [self._memory.vectors], "memory_marks": [self._memory.marks]}
+            state |= {f"memory.{name}": [tensor] for name, tensor in self._memory._asdict().items()}
         return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

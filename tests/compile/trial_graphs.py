@@ -1,4 +1,4 @@
-"""Prints how many graphs a trial run meets, by the architecture of the encoder. Traced with the operators of Neuron."""
+"""Prints how many graphs a trial run meets, by a setting and its value. Traced with the operators of Neuron."""
 
 import json
 import os
@@ -29,14 +29,15 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the libraries print is no answer
     backend, world, found = open_backend(TRACED), World(), {}
-    for architecture in sys.argv[1:]:
-        settings = resolve([], {}, [*FLAGS, ("--model.architecture", architecture)]).settings
+    for change in sys.argv[1:]:
+        name, _, value = change.partition("=")
+        settings = resolve([], {}, [*FLAGS, (name, value)]).settings
         shapes = expected_shapes(settings)
         shapes = replace(shapes, spec=shapes.spec.model_copy(update={"pad_id": MPNET_PAD}))
         recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
         gang = Gang(world, timeout_s=60.0)
         shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
-        found[architecture] = len(recorder.graphs)
+        found[change] = len(recorder.graphs)
     print(json.dumps(found), file=answer, flush=True)
 
 
