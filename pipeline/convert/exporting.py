@@ -396,6 +396,8 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         tokenizer_fingerprint=state.tokenizer_fingerprint,
         watermark=state.watermark,
         partitions=state.partitions,
+        also_seen=state.also_seen,
+        trained_head=state.trained_head,
         settings_hash=state.settings_hash,
         code_version=state.code_version,
         weights=(),

@@ -282,10 +282,12 @@ def store_import(
         tokenizer_fingerprint=model.tokenizer.fingerprint,
         watermark=record.watermark if record else "",
         partitions=record.partitions if record else {},
+        also_seen=record.also_seen if record else {},
         parent=record.checkpoint if record else None,
         best=None,
         origin=model.origin,
         max_tokens=model.max_tokens,
+        trained_head=model.new_head is None and (record is None or record.trained_head),
         settings_hash=settings_hash,
         code_version=code_version,
     )

@@ -47,6 +47,8 @@ class ExportRecord(Record):
     tokenizer_fingerprint: str
     watermark: str
     partitions: dict[str, str]
+    also_seen: dict[str, str] = {}
+    trained_head: bool = True
     settings_hash: str
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: programs only")

@@ -213,7 +213,7 @@ def remember(memory: Memory, product: Tensor, targets: Targets, config: LossConf
     vectors = torch.where(is_sound[:, None], vectors, torch.zeros_like(vectors)).reshape(-1)
     newest = (vectors, targets.product_key, query_key, kind)
     # A shift, not an indexed write: static on every device.
-    return Memory(*(torch.cat([old[new.shape[0] :], new]) for old, new in zip(memory, newest, strict=True)))
+    return Memory._make(torch.cat([old[new.shape[0] :], new]) for old, new in zip(memory, newest, strict=True))
 
 
 def _excluded_of_memory(targets: Targets, positive: Tensor, memory: Memory) -> Tensor:

@@ -67,9 +67,13 @@ def export(checkpoint: Checkpoint, tmp_path: Path) -> Export:
 
 
 @pytest.mark.parametrize("format_", WHOLE)
+@pytest.mark.parametrize("trained_head", [True, False])
 def test_an_import_of_an_export_is_the_same_model(
-    checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format
+    checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format, trained_head: bool
 ) -> None:
+    assert not checkpoint.state.trained_head, "of an encoder alone: its head is random"
+    trained = {"trained_head": trained_head, "also_seen": {"f1": "dt=2026-01-01"}}
+    object.__setattr__(checkpoint, "state", checkpoint.state.model_copy(update=trained))
     model = read_model(source_of(export(format_)), given(seed=77), tmp_path / "scratch")
     back, _ = store_import(
         open_storage(str(tmp_path / "other")), model, settings_hash="s", code_version="v", scratch=tmp_path / "tmp"
@@ -78,6 +82,7 @@ def test_an_import_of_an_export_is_the_same_model(
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (back.state.model, back.state.inputs) == (checkpoint.state.model, checkpoint.state.inputs)
+    assert (back.state.trained_head, back.state.also_seen) == (trained_head, checkpoint.state.also_seen)
     assert (back.state.max_tokens, back.tokenizer()) == (20, checkpoint.tokenizer())
     parent = back.state.parent
     assert parent is not None and (parent.uri, parent.digest) == (checkpoint.uri, checkpoint.digest)
