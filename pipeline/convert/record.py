@@ -47,7 +47,7 @@ class ExportRecord(Record):
     tokenizer_fingerprint: str
     watermark: str
     partitions: dict[str, str]
-    also_seen: dict[str, str] = {}
+    also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
     trained_head: bool = True
     settings_hash: str
     code_version: str
