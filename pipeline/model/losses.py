@@ -198,8 +198,11 @@ def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> T
 def empty_memory(config: LossConfig, products: int, width: int, device: torch.device) -> Memory:
     """Nothing yet, in the room for `config.memory_batches` global batches of so many products."""
     rows = config.memory_batches * products
-    keys = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2)]
-    return Memory(torch.zeros(rows * width, device=device), *keys, torch.zeros(rows, device=device))
+
+    def zeros(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    return Memory(zeros(rows * width), zeros(rows, torch.int32), zeros(rows, torch.int32), zeros(rows))
 
 
 @torch.no_grad()
