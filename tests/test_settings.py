@@ -181,7 +181,7 @@ def test_null_unsets_an_optional_value_only(tmp_path: Path) -> None:
     assert with_flags(("--workspace", "null")).workspace == "null"
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=4))
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=4, unique=True))
 def test_any_list_survives_as_json(values: list[str]) -> None:
     assert with_flags(("--data.numeric", json.dumps(values))).data.numeric == tuple(values)
 
