@@ -22,7 +22,7 @@ import pytest
 from tests.backends.xla_process import needs_xla
 
 ROOT = Path(__file__).parents[1]
-CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe"})
+CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make"})
 """Public by their documentation: of namedtuple, of os and sys."""
 OURS = frozenset({("pipeline/parallel/strategies/sharded.py", "_held")})
 

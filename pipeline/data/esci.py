@@ -87,8 +87,7 @@ def open_products(
     """The index of a file of products, of one locale (None: all), with texts cut to `limit` bytes.
 
     It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used, nor
-    one of a file that is no longer of this `version`. Raises what read_file() raises, and
-    DiskFull.
+    one of a file that is no longer of this `version`. Raises what read_file() raises, and DiskFull.
     """
     if not (folder / "index.npz").exists():
         with os_errors("writing", f"file://{folder}"):
