@@ -55,6 +55,15 @@ def train(program: TrainProgram, steps: list[Batches], rate: float = 0.01) -> li
     return program.read_figures(len(steps))
 
 
+def check_alike(program: TrainProgram, other: TrainProgram, steps: list[Batches]) -> None:
+    """From the third step on both do the same, to the bit."""
+    for number, (batch,) in enumerate(steps, start=3):
+        for one in (program, other):
+            step(one, [batch], control(number))
+    left, right = state_of(program), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def state_of(program: TrainProgram) -> dict[str, Tensor]:
     weights, optimizer = program.snapshot()
     return {**weights, **optimizer}
@@ -241,11 +250,7 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     weights, optimizer = ({name: tensor.clone() for name, tensor in part.items()} for part in program.snapshot())
     other = make_program(CpuBackend(), TRAIN.model_copy(update={"seed": 99}))
     other.restore(weights, optimizer)
-    for number, (batch,) in enumerate(steps[2:], start=3):
-        for one in (program, other):
-            step(one, [batch], control(number))
-    left, right = state_of(program), state_of(other)
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    check_alike(program, other, steps[2:])
 
 
 REMEMBERING = TRAIN.model_copy(update={"loss": LossConfig(memory_batches=3)})
@@ -262,11 +267,7 @@ def test_a_memory_changes_the_loss_from_the_second_step_on_and_is_restored_bit_b
     assert len(there) == 3 * products and int(there[:products].sum()) == 0 < int(there[-products:].sum())
     other = make_program(CpuBackend(), REMEMBERING.model_copy(update={"seed": 99}))
     other.restore(weights, optimizer)
-    for number, (batch,) in enumerate(steps[2:], start=3):
-        for one in (program, other):
-            step(one, [batch], control(number))
-    left, right = state_of(program), state_of(other)
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    check_alike(program, other, steps[2:])
 
 
 def test_a_run_without_a_memory_does_not_go_on_from_one_that_has_it(rows: TokenRows) -> None:
