@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.core.manifest import code_version
+from pipeline.telemetry.events import code_version
 
 PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "numpy")
 

@@ -45,7 +45,7 @@ class Program:
         if not words or words[0] in {*HELP, "help"}:
             return show(self._overview())
         if words[0] == "--version":
-            from pipeline.core.manifest import code_version
+            from pipeline.telemetry.events import code_version
 
             return show(f"{self.name} {code_version()}")
         if words[0] not in self.commands:

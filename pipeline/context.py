@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.manifest import code_version
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
@@ -22,7 +21,7 @@ from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog, EventName
+from pipeline.telemetry.events import EventLog, EventName, code_version
 
 
 class Events(Protocol):

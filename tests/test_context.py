@@ -11,14 +11,13 @@ import pytest
 import pipeline
 from pipeline.context import NoEvents, open_context, scratch_folder
 from pipeline.core.errors import ConfigError, Preempted
-from pipeline.core.manifest import code_version
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.telemetry import console
-from pipeline.telemetry.events import EventName
+from pipeline.telemetry.events import EventName, code_version
 
 
 class Elsewhere:

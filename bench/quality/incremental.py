@@ -18,9 +18,9 @@ from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
 from pipeline.context import load_result
 from pipeline.core.fingerprint import hash63
-from pipeline.core.manifest import code_version
 from pipeline.io.storage import open_storage
 from pipeline.settings import resolve
+from pipeline.telemetry.events import code_version
 
 PART, SYNTHETIC, NDCG = "incremental", "synthetic", "ndcg@10"
 DAYS = 5

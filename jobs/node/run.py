@@ -21,13 +21,12 @@ from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, sh
 from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError
-from pipeline.core.manifest import code_version
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded
-from pipeline.telemetry.events import read_events
+from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
 Say = Callable[[str], None]

@@ -8,7 +8,6 @@ from typing import Any
 
 from pipeline.command_table import ToolCall
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
-from pipeline.core.manifest import code_version
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
@@ -17,6 +16,7 @@ from pipeline.registry.model import Registry
 from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, read_history, read_pointer, who
 from pipeline.registry.serving import Pair, read_pair, roll_back_model
 from pipeline.settings import Settings, settings_hash
+from pipeline.telemetry.events import code_version
 
 JSON, FORCE, REASON, WITHOUT_VECTORS = "--json", "--force", "--reason", "--without-vectors"
 # Which of the flags an action takes.

@@ -5,13 +5,13 @@ import json
 from pipeline.command_table import ToolCall
 from pipeline.commands.registry import served_line
 from pipeline.core.errors import EXIT_OK, ConfigError
-from pipeline.core.manifest import code_version
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.registry.records import Author, who
 from pipeline.registry.serving import CHALLENGER, past_pairs, promote_challenger, read_pair, roll_back_pair
 from pipeline.settings import Settings, settings_hash
+from pipeline.telemetry.events import code_version
 
 JSON, REASON = "--json", "--reason"
 

@@ -1,25 +1,16 @@
-"""The manifest: the one marker that makes an artefact visible, with the size and checksum of each of its files.
-
-And the version of the code that made it.
-"""
+"""The manifest: the one marker that makes an artefact visible, with the size and checksum of each of its files."""
 
 import hashlib
 import json
-import os
-import subprocess
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-import pipeline
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 
 MANIFEST_NAME = "MANIFEST.json"
 SCHEMA_VERSION = 1
-REVISION_VARIABLE = "TRN_REVISION"  # set by our images, which hold no .git
 
 
 def _check_name(name: str) -> str:
@@ -98,20 +89,3 @@ def _bad(source: str, what: str) -> DataError:
         expected="the manifest as it was committed",
         next_command="delete that folder and run the stage that wrote it again",
     )
-
-
-@cache
-def code_version() -> str:
-    """The package version with `git describe` of the checkout it lies in (`-dirty` when edited), or with the revision
-    that an image was built from."""
-    root = Path(pipeline.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        revision = os.environ.get(REVISION_VARIABLE, "")
-        return f"{pipeline.__version__}+{revision}" if revision else pipeline.__version__
-    command = ["git", "-C", str(root), "describe", "--always", "--tags", "--dirty"]
-    try:
-        described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):  # no git in the image: the package version is the answer
-        return pipeline.__version__
-    text = described.stdout.strip()
-    return f"{pipeline.__version__}+{text}" if described.returncode == 0 and text else pipeline.__version__

@@ -1,7 +1,6 @@
 """The registry of one model: what is in production, what is served with which vectors, and changing either."""
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.manifest import code_version
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
@@ -27,6 +26,7 @@ from pipeline.registry.serving import (
     roll_back_model,
     roll_back_pair,
 )
+from pipeline.telemetry.events import code_version
 
 
 class Registry:

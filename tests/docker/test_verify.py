@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline.core.manifest import code_version
+from pipeline.telemetry.events import code_version
 from tests.backends.xla_process import needs_xla
 from tests.docker.dockerfile import ROOT
 
