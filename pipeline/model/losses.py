@@ -183,12 +183,19 @@ def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> T
     keys = targets.query_key
     same_query = (keys[:, None] == keys[None, :]).float()
     right = (same_query[:, :, None] * positive.view(1, queries, slots)).view(queries, queries * slots)
-    product_keys = targets.product_key.view(queries, slots)
-    for slot in range(slots):
-        same = (product_keys[:, slot : slot + 1] == targets.product_key[None, :]).float()
-        right = torch.maximum(right, same * positive.view(queries, slots)[:, slot : slot + 1])
+    right = _with_twins(right, targets, positive, targets.product_key)
     empty = (targets.gain < 0).float()
     return torch.maximum(right, empty[None, :].expand_as(right))
+
+
+def _with_twins(right: Tensor, targets: Targets, positive: Tensor, product_key: Tensor) -> Tensor:
+    """`right` fp32 [Q, N] of products with these keys, and 1 where one is the same product as a positive of a query."""
+    queries = right.shape[0]
+    own, slots = targets.product_key.view(queries, -1), positive.view(queries, -1)
+    for slot in range(own.shape[1]):
+        same = (own[:, slot : slot + 1] == product_key[None, :]).float()
+        right = torch.maximum(right, same * slots[:, slot : slot + 1])
+    return right
 
 
 # Memory: products of past batches as further negatives (cross-batch memory, Wang et al., "Cross-Batch Memory for
@@ -223,13 +230,9 @@ def _excluded_of_memory(targets: Targets, positive: Tensor, memory: Memory) -> T
     """fp32 [Q, M], 1 where a product of the memory is no negative of a query: a positive of it, the twin of one, or
     nothing.
     """
-    queries = targets.query_key.shape[0]
     is_positive = torch.clamp(memory.kind - 1.0, min=0.0)
     right = (targets.query_key[:, None] == memory.query_key[None, :]).float() * is_positive[None, :]
-    own, slots = targets.product_key.view(queries, -1), positive.view(queries, -1)
-    for slot in range(own.shape[1]):
-        same = (own[:, slot : slot + 1] == memory.product_key[None, :]).float()
-        right = torch.maximum(right, same * slots[:, slot : slot + 1])
+    right = _with_twins(right, targets, positive, memory.product_key)
     return torch.maximum(right, torch.clamp(1.0 - memory.kind, min=0.0)[None, :].expand_as(right))
 
 

@@ -78,16 +78,7 @@ class GlobalLoss:
             loss = contrastive_loss(query, product, targets, self.config.loss, self._temperature(), memory)
             by = (query, product) if self.log_scale is None else (query, product, self.log_scale)
             contrast = Contrast(loss.detach(), *torch.autograd.grad(loss, by))
-        return contrast, None if memory is None else remember(memory, product.detach(), targets, self.config.loss)
-
-    def of_micro_batch(
-        self, outputs: RelevanceOutputs, batch: Mapping[str, Tensor], contrast: Contrast | None
-    ) -> tuple[Tensor, Tensor]:
-        """(what is differentiated, what is reported) of a micro-batch; `contrast`: of the first pass, if there is one.
-
-        The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch.
-        """
-        return self.of_gathered(outputs, batch, contrast, self.gathered(outputs, batch, contrast))
+        return contrast, None if memory is None else remember(memory, product, targets, self.config.loss)
 
     def remembered(
         self,
@@ -97,7 +88,7 @@ class GlobalLoss:
         everybody: tuple[Tensor, Tensor, Targets] | None,
     ) -> Memory:
         """The memory after a global batch of one pass. `everybody`: what `gathered` gave."""
-        _, product, targets = everybody or (None, outputs.product.detach(), targets_of([batch]))
+        product, targets = everybody[1:] if everybody else (outputs.product, targets_of([batch]))
         return remember(memory, product, targets, self.config.loss)
 
     def gathered(
@@ -117,7 +108,11 @@ class GlobalLoss:
         everybody: tuple[Tensor, Tensor, Targets] | None,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same, without a collective in it. `everybody`: what `gathered` gave."""
+        """(what is differentiated, what is reported) of a micro-batch, without a collective in it.
+
+        The mean of the first over micro-batches and ranks has the gradient of the loss of the global batch. `contrast`:
+        of the first pass, if there is one; `everybody`: what `gathered` gave.
+        """
         targets, config, mined = targets_of([batch]), self.config.loss, self.config.mined_per_query
         weight = config.contrastive_weight
         if not weight or (contrast is None and self.world_size == 1):

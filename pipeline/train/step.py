@@ -90,7 +90,7 @@ class TrainProgram:
         """Bring the state into the form it has after a step; else the first step would be a graph of its own."""
         for tensor in [*self._masters, *self._copies, *self.average.tensors] if self.backend.is_lazy else ():
             tensor.copy_(tensor.clone())
-        self._cut("start", self._state())
+        self._cut("start", [*self._state(), *(self._memory or ())])
 
     def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
         """Scores and embeddings of one batch on the device. `weights`: not those in training, but these."""
@@ -174,7 +174,7 @@ class TrainProgram:
         *grads, loss = self.reduced()
         figures = self._change(grads, loss, self.strategy.norm(grads), control)
         if self._publishes_on_host:
-            self._cut("update", [*self._changed_by_update(), *figures])
+            self._cut("update", [*self._state(), *figures])
         self.strategy.publish()
         self._figures = self._note(figures, self._figures, control)
 
@@ -204,11 +204,8 @@ class TrainProgram:
             apart = True
             self._cut_micro_step()
         self._reduce_and_step(control)
-        whole = not apart and not self._loss.needs_two_passes
-        self._cut(
-            "publish" if self._publishes_on_host else "update" if apart else "step",
-            self._state() if whole else self._changed_by_update(),
-        )
+        state = self._state() if apart else [*self._state(), *self._remembered]
+        self._cut("publish" if self._publishes_on_host else "update" if apart else "step", state)
 
     def reduced(self) -> list[Tensor]:
         """The mean over ranks of this step's gradient, by master, and of its loss; the next micro-step starts anew."""
@@ -226,8 +223,7 @@ class TrainProgram:
 
     def _cut_micro_step(self) -> None:
         is_first = self._micro_steps <= self.config.batches_per_execution
-        memory = () if self._memory is None or self._loss.needs_two_passes else self._memory
-        self._cut("first_micro_step" if is_first else "micro_step", [*(self._sums or []), *memory])
+        self._cut("first_micro_step" if is_first else "micro_step", [*(self._sums or []), *self._remembered])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
         """End a graph here. `tensors`: what it computes."""
@@ -241,38 +237,41 @@ class TrainProgram:
         """The weights of the model that is evaluated and saved."""
         return self.average.tensors or self.strategy.weights
 
-    def _state(self) -> list[Tensor]:
-        """Everything a step changes."""
-        return [*self._changed_by_update(), *(self._memory or ())]
+    @property
+    def _remembered(self) -> Sequence[Tensor]:
+        """The memory, where the graph of the gradient makes the next one; a first pass has it in its own."""
+        return () if self._memory is None or self._loss.needs_two_passes else self._memory
 
-    def _changed_by_update(self) -> list[Tensor]:
-        """All of it but the memory, which changes with the loss."""
-        guard, *vectors = self._optimizer_state(memory=False).values()
+    def _state(self) -> list[Tensor]:
+        """Everything an update changes."""
+        guard, *vectors = self._optimizer_state().values()
         first = self.average.tensors or self._masters
         return [*guard, *first, *chain.from_iterable(vectors), *self._copies, self._figures]
 
-    def _optimizer_state(self, *, memory: bool = True) -> dict[str, list[Tensor]]:
+    def _optimizer_state(self) -> dict[str, list[Tensor]]:
         vectors: dict[str, Sequence[Tensor]] = {
             "exp_avg": self.optimizer.exp_avg,
             "exp_avg_sq": self.optimizer.exp_avg_sq,
         }
         if self.average.tensors:
             vectors["masters"] = self._masters
-        state = {"guard": [self.guard.state], **self.strategy.named(vectors)}
-        if memory and self._memory is not None:
-            state |= {f"memory.{name}": [tensor] for name, tensor in self._memory._asdict().items()}
-        return state
+        return {"guard": [self.guard.state], **self.strategy.named(vectors)}
+
+    def _saved_state(self) -> dict[str, list[Tensor]]:
+        """By name in a checkpoint: the optimizer's, and the memory."""
+        memory = self._memory._asdict() if self._memory is not None else {}
+        return self._optimizer_state() | {f"memory.{name}": [tensor] for name, tensor in memory.items()}
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) copied to host memory with one synchronisation."""
-        return self.strategy.snapshot(self._served, self._optimizer_state())
+        return self.strategy.snapshot(self._served, self._saved_state())
 
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
         """Put weights (our names, any dtype) and, when resuming, the optimizer state on the device."""
         into = [self._served]
         if optimizer is None and self.average.tensors:  # training begins with what was served
             into.append(self._masters)
-        self.strategy.restore(weights, into, optimizer, self._optimizer_state())
+        self.strategy.restore(weights, into, optimizer, self._saved_state())
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:
