@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, shorten, to_fields
-from pipeline.io.storage import Storage, os_errors
+from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 MALFORMED = "malformed row"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
@@ -79,12 +79,17 @@ class _Source:
     blank: int = 0
 
 
+def object_version(stat: ObjectStat) -> str:
+    """Changes with the content of an object on S3."""
+    return f"{stat.etag}-{stat.size_bytes}"
+
+
 def version_of(storage: Storage, key: str) -> str:
     """Changes when a file is written again; empty when it is gone. Of a local file by its inode, without reading it."""
     path = storage.local_path(key)
     if path is None:
         stat = storage.stat(key)
-        return f"{stat.etag}-{stat.size_bytes}" if stat else ""
+        return object_version(stat) if stat else ""
     with os_errors("looking at", storage.uri(key)):
         try:
             found = path.stat()

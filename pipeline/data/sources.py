@@ -19,7 +19,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import esci, synthetic
 from pipeline.data.config import DataConfig
-from pipeline.data.readers import Planner, parquet_rows, read_file, suffix_format, version_of
+from pipeline.data.readers import Planner, object_version, parquet_rows, read_file, suffix_format, version_of
 from pipeline.data.rows import (
     BadRow,
     ColumnPlan,
@@ -81,7 +81,7 @@ class Files:
         size_bytes = sum(stat.size_bytes for stat, _ in self.found)
         with progress("looking for changes in the input", size_bytes, "bytes") as advance:
             for stat, name in self.found:
-                content = version = f"{stat.etag}-{stat.size_bytes}"
+                content = version = object_version(stat)
                 if storage.local_path(stat.key) is not None:
                     version = version_of(storage, stat.key)
                     with storage.open_read(stat.key) as file:

@@ -128,6 +128,11 @@ class EmbedConfig(Record):
         """Tokens read at a time: as many as the model has learnt to (when that is known) and a row holds."""
         return min(max_tokens or max_positions, max_positions, self.buckets[-1])
 
+    def row_limit(self, max_tokens: int | None, max_positions: int) -> int:
+        """Tokens of the longest row, where the model would read more at a time; else 0."""
+        limit = self.chunk_limit(max_tokens, max_positions)
+        return limit if limit < min(max_tokens or max_positions, max_positions) else 0
+
     def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
         """Tokens of a text that are read, in one or several chunks."""
         return whole_limit(self.chunk_limit(max_tokens, max_positions), self.chunks)

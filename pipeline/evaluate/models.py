@@ -16,7 +16,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
-from pipeline.evaluate.retrieval import Vectors, open_catalogue, row_limit
+from pipeline.evaluate.retrieval import Vectors, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
@@ -59,7 +59,8 @@ class Models:
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
         path = retrieval.catalogue if retrieval.enabled else None
-        limit = max(row_limit(settings.embed, one.state) for one in (self.candidate, self.compared) if one)
+        states = [one.state for one in (self.candidate, self.compared) if one]
+        limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
@@ -280,7 +281,8 @@ class ModelScorer:
     def _key(self, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> str:
         """Named by all that decides the scores, so that another attempt finds those of the same question only."""
         config, chunks = self.settings.evaluate, self.settings.embed.chunks
-        limit = row_limit(self.settings.embed, checkpoint.state) if vector_rows else 0
+        state, embed = checkpoint.state, self.settings.embed
+        limit = embed.row_limit(state.max_tokens, state.model.max_positions) if vector_rows else 0
         renamed = sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns))
         decides = fingerprint(
             {

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.backends import Backend
-from pipeline.checkpoint.store import Checkpoint, TrainState
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
@@ -420,12 +420,6 @@ def _cut(vectors: Float32s, width: int) -> Float32s:
     return shorten_vectors(vectors, width or vectors.shape[1])
 
 
-def row_limit(config: EmbedConfig, state: TrainState) -> int:
-    """Tokens of the longest row of embed.buckets where the model would read more at a time; else 0."""
-    reads = min(state.max_tokens or state.model.max_positions, state.model.max_positions)
-    return config.buckets[-1] if config.buckets[-1] < reads else 0
-
-
 @dataclass
 class Vectors:
     """Windows of texts to unit vectors [n, D], with the encoder of a checkpoint: opened when the first text comes."""
@@ -594,7 +588,8 @@ class ModelSearch:
 
     def _key(self, checkpoint: Checkpoint) -> str:
         embed = self.settings.embed.model_dump(mode="json", include={"precision"}) | self._chunks
-        if limit := row_limit(self.settings.embed, checkpoint.state):
+        state = checkpoint.state
+        if limit := self.settings.embed.row_limit(state.max_tokens, state.model.max_positions):
             embed["row_tokens"] = limit
         widths: list[Json] = [*self._widths(checkpoint)]
         decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})

@@ -12,6 +12,9 @@ from pipeline.core.layout import Layout, layout_of
 from pipeline.model.config import LossConfig
 from pipeline.parallel.config import Plan
 
+Shape = Literal["cosine", "linear", "constant"]
+"""Of the learning rate after the warm-up."""
+
 
 class OptimizerConfig(BaseModel):
     """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
@@ -32,7 +35,7 @@ class OptimizerConfig(BaseModel):
         description="Each layer of the encoder learns at this multiple of the rate of the layer after it, the last at"
         " learning_rate, the embeddings at the lowest; 1: all alike",
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up")
+    schedule: Shape = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
     final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")

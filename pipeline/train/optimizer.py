@@ -5,15 +5,13 @@ Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regu
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeline.parallel.strategies.base import Part
-from pipeline.train.config import GuardConfig, OptimizerConfig
+from pipeline.train.config import GuardConfig, OptimizerConfig, Shape
 
-Shape = Literal["cosine", "linear", "constant"]
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.train.optimizer import Shape, learning_rate
+from pipeline.train.config import Shape
+from pipeline.train.optimizer import learning_rate
 
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 
