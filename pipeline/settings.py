@@ -319,7 +319,7 @@ def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in keys}
     ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
     typed = _typed(model, [(name, env[key], f"env {key}") for key, name in ours.items()])
-    return _read(model, typed, lambda texts: _Environment(model, texts))
+    return _read(model, typed, lambda texts: _Texts(model, texts))
 
 
 def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
@@ -333,8 +333,7 @@ def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) ->
         if text is None and switch is not None and switch.field.annotation is bool:
             name, text = switch.name, str(not name.startswith("no-")).lower()
         words.append((name, text, f"flag {flag}"))
-    source = FlagSource(model, ArgumentParser(add_help=False))
-    return _read(model, _typed(model, words), lambda texts: source(parsed_args=texts))
+    return _read(model, _typed(model, words), lambda texts: _Texts(model, texts))
 
 
 def _typed(model: type[Settings], typed: Iterable[tuple[str, str | None, str]]) -> Layer:
@@ -380,8 +379,11 @@ class _TextSource(EnvSettingsSource):
         return Leaf(field_name, field).decode(value)
 
 
-class _Environment(_TextSource):
-    """Variables by the dotted names of their settings, which `_typed` has found whatever their case."""
+class _Texts(_TextSource):
+    """Variables or flags by the dotted names of their settings, which `_typed` has found whatever their spelling.
+
+    The library's own source of flags adds each setting to a parser first, for 0.2 s of every command.
+    """
 
     def __init__(self, model: type[Settings], texts: Mapping[str, str]) -> None:
         self._texts = {f"{ENV_PREFIX}{name.replace('.', '__')}".lower(): text for name, text in texts.items()}
@@ -392,7 +394,7 @@ class _Environment(_TextSource):
 
 
 class FlagSource(_TextSource, CliSettingsSource[ArgumentParser]):
-    """The flags of a tree; a parser gets them for its help, one group a section, defaults as one would type them."""
+    """The flags of a tree for the help of a parser, one group a section, defaults as one would type them."""
 
     def __init__(self, model: type[Settings], parser: ArgumentParser) -> None:
         self._leaves = leaves(model)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-import boto3
 import pytest
 from moto import mock_aws
 from moto.core.base_backend import BackendDict
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from moto.s3.models import FakeKey, FakeMultipart, s3_backends
 from werkzeug.serving import make_server
+
+from pipeline.io.s3_client import new_client
 
 
 def s3_env(url: str) -> dict[str, str]:
@@ -70,8 +71,9 @@ class MotoServer:
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
         self.address = ("127.0.0.1", self._server.server_port)
         self.url = "http://{}:{}".format(*self.address)
-        session = boto3.session.Session("testing", "testing-secret", region_name="us-east-1")
-        self.client: Any = session.client("s3", endpoint_url=self.url)
+        with pytest.MonkeyPatch.context() as patch:
+            lead_to(self.url, patch)
+            self.client: Any = new_client("s3")
 
     def _serve(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         with self._noted():

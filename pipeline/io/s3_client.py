@@ -155,10 +155,18 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 10
 MAX_CONNECTIONS = 32
 
-# Each client has a session of its own, with the credentials of that moment, but they share the parsed service model
-# (0.2 s to load). Making a client is not thread-safe; using one is.
+# Each client has a session of its own, with the credentials of that moment, but they share the parsed service models
+# (0.2 s to load each). Making a client is not thread-safe; using one is.
 _LOADER = botocore.loaders.create_loader()
 _MAKING = threading.Lock()
+
+
+def new_client(service: str, config: Config | None = None) -> Any:
+    """A client of boto3 from the standard AWS environment of now; sends nothing yet."""
+    with _MAKING:
+        core = botocore.session.Session()
+        core.register_component("data_loader", _LOADER)
+        return boto3.session.Session(botocore_session=core).client(service, config=config)
 
 
 class S3Client:
@@ -210,10 +218,7 @@ class S3Client:
             s3={"addressing_style": "path"} if custom else None,
             user_agent_extra="trnpipe",
         )
-        with _MAKING:
-            core = botocore.session.Session()
-            core.register_component("data_loader", _LOADER)
-            raw = boto3.session.Session(botocore_session=core).client("s3", config=config)
+        raw = new_client("s3", config)
         raw.meta.events.register("before-send.s3", self._count)
         return raw
 

@@ -8,7 +8,6 @@ DescribeSchedulingPolicies on *.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import boto3
 from botocore import exceptions as boto
 from botocore.config import Config
 
@@ -38,7 +37,7 @@ def connect(service: str) -> Any:
         user_agent_extra="trnpipe",
     )
     try:
-        return boto3.session.Session().client(service, config=config)
+        return s3_client.new_client(service, config)
     except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound) as error:
         raise ConfigError(
             f"no client for AWS {service}: {type(error).__name__}",

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
 
+from pipeline.io.s3_client import new_client
 from tests.jobs.targets.batch.moto_account import make_account
 from tests.s3 import empty_account
 
@@ -16,6 +16,7 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # takes 0.3 s
     with empty_account():
         make_account()
-        yield boto3.client("batch")
+        yield new_client("batch")

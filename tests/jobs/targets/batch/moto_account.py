@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import boto3
+from pipeline.io.s3_client import new_client
 
 
 def make_account() -> None:
@@ -14,13 +14,13 @@ def make_account() -> None:
     for name, state in (("relevance", "ENABLED"), ("off", "DISABLED")):
         make_queue(name, "trn1", state=state, schedulingPolicyArn=arn)
     make_queue("fifo", "trn1")
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    boto3.client("logs").create_log_group(logGroupName="/aws/batch/job")
+    new_client("s3").create_bucket(Bucket="bucket")
+    new_client("logs").create_log_group(logGroupName="/aws/batch/job")
 
 
 def make_environments(instance_types: Mapping[str, Sequence[str]], *, max_vcpus: int) -> None:
     """Compute environments by name, on demand, with the roles and the network that moto wants of them."""
-    batch, iam, ec2 = boto3.client("batch"), boto3.client("iam"), boto3.client("ec2")
+    batch, iam, ec2 = new_client("batch"), new_client("iam"), new_client("ec2")
     trust = json.dumps({"Version": "2012-10-17", "Statement": []})
     role = iam.create_role(RoleName="batch", AssumeRolePolicyDocument=trust)["Role"]["Arn"]
     iam.create_role(RoleName="instance", AssumeRolePolicyDocument=trust)
@@ -48,14 +48,14 @@ def make_environments(instance_types: Mapping[str, Sequence[str]], *, max_vcpus:
 def make_policy(name: str) -> str:
     """The ARN of a fair-share policy that knows the share `production`."""
     shares = [{"shareIdentifier": "production", "weightFactor": 1.0}]
-    made = boto3.client("batch").create_scheduling_policy(name=name, fairsharePolicy={"shareDistribution": shares})
+    made = new_client("batch").create_scheduling_policy(name=name, fairsharePolicy={"shareDistribution": shares})
     arn: str = made["arn"]
     return arn
 
 
 def make_queue(name: str, environment: str, *, state: str = "ENABLED", **more: Any) -> None:
     """A queue on one compute environment."""
-    boto3.client("batch").create_job_queue(
+    new_client("batch").create_job_queue(
         jobQueueName=name,
         state=state,
         priority=1,

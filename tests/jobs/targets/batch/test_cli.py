@@ -5,12 +5,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime, tzinfo
 from typing import Any
 
-import boto3
 import pytest
 from moto.batch.models import batch_backends
 from moto.core.models import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
 
 from jobs import cli, setup
+from pipeline.io.s3_client import new_client
 
 Trnjobs = Callable[..., tuple[int, str]]
 FLAGS = (
@@ -94,7 +94,7 @@ def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, acco
     for cycle in ("2026-11-19", "2026-11-20", "2026-11-21"):
         assert trnjobs("submit", "--jobs.sla-s=60", cycle=cycle)[0] == 0
     for cycle in ("2026-11-19", "2026-11-20"):  # opened again: they were not over when the watch came
-        boto3.client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
+        new_client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
     states(account, "2026-11-20", "RUNNABLE")
 
     code, text = trnjobs("reconcile", "--jobs.sla-s=60", cycle="")
@@ -108,7 +108,7 @@ def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, acco
 
 
 def test_a_cycle_that_cannot_be_read_does_not_keep_the_watch_from_the_others(trnjobs: Trnjobs, account: Any) -> None:
-    s3 = boto3.client("s3")
+    s3 = new_client("s3")
     for cycle in ("2026-11-19", "2026-11-20"):
         assert trnjobs("submit", cycle=cycle)[0] == 0
         s3.delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
@@ -133,7 +133,7 @@ def test_today_is_a_day_by_the_clocks_of_the_schedule(
 def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account: Any) -> None:
     assert trnjobs("submit")[0] == 0
     for name in ("plan.json", "closed.json"):
-        boto3.client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/2026-11-20/jobs/{name}")
+        new_client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/2026-11-20/jobs/{name}")
     code, text = trnjobs("reconcile", cycle="")
     assert (code, text) == (
         0,

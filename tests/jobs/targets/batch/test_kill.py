@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import boto3
 import pytest
 
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from jobs.plan.dag import Plan
 from jobs.targets.batch.client import BatchClient, LogsClient, connect
 from jobs.targets.batch.target import BatchTarget
+from pipeline.io.s3_client import new_client
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.moto_account import make_account
@@ -71,7 +71,7 @@ def test_killed_at_each_submission_the_next_driver_makes_one_dag(server: MotoSer
 
 def whole_jobs(of: Plan) -> dict[str, str]:
     """Id by name; fails when there are two of one name."""
-    listed: list[dict[str, Any]] = boto3.client("batch").list_jobs(jobQueue="relevance")["jobSummaryList"]
+    listed: list[dict[str, Any]] = new_client("batch").list_jobs(jobQueue="relevance")["jobSummaryList"]
     ours = [one for one in listed if of.cycle in one["jobName"] and ":" not in one["jobId"]]
     found = {one["jobName"]: one["jobId"] for one in ours}
     assert len(found) == len(ours) == len(of.jobs)

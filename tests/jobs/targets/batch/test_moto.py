@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
@@ -17,6 +16,7 @@ from jobs.targets.batch.definitions import registered
 from jobs.targets.batch.requests import definition_request
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
+from pipeline.io.s3_client import new_client
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.targets.batch.setting import Clock
@@ -96,7 +96,7 @@ def test_terminate_and_the_lines_of_a_log(account: Any, tmp_path: Path) -> None:
     assert stream, "moto names a stream and does not make one"
     with pytest.raises(ConfigError, match="no log stream"):
         [*_target(store).logs(verify, attempt=1, node=0)]
-    logs = boto3.client("logs")
+    logs = new_client("logs")
     logs.create_log_stream(logGroupName="/aws/batch/job", logStreamName=stream)
     events = [{"timestamp": int(time.time() * 1000) + i, "message": f"line {i}"} for i in range(3)]
     logs.put_log_events(logGroupName="/aws/batch/job", logStreamName=stream, logEvents=events)
