@@ -153,7 +153,12 @@ def test_an_error_that_all_cores_share_is_no_defect(
 @pytest.mark.parametrize(
     ("fault", "check", "seen"),
     [
-        ("absent@1", "collectives", "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s"),
+        pytest.param(
+            "absent@1",
+            "collectives",
+            "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             "dies@1",
             "ranks",

@@ -17,6 +17,7 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     from pipeline.backends.cpu import CpuBackend
     from pipeline.health import device, ranks
 
+    vars(device)["BURN_WIDTH"] = 256  # a burn is told by its ratio to that of others
     sound_join = ranks.join
     # Whatever limit collectives have: on a busy machine ranks start seconds apart.
     vars(ranks)["join"] = lambda these, kind, limit_s: sound_join(these, kind, 60.0)
