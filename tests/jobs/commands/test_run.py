@@ -18,6 +18,8 @@ from jobs.commands import submit
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
+from tests.ports import free_port
+from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "ddp_script.py"
@@ -35,10 +37,22 @@ def words(place: Path, *more: str, name: str = "mine") -> list[str]:
     return ["run", f"--workspace={place / 'workspace'}", f"--name={name}", *ROOM, *more]
 
 
-def weights(place: Path, name: str) -> dict[str, torch.Tensor]:
-    file = place / "workspace" / "checkpoints" / f"run-{name}" / name / "last.pt"
+def weights(file: Path) -> dict[str, torch.Tensor]:
     model: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["model"]
     return model
+
+
+def weights_of_ranks(ranks: int, folder: Path, *more: str) -> dict[str, torch.Tensor]:
+    """Of the script by itself, which nobody launches and nobody kills."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    env["TRNJOBS_CHECKPOINT_URI"] = f"file://{folder / 'alone'}"
+    with (folder / "alone.txt").open("wb") as said:
+        started = [
+            Forked("examples.ddp_script", more, env={**env, "RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said)
+            for rank in range(ranks)
+        ]
+        assert [one.wait(300) for one in started] == [0] * ranks, (folder / "alone.txt").read_text()
+    return weights(folder / "alone" / "last.pt")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int
     """The weights are those of a run that was left alone, by the checkpoints of the script itself."""
     ranks, rng, done = (f"--nodes={nodes}", "--processes=2", "--attempts=10"), random.Random(kills), 0
     script = ("--", str(SCRIPT), "--steps", str(steps), "--every", "1")
-    assert cli.main([*words(place, *ranks, name="alone"), *script]) == 0
+    alone = weights_of_ranks(2 * nodes, place, *script[2:])
     submit = [*words(place, *ranks, name="killed"), *script, "--step-s", str(step_s)]
     again = ["retry", f"--workspace={place / 'workspace'}", "--cycle=run-killed", *ROOM]
     env, code, command = {**os.environ, "PYTHONPATH": str(ROOT)}, 1, submit
@@ -136,7 +150,7 @@ def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int
             done += done < kills and process.poll() is None and _kill_one(process, rng)
         code = process.wait()
         command = again if code > 0 else submit  # its tries were spent; or it was killed with everything
-    alone, killed = weights(place, "alone"), weights(place, "killed")
+    killed = weights(place / "workspace" / "checkpoints" / "run-killed" / "killed" / "last.pt")
     assert all(torch.equal(alone[name], killed[name]) for name in alone)
     print(f"{done} kills")
 
