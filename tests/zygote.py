@@ -44,14 +44,23 @@ class Forked:
     """What `subprocess.Popen` is to a child of this process, for one of the zygote."""
 
     def __init__(
-        self, module: str, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: IO[Any], stderr: IO[Any]
+        self,
+        module: str,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: IO[Any],
+        stderr: IO[Any],
+        stdin: IO[Any] | None = None,
     ) -> None:
         self.args = ["python", "-m", module, *words]
         self.returncode: int | None = None
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(_zygote())
         request = json.dumps({"module": module, "words": list(words), "env": dict(env), "cwd": str(cwd)}).encode()
-        socket.send_fds(self._line, [request], [stdout.fileno(), stderr.fileno()])
+        streams = [stdout, stderr, *([stdin] if stdin else [])]
+        socket.send_fds(self._line, [request], [stream.fileno() for stream in streams])
         self.pid = int(self._read())
 
     def poll(self) -> int | None:
@@ -138,7 +147,7 @@ def _reaped() -> bool:
 
 def _attend(line: socket.socket) -> str:
     """Start the child, tell its number, and how it ends."""
-    data, descriptors, _, _ = socket.recv_fds(line, REQUEST_BYTES, 2)
+    data, descriptors, _, _ = socket.recv_fds(line, REQUEST_BYTES, 3)
     request = json.loads(data)
     child = os.fork()
     if child:
@@ -148,8 +157,9 @@ def _attend(line: socket.socket) -> str:
         os._exit(0)
     os.setsid()
     line.close()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, standard in zip((nothing, *descriptors), range(3), strict=True):
+    output, error, *given = descriptors
+    standard_input = given[0] if given else os.open(os.devnull, os.O_RDONLY)
+    for descriptor, standard in zip((standard_input, output, error), range(3), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.chdir(request["cwd"])

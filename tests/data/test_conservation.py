@@ -32,7 +32,7 @@ from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
 from tests.s3 import MotoServer, lead_to
 from tests.shown import Shown
 
-QUICK, THOROUGH = range(300), range(300, 2700)
+QUICK, THOROUGH = range(120), range(120, 2700)
 RULES = RowRules(FLAT, ("no", "yes"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
 
 

@@ -28,10 +28,12 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.tokens import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.validate import RowRules, codes_of
 from pipeline.io.commit import read_manifest, verify_dir
+from pipeline.proc import pool
 from pipeline.telemetry.events import EventName
 from tests.shown import Shown
 
 Make = Callable[[str], Any]
+START = pool._start
 SYNTHETIC = SyntheticConfig(num_queries=40, num_days=2)
 CONFIG = DataConfig(
     synthetic=SYNTHETIC,
@@ -177,7 +179,9 @@ def test_prefixes_stand_before_the_texts(workplace: Make, tmp_path: Path) -> Non
 
 
 @pytest.mark.stage
-def test_workers_do_not_change_the_bytes(workplace: Make) -> None:
+def test_workers_do_not_change_the_bytes(workplace: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters of their own, so with other hash seeds."""
+    monkeypatch.setattr(pool, "_start", START)
     one, three = workplace("one"), workplace("three")
     first = one.prepare(CONFIG.model_copy(update={"num_workers": 1}))
     second = three.prepare(CONFIG.model_copy(update={"num_workers": 3}))

@@ -13,6 +13,8 @@ import pytest
 
 from pipeline.data.chunks import ChunkRecord, Staging
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.proc import pool
+from tests.data.pool_worker import PoolWorker
 
 CONFIG = DataConfig(
     synthetic=SyntheticConfig(num_queries=220),
@@ -88,6 +90,7 @@ def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch,
         return record
 
     monkeypatch.setattr(Staging, "finished", spy)
+    monkeypatch.setattr(pool, "_start", PoolWorker)
     num_records = len(records(place.folder))
     again = place.prepare(CONFIG)
     assert len(skipped) == num_records - num_torn > 0

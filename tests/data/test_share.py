@@ -27,8 +27,10 @@ from pipeline.data.share_survey import SharedSurvey, share_files
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.io.storage import TEMP_PREFIX
+from tests.data.conftest import Workplace
 
 Make = Callable[[str], Any]
+Whole = tuple[PreparedData, dict[str, bytes]]
 SYNTHETIC = SyntheticConfig(num_queries=60, num_days=2)
 CONFIG = DataConfig(
     rows_per_chunk=100,
@@ -61,6 +63,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """What one alone prepares, in a worker of the product."""
+    alone = Workplace(tmp_path_factory.mktemp("alone"))
+    return alone.prepare(CONFIG.model_copy(update={"path": str(data)})), tokens_of(alone)
+
+
 def bytes_below(folder: Path) -> dict[str, bytes]:
     """All files of the token sets and tokenizers."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -89,30 +98,26 @@ def work(place: Any, config: DataConfig, worker: int, workers: int) -> PreparedD
 
 @pytest.mark.stage
 @pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.thorough), 23])
-def test_bytes_are_those_of_one_alone(workplace: Make, data: Path, workers: int) -> None:
-    config = CONFIG.model_copy(update={"path": str(data)})
-    alone, shared = workplace("alone"), workplace("shared")
-    expected = alone.prepare(config)
+def test_bytes_are_those_of_one_alone(workplace: Make, data: Path, whole: Whole, workers: int) -> None:
+    config, shared, (expected, tokens) = CONFIG.model_copy(update={"path": str(data)}), workplace("shared"), whole
     order = random.Random(workers).sample(range(workers), workers)
     results = [work(shared, config, worker, workers) for worker in order]
     assert all(isinstance(result, int) and result > 0 for result in results[:-1])
     assert results[-1] == expected
     assert expected.rows_bad == 4 and expected.rows_blank == 2
     assert all(info.judged["test"].queries_in_train > 10 for info in expected.infos)
-    assert tokens_of(shared) == tokens_of(alone)
+    assert tokens_of(shared) == tokens
     assert not (shared.folder / "scratch" / "prepare" / f"worker-{order[-1]}").exists()
     late = work(shared, config, 0, workers)
     assert late == replace(expected, prepared=0, rows_prepared=0, reused=2)
-    assert tokens_of(shared) == tokens_of(alone)
+    assert tokens_of(shared) == tokens
 
 
 @pytest.mark.stage
 def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
-    workplace: Make, data: Path, monkeypatch: pytest.MonkeyPatch
+    workplace: Make, data: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CONFIG.model_copy(update={"path": str(data)})
-    alone, shared = workplace("alone"), workplace("shared")
-    expected = alone.prepare(config)
+    config, shared, (expected, tokens) = CONFIG.model_copy(update={"path": str(data)}), workplace("shared"), whole
     for worker in (1, 3):
         assert isinstance(work(shared, config, worker, 5), int)
     published: list[str] = []
@@ -127,8 +132,8 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
     monkeypatch.setattr(share._Parts, "publish", noted)
     assert isinstance(work(shared, config, 1, 2), int)
     assert work(shared, config, 0, 2) == expected
-    assert len(published) == len(set(published)) < sum("/train-" in name for name in tokens_of(alone))
-    assert tokens_of(shared) == tokens_of(alone)
+    assert len(published) == len(set(published)) < sum("/train-" in name for name in tokens)
+    assert tokens_of(shared) == tokens
 
 
 SCRIPT = """
@@ -155,11 +160,12 @@ except Exception as error:
 @pytest.mark.fault
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 5))])
-def test_workers_at_once_killed_at_random_and_started_again(workplace: Make, data: Path, workers: int) -> None:
+def test_workers_at_once_killed_at_random_and_started_again(
+    workplace: Make, data: Path, whole: Whole, workers: int
+) -> None:
     """Each is killed once, by SIGKILL or SIGTERM, at a time that chance chooses; then all are run to their end."""
-    config = CONFIG.model_copy(update={"path": str(data), "rows_per_chunk": 100})
-    alone, shared, chance = workplace("alone"), workplace("shared"), random.Random(workers)
-    expected = alone.prepare(config)
+    config = CONFIG.model_copy(update={"path": str(data)})
+    shared, chance, (expected, tokens) = workplace("shared"), random.Random(workers), whole
 
     def start(worker: int) -> subprocess.Popen[bytes]:
         words = [str(shared.folder), config.model_dump_json(), str(worker), str(workers)]
@@ -184,7 +190,7 @@ def test_workers_at_once_killed_at_random_and_started_again(workplace: Make, dat
         for child in children:
             child.kill()
             child.communicate()
-    assert tokens_of(shared) == tokens_of(alone)
+    assert tokens_of(shared) == tokens
     assert shared.prepare(config) == type(expected)(
         **{**vars(expected), "prepared": 0, "rows_prepared": 0, "reused": 2}
     )
@@ -265,11 +271,12 @@ def test_a_damaged_part_is_named(workplace: Make, data: Path) -> None:
 
 
 @pytest.mark.stage
-def test_workers_that_have_all_parts_at_once(workplace: Make, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_have_all_parts_at_once(
+    workplace: Make, data: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one commits, and deletes the parts, when this one has found all of them there."""
     config = CONFIG.model_copy(update={"path": str(data)})
-    alone, shared = workplace("alone"), workplace("shared")
-    expected, others = alone.prepare(config), list[PreparedData | int]()
+    shared, (expected, tokens), others = workplace("shared"), whole, list[PreparedData | int]()
     work(shared, config, 0, 2)
     read_parts = share._read_parts
 
@@ -281,7 +288,7 @@ def test_workers_that_have_all_parts_at_once(workplace: Make, data: Path, monkey
     monkeypatch.setattr(share, "_read_parts", too_late)
     assert work(shared, config, 1, 2) == expected
     assert others == [expected]
-    assert tokens_of(shared) == tokens_of(alone)
+    assert tokens_of(shared) == tokens
 
 
 @pytest.mark.unit
