@@ -10,7 +10,7 @@ from pipeline.context import load_result
 from pipeline.io.storage import open_storage
 from tests.fault.harness import DATA, MODEL
 
-WIDE = ("--jobs.prepare.workers=3", "--jobs.mine.workers=2")
+WIDE = ("--jobs.prepare.workers=2", "--jobs.mine.workers=2")
 FLAGS: tuple[str, ...] = (
     *DATA,
     *MODEL,
@@ -46,4 +46,4 @@ def test_a_wide_cycle_leaves_the_bytes_of_a_narrow_one(
     flags = [flag for flag in FLAGS if not flag.startswith("--target")]
     assert cli.main(["status", f"--workspace={tmp_path / 'wide'}", *flags, *WIDE]) == 0
     said = capsys.readouterr().out
-    assert "SUCCEEDED 3/3" in said and "SUCCEEDED 2/2" in said
+    assert said.count("SUCCEEDED 2/2") == 2
