@@ -139,7 +139,10 @@ def test_a_full_disk_during_the_commit(tmp_path: Path, tree: Path, monkeypatch: 
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "over-a-committed-one"])
+@pytest.mark.parametrize(
+    "existing",
+    [pytest.param(False, id="new", marks=pytest.mark.thorough), pytest.param(True, id="over-a-committed-one")],
+)
 def test_kill_9_at_every_file_operation_of_a_local_commit(
     tmp_path: Path, tree: Path, existing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

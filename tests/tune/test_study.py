@@ -149,7 +149,14 @@ def test_the_test_split_is_not_looked_at(workspace: Path, tmp_path: Path, monkey
     assert "test" in opened, "a run that is no trial does"
 
 
-@pytest.mark.parametrize("event", [EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED, EventName.CHECKPOINT_SAVED])
+@pytest.mark.parametrize(
+    "event",
+    [
+        EventName.TRAIN_STEPS,
+        EventName.HOLDOUT_EVALUATED,
+        pytest.param(EventName.CHECKPOINT_SAVED, marks=pytest.mark.thorough),
+    ],
+)
 def test_told_to_stop_anywhere_it_ends_with_the_same_table(
     whole: tuple[StudyTable, Path, str],
     workspace: Path,

@@ -132,7 +132,7 @@ def of_sagemaker(at: Setting) -> dict[str, tuple[str, list[int | None]]]:
     lag=st.integers(0, 3),
     lives=st.lists(st.integers(1, 40), max_size=8),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
     jobs: list[JobSpec], seed: int, lag: int, lives: list[int]
 ) -> None:
@@ -152,7 +152,7 @@ def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
         assert of_sagemaker(at) == found
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_killed_after_each_call_the_next_driver_makes_one_dag(tmp_path: Path, lag: int) -> None:
     calls, kills = 0, 0
     while True:
@@ -244,7 +244,7 @@ def test_through_a_queue_any_dag_with_any_ends_ends_as_on_this_machine_though_dr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_killed_after_each_call_the_next_driver_makes_every_service_job_once(tmp_path: Path, lag: int) -> None:
     calls, kills = 0, 0
     while True:
