@@ -1,4 +1,4 @@
-"""Workers of pipeline.proc.pool, forked with their imports behind them: 0.7 s of processor time each otherwise.
+"""Workers of pipeline.proc.pool, forked with their imports behind them: 0.5 s of processor time each otherwise.
 
 All have the hash seed of the zygote: a test that compares what different workers make takes those of the product.
 """

@@ -16,7 +16,7 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # takes 0.3 s
+    monkeypatch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # no test looks at images
     with empty_account():
         make_account()
         yield new_client("batch")
