@@ -1,86 +1,11 @@
 """backends/neuron.py on the stand-in: what it answers, and the limits of the device that our code has to keep."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from textwrap import dedent
-
 import pytest
 
-from tests.native.standin import ROOT, environment, needs_compiler, run
+from tests.native.conftest import InChild
+from tests.native.standin import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.stage]
-
-OPEN = """
-import torch
-from torch import nn
-from pipeline.backends import module_device, on_neuron, open_backend, process_group
-from pipeline.core.errors import ConfigError
-backend = open_backend("neuron")
-"""
-# Runs each piece of code that it is sent in a child of its own, which has the device open: that takes seconds.
-SERVE = """
-import json, os, sys, traceback
-import torch_neuronx
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if not child:
-        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1), os.dup2(said, 2)
-        os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"] = request["cache"]
-        torch_neuronx._C.set_missing(set(request["missing"]))
-        try:
-            exec(request["code"], globals())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-InChild = Callable[..., None]
-
-
-def python(folder: Path, code: str, *, opened: bool = True) -> str:
-    """In an interpreter of its own."""
-    return run([sys.executable, "-c", (OPEN if opened else "") + dedent(code)], environment(folder))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    env = environment(tmp_path_factory.mktemp("device"))
-    words = [sys.executable, "-c", OPEN + SERVE]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        words, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def opened(server: subprocess.Popen[str], tmp_path: Path) -> InChild:
-    """Code in a process that has `backend` open; `missing`: operators that the device does not have."""
-
-    def run_in_child(code: str, *, missing: tuple[str, ...] = ()) -> None:
-        assert server.stdin and server.stdout
-        said = tmp_path / "said"
-        request = {"code": dedent(code), "said": str(said), "cache": str(tmp_path / "neff"), "missing": missing}
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        ended = server.stdout.readline().strip()
-        assert ended == "0", f"exit {ended or 'of the server'}: {said.read_text()[-8000:] if said.exists() else ''}"
-
-    return run_in_child
 
 
 def test_what_the_backend_answers(opened: InChild) -> None:
@@ -125,14 +50,14 @@ def test_one_program_for_each_shape_and_none_after_that(opened: InChild) -> None
     )
 
 
-def test_a_program_is_compiled_once_for_all_processes_that_share_the_cache(tmp_path: Path) -> None:
+def test_a_program_is_compiled_once_for_all_processes_that_share_the_cache(opened: InChild) -> None:
     code = """
     step = backend.compiled(lambda values: values.exp().sum())
     step(torch.ones(4, device=backend.device))
     print("seconds", backend.compile_seconds())
     """
-    assert "seconds 0.001" in python(tmp_path, code)
-    assert "seconds 0.0\n" in python(tmp_path, code)
+    assert "seconds 0.001" in opened(code)
+    assert "seconds 0.0\n" in opened(code)
 
 
 def test_the_limit_of_recompiles_is_an_error_and_not_a_slow_run(opened: InChild) -> None:
@@ -202,25 +127,25 @@ def test_the_stand_in_has_the_limits_of_the_device(opened: InChild) -> None:
     )
 
 
-def test_the_process_group_has_to_come_before_the_device(tmp_path: Path) -> None:
-    code = """
-    import torch, torch.distributed as dist
-    from pipeline.backends import open_backend, process_group
-    group = f"cpu:gloo,{process_group('neuron')}"
-    def join():
-        dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
-    """
+def test_the_process_group_has_to_come_before_the_device(in_child: InChild) -> None:
+    join = """
+import torch.distributed as dist
+from pipeline.backends import open_backend, process_group
+group = f"cpu:gloo,{process_group('neuron')}"
+def join():
+    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+"""
     late = """
-    open_backend("neuron")
-    try:
-        join()
-    except RuntimeError as error:
-        assert "has to come before" in str(error)
-    else:
-        raise AssertionError("passed")
-    """
-    python(tmp_path, dedent(code) + dedent(late), opened=False)
-    python(tmp_path, dedent(code) + "join()\nopen_backend('neuron')\n", opened=False)
+open_backend("neuron")
+try:
+    join()
+except RuntimeError as error:
+    assert "has to come before" in str(error)
+else:
+    raise AssertionError("passed")
+"""
+    in_child(join + late)
+    in_child(join + "join()\nopen_backend('neuron')\n")
 
 
 def test_an_error_of_the_runtime_is_raised_as_what_it_means(opened: InChild) -> None:
