@@ -7,8 +7,6 @@ same rows from the same seed, so step 12 of the first is what the second must co
 
 import hashlib
 import os
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors.torch import load_file
 
 from jobs.cycle.cycle_store import CycleStore
 from pipeline.io.storage import open_storage
+from tests.zygote import ROOT, Forked
 
 HERE = Path(__file__).parent
 DONE, UNDER_WAY = "2026-11-20", "2026-11-21"
@@ -35,16 +34,14 @@ def workspace(tmp_path: Path) -> Path:
 
 def run(program: str, *words: str, workspace: Path) -> str:
     """What `python -m <program> <words>` printed, both streams."""
-    command = [sys.executable, "-m", program, *words, "--config", str(HERE / "settings.toml")]
-    done = subprocess.run(
-        [*command, "--workspace", str(workspace)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    given = [*words, "--config", str(HERE / "settings.toml"), "--workspace", str(workspace)]
+    with (workspace.parent / "printed").open("w+") as printed:
+        process = Forked(program, given, env=os.environ, cwd=ROOT, stdout=printed, stderr=printed)
+        code = process.wait()
+        printed.seek(0)
+        text = printed.read()
+    assert code == 0, text
+    return text
 
 
 @pytest.mark.stage
