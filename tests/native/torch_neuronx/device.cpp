@@ -3,7 +3,6 @@
 // A stand-in for tests: it shows that our code keeps the rules of such a device, and nothing about Trainium.
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -31,6 +30,12 @@
 #include <mutex>
 #include <set>
 #include <string>
+
+// Of ATen/autocast_mode.h, which brings in all of ATen: half of what this file would take to compile.
+namespace at::autocast {
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
+TORCH_API ScalarType get_autocast_dtype(DeviceType);
+} // namespace at::autocast
 
 namespace {
 
@@ -293,12 +298,50 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
+at::Tensor lower(const at::Tensor& tensor) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), tensor, kDevice);
+}
+
+using Plain = c10::impl::ExcludeDispatchKeyGuard;
+constexpr auto kAutocast = c10::DispatchKey::AutocastPrivateUse1;
+
+at::Tensor autocast_addmm(
+    const at::Tensor& self,
+    const at::Tensor& left,
+    const at::Tensor& right,
+    const at::Scalar& beta,
+    const at::Scalar& alpha) {
+  Plain guard(kAutocast);
+  return at::addmm(lower(self), lower(left), lower(right), beta, alpha);
+}
+
+at::Tensor autocast_bmm(const at::Tensor& left, const at::Tensor& right) {
+  Plain guard(kAutocast);
+  return at::bmm(lower(left), lower(right));
+}
+
+at::Tensor autocast_linear(
+    const at::Tensor& values, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  Plain guard(kAutocast);
+  return at::linear(lower(values), lower(weight), bias ? std::optional(lower(*bias)) : bias);
+}
+
+at::Tensor autocast_matmul(const at::Tensor& left, const at::Tensor& right) {
+  Plain guard(kAutocast);
+  return at::matmul(lower(left), lower(right));
+}
+
+at::Tensor autocast_mm(const at::Tensor& left, const at::Tensor& right) {
+  Plain guard(kAutocast);
+  return at::mm(lower(left), lower(right));
+}
+
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  m.impl("addmm", autocast_addmm);
+  m.impl("bmm", autocast_bmm);
+  m.impl("linear", autocast_linear);
+  m.impl("matmul", autocast_matmul);
+  m.impl("mm", autocast_mm);
 }
 
 } // namespace
