@@ -32,6 +32,8 @@ IMPORTED = (
     "boto3",
     "pyarrow.parquet",
     "torch._dynamo",  # 3 s, which the first optimizer of a rank would take
+    "hypothesis",  # with pytest: modules of tests, in which ranks find their cases
+    "pytest",
     "pipeline.stages.train",
     "pipeline.stages.embed",
     "pipeline.stages.evaluate",

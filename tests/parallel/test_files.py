@@ -28,7 +28,7 @@ from tests.parallel.test_units import bert, llama
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_files"
-HALF, STEPS = 2, 4
+HALF, STEPS = 2, 3
 
 
 def sha256(path: Path) -> str:

@@ -44,8 +44,8 @@ def base(plan: Plan, ranks: int) -> Memory:
 @pytest.mark.parametrize(
     ("plan", "ranks", "peak_mib"),
     [
-        (Plan(), 1, 6117),
-        (Plan(), 8, 5049),
+        pytest.param(Plan(), 1, 6117, marks=pytest.mark.thorough),
+        pytest.param(Plan(), 8, 5049, marks=pytest.mark.thorough),
         (Plan(recompute="units"), 8, 1090),
         pytest.param(Plan(recompute="units", offload_horizon=2), 64, 950, marks=pytest.mark.thorough),
     ],

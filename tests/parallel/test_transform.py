@@ -25,7 +25,7 @@ from tests.parallel.plain import plain_tensors
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_transform"
-STEPS, QUERIES, SLOTS = 6, 8, 4
+STEPS, QUERIES, SLOTS = 3, 8, 4
 PAIRS = QUERIES * SLOTS
 MODEL = ModelConfig(
     preset="tiny",

@@ -1,6 +1,5 @@
 """One rank of test_two_ranks.py: the gradients of one step, as this rank has them after the reduction, into a file."""
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,14 +36,9 @@ def reduced_gradients(world: World, config: TrainConfig, accumulation: int) -> d
         return {**strategy.layout.unpack(sums[:-1]), "loss": sums[-1]}
 
 
-def main() -> None:
-    """Arguments: folder, MiB in a chunk, micro-steps."""
+def leave_gradients(folder: str, chunk_mib: str, accumulation: str) -> None:
+    """In a rank (tests/ranks.py)."""
     torch.set_num_threads(1)
-    folder, chunk_mib, accumulation = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     world = world_from_env()
-    found = reduced_gradients(world, TRAIN.model_copy(update={"chunk_mib": chunk_mib}), accumulation)
-    torch.save({name: tensor.clone() for name, tensor in found.items()}, folder / f"rank-{world.rank}.pt")
-
-
-if __name__ == "__main__":
-    main()
+    found = reduced_gradients(world, TRAIN.model_copy(update={"chunk_mib": float(chunk_mib)}), int(accumulation))
+    torch.save({name: tensor.clone() for name, tensor in found.items()}, Path(folder) / f"rank-{world.rank}.pt")

@@ -42,7 +42,7 @@ EVERYTHING = TRAIN.model_copy(
     }
 )
 """A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping."""
-HALF, STEPS = 3, 6
+HALF, STEPS = 3, 5
 
 
 class Trained(NamedTuple):

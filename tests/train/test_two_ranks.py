@@ -1,18 +1,14 @@
 """Two real ranks over gloo train on the gradient that one process has of the same global batch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.parallel.world import World
+from tests.ranks import run_ranks
 from tests.train.gloo_rank import reduced_gradients
 from tests.train.rows import TRAIN
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.stage
@@ -20,11 +16,8 @@ ROOT = Path(__file__).parents[2]
 def test_gradients_averaged_over_ranks_are_those_of_one_process(
     tmp_path: Path, chunk_mib: float, accumulation: int
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "tests.train.gloo_rank", str(tmp_path), str(chunk_mib), str(accumulation)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    case = "tests.train.gloo_rank:leave_gradients"
+    run_ranks(case, 2, tmp_path / "ranks", str(tmp_path), str(chunk_mib), str(accumulation))
     first, second = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in range(2))
     expected = reduced_gradients(World(), TRAIN, 1)
     assert first.keys() == second.keys() == expected.keys()
