@@ -48,11 +48,22 @@ def case(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
     return Case(tmp_path, capsys)
 
 
+@pytest.fixture(scope="module")
+def in_production(trained: Path) -> Path:
+    """The same workspace; the trained checkpoint is in production."""
+    from pipeline.cli import main
+
+    shutil.copytree(trained / "workspace", trained / "promoted")
+    assert main(["evaluate", *FLAGS, f"--workspace={trained}/promoted", "--cycle=c1"]) == 0
+    return trained / "promoted"
+
+
 @pytest.fixture
-def promoted(case: Case) -> Case:
-    """The trained checkpoint is in production."""
-    case.run()
-    return case
+def promoted(in_production: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Case:
+    """The trained checkpoint is in production, as in_production left it."""
+    shutil.copytree(in_production, tmp_path / "workspace")
+    capsys.readouterr()
+    return Case(tmp_path, capsys)
 
 
 def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> None:
