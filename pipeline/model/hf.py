@@ -232,7 +232,9 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
 
 def _expected(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names and shapes that `template` has under Hugging Face names, without content."""
-    return to_hf({name: torch.empty_like(tensor, device="meta") for name, tensor in template.items()})
+    # Not empty_like: of a tensor that is on `meta` already it imports sympy, half a second.
+    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in template.items()}
+    return to_hf(empty)
 
 
 def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source: str) -> dict[str, Tensor]:
