@@ -22,6 +22,7 @@ from typing import Any, ParamSpec
 import psutil
 
 from pipeline.io.storage import Storage, open_storage
+from pipeline.parallel.launch import gang_exit_code
 from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +212,8 @@ class Place:
     runs: list[Run] = field(default_factory=list)
     forked: bool = True
     """From the zygote, see there; else by `python -m pipeline`."""
+    _read: dict[Path, tuple[int, list[Event]]] = field(default_factory=dict)
+    """Of files of events: bytes read, and what they hold."""
 
     @cached_property
     def storage(self) -> Storage:
@@ -237,20 +240,21 @@ class Place:
     def evaluate_every(self) -> int:
         return self.number("--train.evaluate-every")
 
-    def start(self, stage: str, *flags: str, cycle: str = CYCLE) -> Run:
-        """Start `trnpipe <stage>` (or `embed verify`); later flags win over earlier ones."""
+    def start(self, stage: str, *flags: str, cycle: str = CYCLE, env: Mapping[str, str] | None = None) -> Run:
+        """Start `trnpipe <stage>` (or `embed verify`); later flags win. `env`: beside this place's."""
         words = [*stage.split(), f"--workspace={self.workspace}", f"--cycle={cycle}"]
         words += _last_wins([f"--scratch={self.scratch}", *self.flags, *flags])
-        env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-        env = {**{k: v for k, v in env.items() if not k.startswith("TRNPIPE_")}, **ENV, **self.env}
+        outer = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+        outer = {name: value for name, value in outer.items() if not name.startswith("TRNPIPE_")}
+        whole = {**outer, **ENV, **self.env, **(env or {})}
         log = self.folder / f"run-{len(self.runs)}-{stage.replace(' ', '-')}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
             process: subprocess.Popen[bytes] | Forked
             if self.forked:
-                process = Forked("pipeline", words, env=env, cwd=ROOT, stdout=out, stderr=err)
+                process = Forked("pipeline", words, env=whole, cwd=ROOT, stdout=out, stderr=err)
             else:
                 command = [sys.executable, "-m", "pipeline", *words]
-                process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=ROOT, start_new_session=True)
+                process = subprocess.Popen(command, stdout=out, stderr=err, env=whole, cwd=ROOT, start_new_session=True)
         run = Run(process, log)
         self.runs.append(run)
         return run
@@ -262,6 +266,25 @@ class Place:
         assert ended == code, f"exit {ended}, expected {code}\n{run.out[-3000:]}\n{run.err[-3000:]}"
         return run
 
+    def run_ranks(self, stage: str, processes: int, *flags: str, code: int = 0) -> list[Run]:
+        """Run to the end in ranks as torchrun starts them, without it: they are forked, and import nothing.
+
+        Asserts the one exit code of them all. The store is held here, as torchrun does, so that a rank may leave
+        before the others.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # here: most users of this need no torch
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
+        env |= {"LOCAL_WORLD_SIZE": str(processes)}
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        runs = [self.start(stage, *flags, env=rank) for rank in ranks]
+        codes = [run.wait() for run in runs]
+        said = "\n".join(run.out[-2000:] + run.err[-3000:] for run in runs)
+        assert gang_exit_code(codes, stopped=False) == code, f"exits {codes}, expected {code}\n{said}"
+        return runs
+
     def close(self) -> None:
         """End what a failed test left running."""
         for run in self.runs:
@@ -270,15 +293,27 @@ class Place:
 
     def events(self, name: str | None = None, *, cycle: str = CYCLE) -> list[Event]:
         """Events so far; a half-written last line is left out."""
-        key = f"cycles/{cycle}/events.jsonl"
-        local = self.storage.local_path(key)
+        local = self.storage.local_path(f"cycles/{cycle}/events.jsonl")
         if local is not None:
-            data = local.read_bytes() if local.exists() else b""
+            found = self._read_on(local)
         else:
-            data = b"".join(self._segments(f"cycles/{cycle}/events"))
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
-        found: list[Event] = [json.loads(line) for line in lines]
+            found = _parsed(b"".join(self._segments(f"cycles/{cycle}/events")))
         return [event for event in found if name in (None, event["event"])]
+
+    def _read_on(self, path: Path) -> list[Event]:
+        """All events of a file that grows. What was read stays read: who polls asks a thousand times a second."""
+        size = path.stat().st_size if path.exists() else 0
+        end, found = self._read.get(path, (0, []))
+        if size < end:  # another file
+            end, found = 0, []
+        if size > end:
+            with path.open("rb") as file:
+                file.seek(end)
+                data = file.read()
+            data = data[: data.rfind(b"\n") + 1]
+            end, found = end + len(data), [*found, *_parsed(data)]
+        self._read[path] = end, found
+        return found
 
     def _segments(self, folder: str) -> Iterator[bytes]:
         """Of the log, in the order of their writers; the journal of one says more than what was put of it."""
@@ -348,6 +383,11 @@ def trace_of(events: Iterable[Event]) -> Trace:
     return result
 
 
+def _parsed(data: bytes) -> list[Event]:
+    """Without a half-written last line."""
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+
 def _steps_of(folder: Path) -> set[int]:
     try:
         names = [path.name for path in folder.iterdir()]
@@ -371,13 +411,16 @@ def prepared(flags: tuple[str, ...] = TINY) -> Path:
 
 
 @cache
-def reference(backend: str, flags: tuple[str, ...] = TINY) -> Ended:
-    """How the case ends when nobody interrupts it."""
+def reference(backend: str, flags: tuple[str, ...] = TINY, ranks: int = 1) -> Ended:
+    """How the case ends when nobody interrupts it. `ranks`: forked ones, for what is compared with a launched run."""
     folder = Path(mkdtemp(prefix="trnpipe-reference-"))
     _FOLDERS.append(folder)
     place = copy_of_prepared(folder, backend, flags)
-    place.forked = False  # another hash seed than those that are compared with it
-    place.run("train")
+    if ranks > 1:
+        place.run_ranks("train", ranks)
+    else:
+        place.forked = False  # another hash seed than those that are compared with it
+        place.run("train")
     ended = place.ended()
     assert sorted(ended.trace) == list(range(1, len(ended.trace) + 1))
     return ended

@@ -13,7 +13,8 @@ from tests.fault.harness import MAX_STEPS, TINY, Place, TooLate, again_when_late
 
 pytestmark = pytest.mark.slow
 
-LONG = (*TINY, "--train.max-steps=300", "--train.evaluate-every=0")
+LONG_STEPS = 180
+LONG = (*TINY, f"--train.max-steps={LONG_STEPS}", "--train.evaluate-every=0")
 
 
 def stopped_at(place: Place, step: int) -> list[int]:
@@ -82,7 +83,7 @@ def test_no_file_can_grow_while_saving(place: Callable[..., Place]) -> None:
     assert run.wait() == 0, run.err[-3000:]
     assert "a checkpoint could not be saved, training goes on" in run.out
     assert "Traceback" not in run.err
-    assert max(here.steps_saved()) == 300
+    assert max(here.steps_saved()) == LONG_STEPS
     assert here.ended() == reference("cpu", LONG)
 
 
@@ -135,13 +136,13 @@ def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) ->
         last_good = here.steps_saved()[-1]
         (folder / "filler").unlink()
         code = run.wait()
-        if "the checkpoint of step 300 could not be saved" in run.err:
+        if f"the checkpoint of step {LONG_STEPS} could not be saved" in run.err:
             raise TooLate
         assert code == 0, run.err[-3000:]
         failed = [event["step"] for event in here.events("checkpoint_failed")]
         assert failed and last_good <= failed[0], "the last good checkpoint stayed"
         assert "Traceback" not in run.err
-        assert max(here.steps_saved()) == 300
+        assert max(here.steps_saved()) == LONG_STEPS
         assert here.ended() == reference("cpu", LONG)
 
 

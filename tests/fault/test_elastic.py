@@ -44,7 +44,7 @@ def test_two_processes_stopped_then_one_then_three(place: Callable[..., Place]) 
     second = max(here.steps_saved())
     assert first + 15 <= second < len(alone.trace)
 
-    here.run("train", "--launch.processes=3")
+    here.run_ranks("train", 3)
     resumed = [event["step"] for event in here.events("train_resumed")]
     worlds = [event["world_size"] for event in here.events("train_started")]
     assert (resumed, worlds) == ([first, second], [2, 1, 3])

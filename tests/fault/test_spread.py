@@ -27,14 +27,16 @@ def over(processes: int, **plan: object) -> tuple[str, ...]:
 
 @again_when_late
 def test_two_ranks_with_slices_go_on_to_the_bit(place: Callable[..., Place]) -> None:
+    """Launched and killed; what goes on, and what was left alone, are forked ranks of other hash seeds."""
     sliced = (*SHORT, *over(2, shard_degree=2))
     here = place("cpu", sliced)
     run, doing = kill_at(here, Moment("step", 14, 0.02))
     run.assert_not_late()
     assert doing, f"ended before, exit {run.process.returncode}\n{run.err[-2000:]}"
     saved = here.steps_saved()
-    here.run("train")
-    assert here.ended() == reference("cpu", sliced)
+    here.run_ranks("train", 2)
+    assert here.ended() == reference("cpu", sliced, ranks=2)
+    assert {event["world_size"] for event in here.events("train_started")} == {2}
     assert [event["step"] for event in here.events("train_resumed")] == saved[-1:]
 
 

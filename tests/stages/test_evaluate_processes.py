@@ -62,7 +62,7 @@ def test_stopped_and_killed_it_goes_on_with_other_ranks(place: Place) -> None:
     run.assert_not_late()
     assert read_pointer(place.storage, "relevance") is None
 
-    refused = place.run("evaluate", "--launch.processes=2", "--gate.floors=accuracy=1.0", code=80)
+    refused, _ = place.run_ranks("evaluate", 2, "--gate.floors=accuracy=1.0", code=80)
     assert "2 x cpu" in refused.out and "is not promoted" in refused.err
     assert not place.storage.list_dirs("cycles/c1/evaluate/parts/")
     assert main(["evaluate", *FLAGS, *SLOW, f"--workspace={place.path}", "--cycle=c1"]) == 0
