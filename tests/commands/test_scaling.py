@@ -30,7 +30,7 @@ def test_a_machine_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_machine_of_modules_tracks_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--train.parallel.shard-degree=8", "--train.parallel.tensor-degree=2", "--train.parallel.recompute=units")
-    code, text = scaling(tmp_path, capsys, "--fabric=p4d.24xlarge", *plan, "--json")
+    code, text = scaling(tmp_path, capsys, "--fabric=p4d.24xlarge", "--model.num-layers=2", *plan, "--json")
     assert code == 0, text
     found = json.loads(text)
     assert found["plan"]["shard_degree"] == 8 and found["plan"]["recompute"] == "units"
@@ -43,7 +43,7 @@ def test_a_machine_of_modules_tracks_memory(tmp_path: Path, capsys: pytest.Captu
 
 def test_states_in_slices_are_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--fabric=p4d.24xlarge", "--train.parallel.shard=state", "--train.parallel.shard-degree=8", "--json")
-    code, text = scaling(tmp_path, capsys, *words)
+    code, text = scaling(tmp_path, capsys, "--model.num-layers=2", *words)
     assert code == 0, text
     found = json.loads(text)["memory"]
     whole = found["moments"]  # 8 P / 8, and whole copies with slices of the masters

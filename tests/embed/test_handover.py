@@ -169,7 +169,7 @@ def test_a_try_that_was_broken_off_goes_on(
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("form", ["npy", "pgvector-copy"])
+@pytest.mark.parametrize("form", [pytest.param("npy", marks=pytest.mark.thorough), "pgvector-copy"])
 def test_kill_9_before_any_change_of_a_file(vectors: VectorSet, tmp_path: Path, form: str) -> None:
     for number in count(1, 5):
         out = tmp_path / f"out-{number}"

@@ -120,7 +120,7 @@ def test_they_are_scored_once_for_the_same_data(case: Case, monkeypatch: pytest.
     assert kept(case) == ["bm25", "bm25", "boosting", "boosting"], "another holdout has its own"
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """The figures of models are saved before: 1 is BM25, 2 boosting."""
     calls = 0
@@ -144,10 +144,11 @@ def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.
 
 
 def test_damaged_scores_are_named(case: Case) -> None:
-    case.run(WARN, "--no-evaluate.promote")
+    without = "--no-evaluate.baselines.boosting"
+    case.run(WARN, without, "--no-evaluate.promote")
     key = baselines(case)["bm25"].scores
     case.storage.write_bytes(f"{key}/{ARRAYS_FILE}", b"")
-    told = case.run(WARN, f"--evaluate.candidate={case.made('other')}", code=65)
+    told = case.run(WARN, without, f"--evaluate.candidate={case.made('other')}", code=65)
     assert f"{key} holds no retrieval figures" in told and "delete that folder" in told
 
 
