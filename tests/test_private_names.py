@@ -10,8 +10,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests import zygote
 from tests.backends.xla_process import needs_xla
 
 ROOT = Path(__file__).parents[1]
@@ -211,8 +210,7 @@ def test_each_is_there(package: str) -> None:
 @needs_xla
 def test_each_of_torch_xla_is_there() -> None:
     assert of_package("torch_xla")
-    code = "from tests import test_private_names as names; print('\\n'.join(names.gone(names.of_package('torch_xla'))))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = zygote.run("tests.test_private_names")
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
@@ -240,3 +238,7 @@ def test_a_private_name_is_found(code: str, name: str) -> None:
 def test_what_is_ours_or_public_is_not() -> None:
     code = "self._mine = os._exit(1); Row._fields; text = 'an _underscore in a text.'; from pipeline import __version__"
     assert not [*private_names(ast.parse(code))]
+
+
+if __name__ == "__main__":  # in a process of its own: see tests/backends/xla_process.py
+    print(*gone(of_package("torch_xla")), sep="\n")

@@ -4,15 +4,19 @@ Autograd counts its devices at the first backward pass of a process, so XLA must
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+from tests import zygote
+
+FAST_COMPILE = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",  # MLIR takes half of what is left
+    )
+)
 needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 FUNCTIONALIZATION = {"with-functionalization": "0", "as-on-neuron": "1"}
 """XLA_DISABLE_FUNCTIONALIZATION: 0 as torch_xla has it, 1 as torch-neuronx sets it (Neuron documentation, "PyTorch
@@ -22,20 +26,16 @@ NeuronX Environment Variables"). Views and updates in place are traced in anothe
 
 def run_cases(file: Path, mode: str, *arguments: str, **env: str) -> None:
     """Run the tests in `file` in one process, in one of the modes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file), *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
+    words = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file), *arguments)
+    done = zygote.run(
+        "pytest",
+        *words,
         env={
-            **os.environ,
             "PJRT_DEVICE": "CPU",
             "XLA_FLAGS": FAST_COMPILE,
             "OMP_NUM_THREADS": "1",
             "XLA_DISABLE_FUNCTIONALIZATION": FUNCTIONALIZATION[mode],
             **env,
         },
-        capture_output=True,
-        text=True,
-        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

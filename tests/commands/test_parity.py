@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from pipeline.parity.compare import ParityReport
 from pipeline.parity.record import SideTask, record
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+from tests import zygote
 from tests.parity.case import CYCLE, Case, make_case
 
 pytestmark = pytest.mark.stage
@@ -141,8 +140,7 @@ def test_a_side_that_fails_gives_its_exit_code(case: Case, run: Run, monkeypatch
 
 
 def test_the_command_line_reaches_it(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pipeline", "parity"]
-    done = subprocess.run([*words, "gpu", f"--workspace={tmp_path}"], capture_output=True, text=True, check=False)
+    done = zygote.run("pipeline", "parity", "gpu", f"--workspace={tmp_path}")
     assert done.returncode == 78
     assert "trnpipe parity: ConfigError: 'gpu' is not a backend" in done.stderr
-    assert subprocess.run(words, capture_output=True, check=False, env=os.environ).returncode == 78
+    assert zygote.run("pipeline", "parity").returncode == 78

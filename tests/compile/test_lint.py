@@ -1,12 +1,8 @@
 """One test for every rule of the lint: on real traces where torch_xla makes them, on text written by hand otherwise."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -14,6 +10,7 @@ import pytest
 from pipeline.compile.hlo import Module, parse
 from pipeline.compile.lint import RULES, Finding, lint, lint_counters
 from pipeline.model.config import Architecture, ModelConfig
+from tests import zygote
 from tests.compile import traces
 
 REDUCER = """
@@ -274,11 +271,9 @@ class TestRealTraces:
         assert seen <= {("HLO001", f"operator {name}") for name in ("shift-left", "xor", "or")}
 
     def test_every_encoder_and_a_memory_need_as_many_graphs_as_bert(self) -> None:
-        script = Path(__file__).with_name("trial_graphs.py")
-        env = os.environ | {"PYTHONPATH": str(traces.ROOT), "OMP_NUM_THREADS": "1"}
         names = [f"--model.architecture={name}" for name in get_args(Architecture)]
         names.append("--train.loss.memory-batches=2")
-        done = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300)
+        done = zygote.run("tests.compile.trial_graphs", *names, timeout_s=300.0)
         assert done.returncode == 0, done.stderr[-3000:]
         graphs = json.loads(done.stdout)
         assert list(graphs) == names and len(set(graphs.values())) == 1, graphs

@@ -1,7 +1,6 @@
 """HLO of real traces, made once for a test session: autograd and torch_xla need processes of their own."""
 
 import fcntl
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,14 +8,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from pipeline.compile.hlo import Module, parse
+from tests import zygote
+from tests.backends.xla_process import FAST_COMPILE, needs_xla
 
-ROOT = Path(__file__).parents[2]
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-
+__all__ = ["counters", "needs_xla", "own", "own_texts", "program", "program_texts"]
 FOLDER = Path()  # set by conftest.py
 
 # Where source lines come from; and what makes torch_xla trace things that it avoids by default.
@@ -73,19 +69,12 @@ def _trace(what: str, variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 def _make(what: str, variables: tuple[tuple[str, str], ...], folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("trace_programs.py")), str(folder), what],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": FAST_COMPILE,
-            "OMP_NUM_THREADS": "1",
-            **dict(variables),
-        },
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    module, words = "tests.compile.trace_programs", (str(folder), what)
+    env = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE, "OMP_NUM_THREADS": "1", **dict(variables)}
+    if what == "programs":  # another hash seed than that of "own", which is compared with it
+        whole = {**os.environ, "PYTHONPATH": str(zygote.ROOT), **env}
+        command = [sys.executable, "-m", module, *words]
+        done = subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=400)
+    else:
+        done = zygote.run(module, *words, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

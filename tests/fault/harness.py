@@ -23,6 +23,7 @@ import psutil
 
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.launch import gang_exit_code
+from tests.backends.xla_process import FAST_COMPILE
 from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +76,7 @@ ENV = {
     "PJRT_DEVICE": "CPU",
     # Two spinning OpenMP threads on a loaded machine of two cores take a second for a step of ten milliseconds.
     "OMP_NUM_THREADS": "1",
-    # A third of the compile time; every run of a comparison has the same flags.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "XLA_FLAGS": FAST_COMPILE,  # every run of a comparison has the same
 }
 _DROPPED = (
     "RANK",

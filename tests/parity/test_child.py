@@ -19,7 +19,7 @@ from pipeline.parity import record as child
 from pipeline.parity.compare import Side, compare_sides
 from pipeline.parity.record import SideTask, find_record, load_side, record_side
 from pipeline.telemetry.console import Console
-from tests.compile.traces import FAST_COMPILE, needs_xla
+from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.parity.case import PARITY, Case, make_case
 from tests.parity.test_recording import dropped_weight, wrong_epsilon
 
