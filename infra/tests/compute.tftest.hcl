@@ -25,7 +25,7 @@ variables {
   cpu               = { instance_types = ["m6i"], max_vcpus = 64, spot = true, root_volume_gib = 80 }
 }
 
-run "trn1_has_eight_efa_interfaces_on_eight_cards" {
+run "trn1_with_eight_efa_interfaces_and_spot_for_the_rest" {
   command = plan
 
   module {
@@ -69,14 +69,6 @@ run "trn1_has_eight_efa_interfaces_on_eight_cards" {
   assert {
     condition     = length(aws_launch_template.trainium.instance_market_options) == 0 && length(aws_iam_role.service) == 0
     error_message = "on demand, with the service-linked role"
-  }
-}
-
-run "instances_tell_nothing_to_containers_and_wait_for_them" {
-  command = plan
-
-  module {
-    source = "./modules/compute"
   }
 
   assert {
@@ -122,14 +114,6 @@ run "instances_tell_nothing_to_containers_and_wait_for_them" {
     condition     = aws_iam_role_policy_attachment.instance.policy_arn == "arn:aws:iam::aws:policy/service-role/AmazonEC2ContainerServiceforEC2Role"
     error_message = "the instance's role is for the agent"
   }
-}
-
-run "cpu_machines_are_spot" {
-  command = plan
-
-  module {
-    source = "./modules/compute"
-  }
 
   assert {
     condition     = aws_batch_compute_environment.cpu.compute_resources[0].type == "SPOT" && aws_batch_compute_environment.cpu.compute_resources[0].allocation_strategy == "SPOT_PRICE_CAPACITY_OPTIMIZED"
@@ -137,42 +121,7 @@ run "cpu_machines_are_spot" {
   }
 }
 
-run "cpu_machines_on_demand" {
-  command = plan
-
-  module {
-    source = "./modules/compute"
-  }
-
-  variables {
-    cpu = { instance_types = ["m6i"], max_vcpus = 64, spot = false, root_volume_gib = 80 }
-  }
-
-  assert {
-    condition     = aws_batch_compute_environment.cpu.compute_resources[0].type == "EC2" && aws_batch_compute_environment.cpu.compute_resources[0].allocation_strategy == "BEST_FIT_PROGRESSIVE"
-    error_message = "spot = false means on demand"
-  }
-}
-
-run "trn1n_has_sixteen" {
-  command = plan
-
-  module {
-    source = "./modules/compute"
-  }
-
-  variables {
-    instance_type  = "trn1n.32xlarge"
-    efa_interfaces = 16
-  }
-
-  assert {
-    condition     = join(" ", aws_launch_template.trainium.network_interfaces[*].network_card_index) == join(" ", range(16)) && sum(aws_launch_template.trainium.network_interfaces[*].device_index) == 15
-    error_message = "sixteen cards, one of them with device 0"
-  }
-}
-
-run "trn2_has_sixteen" {
+run "trn2_has_sixteen_and_comes_from_a_capacity_block" {
   command = plan
 
   module {
@@ -194,9 +143,19 @@ run "trn2_has_sixteen" {
     condition     = aws_launch_template.trainium.instance_market_options[0].market_type == "capacity-block" && length(aws_placement_group.trainium) == 0
     error_message = "from its capacity block, which has a placement of its own"
   }
+
+  assert {
+    condition     = join(" ", aws_launch_template.trainium.network_interfaces[*].network_card_index) == join(" ", range(16)) && sum(aws_launch_template.trainium.network_interfaces[*].device_index) == 15
+    error_message = "sixteen cards, one of them with device 0"
+  }
+
+  assert {
+    condition     = aws_launch_template.trainium.instance_market_options[0].market_type == "capacity-block" && aws_launch_template.trainium.capacity_reservation_specification[0].capacity_reservation_target[0].capacity_reservation_id == "cr-0123456789abcdef0"
+    error_message = "instances come from the block"
+  }
 }
 
-run "trn1_2xlarge_has_none" {
+run "trn1_2xlarge_has_none_and_cpu_machines_are_on_demand" {
   command = plan
 
   module {
@@ -206,33 +165,17 @@ run "trn1_2xlarge_has_none" {
   variables {
     instance_type  = "trn1.2xlarge"
     efa_interfaces = 0
+    cpu            = { instance_types = ["m6i"], max_vcpus = 64, spot = false, root_volume_gib = 80 }
   }
 
   assert {
     condition     = length(aws_launch_template.trainium.network_interfaces) == 0 && aws_batch_compute_environment.trainium.compute_resources[0].security_group_ids == toset(["sg-1"]) && length(aws_placement_group.trainium) == 0
     error_message = "without interfaces the environment names the group"
   }
-}
-
-run "a_capacity_block" {
-  command = plan
-
-  module {
-    source = "./modules/compute"
-  }
-
-  variables {
-    capacity_block_id = "cr-0123456789abcdef0"
-  }
 
   assert {
-    condition     = aws_launch_template.trainium.instance_market_options[0].market_type == "capacity-block" && aws_launch_template.trainium.capacity_reservation_specification[0].capacity_reservation_target[0].capacity_reservation_id == "cr-0123456789abcdef0"
-    error_message = "instances come from the block"
-  }
-
-  assert {
-    condition     = length(aws_placement_group.trainium) == 0
-    error_message = "a capacity block has its own placement"
+    condition     = aws_batch_compute_environment.cpu.compute_resources[0].type == "EC2" && aws_batch_compute_environment.cpu.compute_resources[0].allocation_strategy == "BEST_FIT_PROGRESSIVE"
+    error_message = "spot = false means on demand"
   }
 }
 

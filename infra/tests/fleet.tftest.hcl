@@ -21,6 +21,11 @@ variables {
 run "settings_and_fleet_are_known_before_anything_is_made" {
   command = plan
 
+  variables {
+    timezone = "Europe/Berlin"
+    sla_s    = 3600
+  }
+
   assert {
     condition     = output.settings.workspace == "s3://relevance-123456789012-us-west-2/relevance"
     error_message = "workspace ${output.settings.workspace}"
@@ -47,30 +52,8 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
     condition     = output.fleet[1].type == "SPOT" && join(" ", output.fleet[1].shares) == "backfills experiments production"
     error_message = "CPU machines are Spot, with the same shares"
   }
-}
 
-run "embedding_on_trainium_has_its_queue_and_image" {
-  command = plan
-
-  variables {
-    embed_on_trainium = true
-    settings_files    = ["configs/base.toml", "configs/jobs/trn1.toml", "configs/jobs/embed-trn1.toml"]
-  }
-
-  assert {
-    condition     = keys(output.settings.jobs.embed) == ["role"] && output.settings.jobs.verify.queue == "relevance-cpu"
-    error_message = "embed goes where cycles go, verify stays on CPU machines: ${jsonencode(output.settings.jobs.embed)}"
-  }
-}
-
-run "the_driver_gets_the_settings_as_variables" {
-  command = plan
-
-  variables {
-    timezone = "Europe/Berlin"
-    sla_s    = 3600
-  }
-
+  # The driver gets the settings as variables.
   assert {
     condition = local.environment["TRNPIPE_WORKSPACE"] == output.settings.workspace && alltrue([for name, value in {
       TRNPIPE_JOBS__QUEUE                           = "relevance-trainium"
@@ -88,5 +71,40 @@ run "the_driver_gets_the_settings_as_variables" {
   assert {
     condition     = contains(keys(local.environment), "TRNPIPE_JOBS__EVALUATE__ROLE") && !anytrue([for name in keys(local.environment) : startswith(name, "TRNPIPE_TRAIN")])
     error_message = "the job that promotes has a role of its own, and how to train is not for Terraform to say"
+  }
+
+  assert {
+    condition     = length(module.sagemaker) == 0 && !contains(keys(output.settings.jobs), "sagemaker")
+    error_message = "nobody has asked for SageMaker"
+  }
+
+  assert {
+    condition     = !contains(keys(module.network.endpoints), "sagemaker.api")
+    error_message = "an endpoint that nobody needs is paid for"
+  }
+}
+
+run "embedding_on_trainium_and_training_jobs_of_sagemaker" {
+  command = plan
+
+  variables {
+    embed_on_trainium = true
+    sagemaker         = true
+    settings_files    = ["configs/base.toml", "configs/jobs/trn1.toml", "configs/jobs/embed-trn1.toml"]
+  }
+
+  assert {
+    condition     = keys(output.settings.jobs.embed) == ["role"] && output.settings.jobs.verify.queue == "relevance-cpu"
+    error_message = "embed goes where cycles go, verify stays on CPU machines: ${jsonencode(output.settings.jobs.embed)}"
+  }
+
+  assert {
+    condition     = contains(keys(module.network.endpoints), "sagemaker.api") && contains(keys(module.network.endpoints), "batch")
+    error_message = "the watch asks SageMaker from a subnet without a way to the internet"
+  }
+
+  assert {
+    condition     = module.sagemaker[0].log_group == "/aws/sagemaker/TrainingJobs" && length(output.settings.jobs.sagemaker.subnets) == 1 && !contains(keys(output.settings.jobs.sagemaker), "queue")
+    error_message = "training jobs in another network, or through a queue that nobody asked for"
   }
 }

@@ -2,6 +2,8 @@
 # credentials. What a policy allows is judged in tests/infra.
 
 mock_provider "aws" {
+  override_during = plan
+
   mock_resource "aws_sqs_queue" {
     defaults = { arn = "arn:aws:sqs:us-west-2:123456789012:relevance-dead-letter" }
   }
@@ -23,6 +25,33 @@ variables {
   schedule_queue_arn = "arn:aws:batch:us-west-2:123456789012:job-queue/relevance-cpu"
   definition_prefix  = "relevance"
   share_identifier   = "production"
+}
+
+run "schedule" {
+  command = plan
+
+  variables {
+    image              = "image@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+    settings_files     = []
+    environment        = {}
+    queue_arn          = var.schedule_queue_arn
+    driver_role_arn    = "arn:aws:iam::123456789012:role/relevance-driver"
+    scheduler_role_arn = "arn:aws:iam::123456789012:role/relevance-scheduler"
+    expression         = "cron(0 2 * * ? *)"
+    timezone           = "UTC"
+    enabled            = false
+    watch_expression   = "rate(1 hour)"
+    attempts           = 2
+    log_group          = "/trnpipe/relevance"
+  }
+  module {
+    source = "./modules/schedule"
+  }
+
+  assert {
+    condition     = aws_scheduler_schedule.this["driver"].state == "DISABLED" && aws_scheduler_schedule.this["watch"].state == "ENABLED"
+    error_message = "a schedule that is switched off starts no cycle, and those that were started by hand are looked after"
+  }
 }
 
 run "roles" {
@@ -74,10 +103,26 @@ run "roles" {
     ]])
     error_message = "the driver may define other jobs than the stages and scripts"
   }
+  # The scheduler's policy goes by names, so that the two modules need not wait for each other.
+  assert {
+    condition     = strcontains(aws_iam_role_policy.scheduler.policy, "\"arn:aws:sqs:us-west-2:123456789012:${run.schedule.dead_letter_name}\"")
+    error_message = "the scheduler may write to another dead-letter queue than there is"
+  }
+  assert {
+    condition     = strcontains(aws_iam_role.scheduler.assume_role_policy, "schedule-group/${run.schedule.group_name}\"")
+    error_message = "the scheduler's role trusts another group of schedules than there is"
+  }
+  assert {
+    condition     = alltrue([for key in [run.schedule.driver_schedule_name, run.schedule.watch_schedule_name] : strcontains(aws_iam_role_policy.scheduler.policy, "\"arn:aws:batch:us-west-2:123456789012:job-definition/${key}:*\"")])
+    error_message = "the scheduler may not submit what the schedules name (a schedule has the name of its definition)"
+  }
 }
 
-run "inputs" {
+run "inputs_and_training_jobs" {
+  command = plan
+
   variables {
+    sagemaker = true
     data = [
       { bucket = "shop", prefix = "esci/2026", kms_key_arn = "arn:aws:kms:us-west-2:123456789012:key/11111111-1111-1111-1111-111111111111" },
       { bucket = "catalogue", prefix = "" },
@@ -103,68 +148,8 @@ run "inputs" {
     condition     = jsondecode(aws_iam_role_policy.data["embed-1"].policy).Statement[0].Resource == ["arn:aws:s3:::catalogue/*"] && jsondecode(aws_iam_role_policy.data["embed-1"].policy).Statement[1].Condition.StringLike["s3:prefix"] == ["*"]
     error_message = "a whole bucket is not readable"
   }
-}
-
-run "schedule" {
-  variables {
-    image              = "image@sha256:0000000000000000000000000000000000000000000000000000000000000000"
-    settings_files     = []
-    environment        = {}
-    queue_arn          = var.schedule_queue_arn
-    driver_role_arn    = "arn:aws:iam::123456789012:role/relevance-driver"
-    scheduler_role_arn = "arn:aws:iam::123456789012:role/relevance-scheduler"
-    expression         = "cron(0 2 * * ? *)"
-    timezone           = "UTC"
-    enabled            = true
-    watch_expression   = "rate(1 hour)"
-    attempts           = 2
-    log_group          = "/trnpipe/relevance"
-  }
-  module {
-    source = "./modules/schedule"
-  }
-}
-
-# The scheduler's policy goes by names, so that the two modules need not wait for each other.
-run "scheduler_may_use_what_the_schedule_module_makes" {
-  module {
-    source = "./modules/roles"
-  }
-
   assert {
-    condition     = strcontains(aws_iam_role_policy.scheduler.policy, "\"arn:aws:sqs:us-west-2:123456789012:${run.schedule.dead_letter_name}\"")
-    error_message = "the scheduler may write to another dead-letter queue than there is"
+    condition     = alltrue([for kind, role in aws_iam_role.job : contains(jsondecode(role.assume_role_policy).Statement[*].Principal.Service, "sagemaker.amazonaws.com") == (kind != "driver")])
+    error_message = "the driver is no training job, everything else may be one"
   }
-  assert {
-    condition     = strcontains(aws_iam_role.scheduler.assume_role_policy, "schedule-group/${run.schedule.group_name}\"")
-    error_message = "the scheduler's role trusts another group of schedules than there is"
-  }
-  assert {
-    condition     = alltrue([for key in [run.schedule.driver_schedule_name, run.schedule.watch_schedule_name] : strcontains(aws_iam_role_policy.scheduler.policy, "\"arn:aws:batch:us-west-2:123456789012:job-definition/${key}:*\"")])
-    error_message = "the scheduler may not submit what the schedules name (a schedule has the name of its definition)"
-  }
-}
-
-run "refuses_a_prefix_with_a_wildcard" {
-  command = plan
-
-  variables {
-    data = [{ bucket = "shop", prefix = "team-*" }]
-  }
-  module {
-    source = "./modules/roles"
-  }
-  expect_failures = [var.data]
-}
-
-run "refuses_more_inputs_than_a_role_can_hold" {
-  command = plan
-
-  variables {
-    data = [for number in range(5) : { bucket = "shop-${number}", prefix = "" }]
-  }
-  module {
-    source = "./modules/roles"
-  }
-  expect_failures = [var.data]
 }

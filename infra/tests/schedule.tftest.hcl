@@ -1,6 +1,8 @@
 # The two schedules, their jobs and the dead-letter queue; no server, no credentials.
 
 mock_provider "aws" {
+  override_during = plan
+
   mock_resource "aws_sqs_queue" {
     defaults = { arn = "arn:aws:sqs:us-west-2:123456789012:relevance-dead-letter" }
   }
@@ -28,6 +30,8 @@ variables {
 }
 
 run "schedules" {
+  command = plan
+
   module {
     source = "./modules/schedule"
   }
@@ -82,13 +86,6 @@ run "schedules" {
     condition     = aws_sqs_queue.dead_letter.kms_master_key_id == var.key_arn && aws_sqs_queue.dead_letter.message_retention_seconds == 1209600 && aws_sqs_queue.dead_letter.fifo_queue != true
     error_message = "the dead-letter queue is not encrypted with our key, forgets early, or is none that the scheduler takes"
   }
-}
-
-run "definitions" {
-  module {
-    source = "./modules/schedule"
-  }
-
   assert {
     condition = jsondecode(aws_batch_job_definition.this["driver"].container_properties).command == [
       "trnjobs-entry", "--", "trnjobs", "driver", "--config", "configs/base.toml", "--config", "configs/jobs/trn1.toml"
@@ -127,30 +124,4 @@ run "definitions" {
     condition     = alltrue([for one in aws_batch_job_definition.this : one.scheduling_priority > 100 && one.timeout[0].attempt_duration_seconds == 900 && one.propagate_tags])
     error_message = "a fair-share queue refuses a definition without priority; one without a time limit may stay for ever"
   }
-}
-
-run "switched_off" {
-  variables {
-    enabled = false
-  }
-  module {
-    source = "./modules/schedule"
-  }
-
-  assert {
-    condition     = aws_scheduler_schedule.this["driver"].state == "DISABLED" && aws_scheduler_schedule.this["watch"].state == "ENABLED"
-    error_message = "a schedule that is switched off starts no cycle, and those that were started by hand are looked after"
-  }
-}
-
-run "refuses_eleven_attempts" {
-  command = plan
-
-  variables {
-    attempts = 11
-  }
-  module {
-    source = "./modules/schedule"
-  }
-  expect_failures = [var.attempts]
 }
