@@ -137,8 +137,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 
 
 @pytest.mark.usefixtures("_replicas")
-@pytest.mark.parametrize("boundary", ["fused", "split"])
-@pytest.mark.parametrize(("chunk_mib", "accumulation"), [(32.0, 1), (0.002, 1), (0.002, 2)])
+@pytest.mark.parametrize(
+    ("boundary", "chunk_mib", "accumulation"),
+    [
+        ("fused", 32.0, 1),
+        ("split", 0.002, 1),
+        ("fused", 0.002, 2),
+        pytest.param("split", 32.0, 1, marks=pytest.mark.thorough),
+        pytest.param("fused", 0.002, 1, marks=pytest.mark.thorough),
+        pytest.param("split", 0.002, 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_step_holds_one_all_reduce_for_each_chunk(
     rows: TokenRows, boundary: Literal["fused", "split"], chunk_mib: float, accumulation: int
 ) -> None:

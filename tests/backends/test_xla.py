@@ -24,6 +24,11 @@ def test_all_xla_cases(mode: str) -> None:
     run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("with-functionalization", marks=pytest.mark.thorough), "as-on-neuron"])
-def test_two_replicas(mode: str) -> None:
-    run_cases(HERE / "replica_cases.py", mode, CPU_NUM_DEVICES="2")
+def test_two_replicas() -> None:
+    run_cases(HERE / "replica_cases.py", "as-on-neuron", CPU_NUM_DEVICES="2")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", FUNCTIONALIZATION)
+def test_all_replica_cases(mode: str) -> None:
+    run_cases(HERE / "replica_cases.py", mode, "-m", "thorough or not thorough", CPU_NUM_DEVICES="2")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from tests.compile.traces import needs_xla
+from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ENV
 
 CONFIG_CODE = 78

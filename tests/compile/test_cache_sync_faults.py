@@ -201,7 +201,7 @@ def run_child(root: Path, uri: str, num_requests: int) -> int:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("num_requests", [4, 8, 13])
+@pytest.mark.parametrize("num_requests", [8, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 13))])
 def test_kill_9_of_a_push_to_s3(s3_uri: str, here: Path, there: Path, num_requests: int) -> None:
     assert run_child(here, s3_uri, num_requests) == -signal.SIGKILL
     storage = opened(s3_uri)
@@ -213,7 +213,7 @@ def test_kill_9_of_a_push_to_s3(s3_uri: str, here: Path, there: Path, num_reques
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("num_requests", [3, 7, 12])
+@pytest.mark.parametrize("num_requests", [7, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 12))])
 def test_kill_9_of_a_pull_from_s3(s3_uri: str, here: Path, there: Path, num_requests: int) -> None:
     storage = opened(s3_uri)
     sync(here, storage)

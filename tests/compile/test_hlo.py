@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +20,7 @@ from pipeline.compile.hlo import (
     stable_key,
 )
 from pipeline.core.errors import DataError
+from tests.backends.xla_process import needs_xla
 from tests.compile import traces
 
 # Written by hand after XLA's printer, with what real traces seldom have: comments, quotes, an array over several lines.
@@ -268,13 +269,16 @@ def test_channels_count_by_who_shares_them_and_input_names_not_at_all() -> None:
 
 
 @pytest.mark.stage
-@traces.needs_xla
+@needs_xla
 class TestRealTraces:
     """Graphs of torch_xla on XLA:CPU."""
 
-    def test_every_line_is_read(self) -> None:
-        texts = {**traces.own_texts(), **traces.program_texts()}
-        for name, text in texts.items():
+    @pytest.mark.parametrize(
+        "texts",
+        [traces.program_texts, traces.own_texts, pytest.param(traces.variant_texts, marks=pytest.mark.thorough)],
+    )
+    def test_every_line_is_read(self, texts: Callable[[], dict[str, str]]) -> None:
+        for name, text in texts().items():
             if text.startswith("HloModule"):
                 lines = re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)
                 assert sum(1 for _ in parse(text).instructions) == len(lines), name

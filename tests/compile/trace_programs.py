@@ -126,16 +126,20 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-memory": {"memory": 4},
     "tiny-scores": {"kind": "scores"},
     "tiny-match": {"token_match": True},
-    "tiny-match-bf16": {"token_match": True, "precision": "bf16"},
     "tiny-match-scores": {"token_match": True, "kind": "scores"},
     "mpnet": {"architecture": "mpnet"},
+    "modernbert-bf16": {"architecture": "modernbert", "precision": "bf16"},
+}
+"""Each way to trace a step, and each encoder."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tiny-match-bf16": {"token_match": True, "precision": "bf16"},
     "mpnet-scores": {"architecture": "mpnet", "kind": "scores"},
     "modernbert": {"architecture": "modernbert"},
-    "modernbert-bf16": {"architecture": "modernbert", "precision": "bf16"},
     "modernbert-scores": {"architecture": "modernbert", "kind": "scores"},
     "small": {"preset": "small"},
     "small-bf16": {"preset": "small", "precision": "bf16"},
 }
+"""The same ways together, and in a model of more layers."""
 
 
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -273,8 +277,8 @@ def main(folder: Path, what: str) -> None:
     jobs: dict[str, Callable[[], str]] = {}
     if what == "programs":
         jobs = {program.__name__: partial(_text_of, program) for program in PROGRAMS}
-    names = ["tiny"] if what == "programs" else list(OWN)
-    jobs |= {f"own-{name}": partial(own_graph, **OWN[name]) for name in names}
+    graphs = {"programs": {"tiny": OWN["tiny"]}, "own": OWN, "variants": VARIANTS}[what]
+    jobs |= {f"own-{name}": partial(own_graph, **changes) for name, changes in graphs.items()}
     for name, job in jobs.items():
         try:
             (folder / f"{name}.hlo").write_text(job(), encoding="utf-8")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from pipeline.compile.hlo import Module, parse
 from tests import zygote
-from tests.backends.xla_process import FAST_COMPILE, needs_xla
+from tests.backends.xla_process import FAST_COMPILE
 
-__all__ = ["counters", "needs_xla", "own", "own_texts", "program", "program_texts"]
 FOLDER = Path()  # set by conftest.py
 
 # Where source lines come from; and what makes torch_xla trace things that it avoids by default.
@@ -31,6 +30,11 @@ def program_texts() -> dict[str, str]:
 def own_texts() -> dict[str, str]:
     """Our own graphs, as they are traced in a run."""
     return _trace("own", ())
+
+
+def variant_texts() -> dict[str, str]:
+    """More of our own graphs, for thorough tests."""
+    return _trace("variants", ())
 
 
 def program(name: str) -> Module:
