@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import boto3
 import pytest
@@ -117,8 +119,8 @@ def test_a_stack_is_made_and_used(stack: Stack, tmp_path: Path, capsys: pytest.C
     nothing_is_left_to_change_but_what_moto_forgets(stack.plan())
 
     a_cycle_can_be_submitted_by_hand(stack, capsys)
-    the_watch_looks_at_open_cycles(stack)
-    the_driver_submits_the_cycle_that_is_due_once(stack)
+    the_watch_looks_at_open_cycles(stack, capsys)
+    the_driver_submits_the_cycle_that_is_due_once(stack, capsys)
 
 
 @pytest.mark.thorough
@@ -243,19 +245,19 @@ def a_cycle_can_be_submitted_by_hand(stack: Stack, capsys: pytest.CaptureFixture
         assert (held["image"], held["jobRoleArn"].rpartition("/")[2]) == (image, f"relevance-{role}")
 
 
-def the_watch_looks_at_open_cycles(stack: Stack) -> None:
+def the_watch_looks_at_open_cycles(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     # As if the jobs had still run when submit exited; those of moto end at once.
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{NAME}/cycles/2026-11-20/jobs/closed.json")
-    said = run_job(started_by("relevance-watch", stack.due))
+    said = run_job(started_by("relevance-watch", stack.due), in_this_process(capsys))
     assert "cycle 2026-11-20: succeeded" in said and "deadline MISSED" in said, said  # it was due long ago
 
 
-def the_driver_submits_the_cycle_that_is_due_once(stack: Stack) -> None:
+def the_driver_submits_the_cycle_that_is_due_once(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     def submitted() -> list[set[str]]:
         return [jobs_on(queue, stack.cycle) for queue in ("relevance-trainium", "relevance-cpu")]
 
-    for _ in range(2):  # the scheduler delivers at least once
-        said = run_job(started_by("relevance-driver", stack.due))
+    for run in (in_a_process, in_this_process(capsys)):  # the scheduler delivers at least once
+        said = run_job(started_by("relevance-driver", stack.due), run)
         assert submitted() == [STAGES - ON_CPU, ON_CPU], said
 
 
@@ -286,7 +288,11 @@ def started_by(schedule: str, when: datetime) -> dict[str, Any]:
     return request
 
 
-def run_job(request: Mapping[str, Any]) -> str:
+Run = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
+"""A command in an environment: how it ended, and what it wrote."""
+
+
+def run_job(request: Mapping[str, Any], run: Run) -> str:
     """Submit it, and run outside a container what AWS Batch would run in one. What it wrote; must end with 0."""
     batch = boto3.client("batch")
     job_id = batch.submit_job(**request)["jobId"]  # checked against the model of the API
@@ -301,11 +307,27 @@ def run_job(request: Mapping[str, Any]) -> str:
         "AWS_BATCH_JOB_ATTEMPT": "1",
         **{one["name"]: one["value"] for one in given},
     }
-    done = subprocess.run(
-        container["command"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    code, said = run(container["command"], environment)
+    assert code == 0, said
+    return said
+
+
+def in_a_process(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def in_this_process(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Less the entry point, without the imports of a process."""
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        assert command[:3] == ["trnjobs-entry", "--", "trnjobs"]
+        with patch.dict(os.environ, environment, clear=True), chdir(ROOT):
+            code = cli.main(command[3:])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
 
 
 def trnjobs(stack: Stack, capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
