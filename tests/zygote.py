@@ -58,11 +58,13 @@ class Forked:
         stdout: IO[Any],
         stderr: IO[Any],
         stdin: IO[Any] | None = None,
+        zygote: str = "",
     ) -> None:
+        """`zygote` is the socket of another process's."""
         self.args = ["python", "-m", module, *words]
         self.returncode: int | None = None
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(_zygote())
+        self._line.connect(zygote or zygote_socket())
         request = json.dumps({"module": module, "words": list(words), "env": dict(env), "cwd": str(cwd)}).encode()
         streams = [stdout, stderr, *([stdin] if stdin else [])]
         socket.send_fds(self._line, [request], [stream.fileno() for stream in streams])
@@ -119,7 +121,7 @@ def run(
 
 
 @cache
-def _zygote() -> str:
+def zygote_socket() -> str:
     """The socket of this process's zygote, which ends with it."""
     path = str(Path(tempfile.mkdtemp(prefix="trnpipe-zygote-")) / "socket")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -2,14 +2,19 @@
 
 import os
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.docs.markdown import ROOT
 from tests.docs.shell import Command
+from tests.zygote import zygote_socket
 
 MARK = "::::: typed "
+PROGRAMS = {"trnpipe": "pipeline", "trnjobs": "jobs"}
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
@@ -25,9 +30,13 @@ class Session:
         return self.outputs[-1] if self.outputs else ""
 
 
-def type_commands(commands: Sequence[Command], folder: Path, *, limit_s: float) -> Session:
-    """Run commands in one bash in `folder`; it ends with the first that fails."""
-    script = ["set -e"]
+def type_commands(commands: Sequence[Command], folder: Path, *, limit_s: float, are_forked: bool = False) -> Session:
+    """Run commands in one bash in `folder`; it ends with the first that fails.
+
+    `are_forked`: trnpipe and trnjobs are children of the zygote, which has their imports behind it, not the scripts of
+    the virtual environment.
+    """
+    script = ["set -e", *(_functions() if are_forked else ())]
     for number, command in enumerate(commands):
         script += [f"printf '\\n{MARK}{number}\\n'", command.text]
     env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
@@ -43,6 +52,13 @@ def type_commands(commands: Sequence[Command], folder: Path, *, limit_s: float) 
         text=True,
     )
     return Session(tuple(re.split(rf"\n{MARK}\d+\n", ended.stdout)[1:]), ended.returncode)
+
+
+def _functions() -> list[str]:
+    """Bash takes these before what is on the path."""
+    forked = shlex.join([sys.executable, "-S", str(ROOT / "tests" / "docs" / "forked.py"), zygote_socket()])
+    python = f"PYTHONPATH={shlex.quote(str(ROOT))} {forked}"
+    return [f'{name}() {{ {python} {module} "$@"; }}' for name, module in PROGRAMS.items()]
 
 
 def missing_lines(promised: str, output: str) -> list[str]:
