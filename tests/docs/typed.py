@@ -8,9 +8,9 @@ QUICK = (
     "cat *",
     "trnpipe --help",
     "trnpipe config *",
-    "trnpipe prepare --config build/own.toml *",
+    "trnpipe prepare --config build/own.toml * --cycle 2026-*",
     "trnpipe prepare --workspace build/example/workspace *",
-    "trnpipe prepare --config configs/small.toml --workspace workspace/esci *",
+    "trnpipe prepare --config configs/small.toml --workspace workspace/esci --cycle ranking *",
     "trnpipe doctor --config build/own.toml *",
     "trnpipe doctor --config configs/small.toml",
     "trnpipe cache status --config configs/small.toml *",
@@ -28,6 +28,8 @@ LONG = (
     "trnjobs run *",
     "trnpipe registry show *",
     "trnpipe doctor * --hlo",
+    "trnpipe prepare --config build/own.toml * --cycle us-only *",  # the ranking's prepare has a filter too
+    "trnpipe prepare --config configs/small.toml --workspace workspace/esci --cycle first *",  # as that, without one
     "trnpipe prepare --config configs/quickstart.toml --workspace workspace/search *",
     "trnpipe tune *",
     "python -m tests.fault.kill_marathon *",
