@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.xla_process import FUNCTIONALIZATION, needs_xla, run_cases
+from tests.backends.xla_process import FUNCTIONALIZATION, LITTLE_WORK, needs_xla, run_cases
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.stage, needs_xla]
@@ -21,7 +21,7 @@ def test_values_as_on_neuron() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", FUNCTIONALIZATION)
 def test_all_xla_cases(mode: str) -> None:
-    run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough")
+    run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough", flags=LITTLE_WORK)
 
 
 def test_two_replicas() -> None:
