@@ -1,10 +1,15 @@
 """Shared by all tests: nobody's environment leaks in, and every test is marked with its kind."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
+
+from pipeline.proc import pool
+from tests.pool_worker import PoolWorker
 
 ROOT = Path(__file__).parents[1]
 # Before torch is imported, here and in children: two threads that spin on a busy machine of two cores take a second for
@@ -28,6 +33,15 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             "GROUP_RANK",
         ):
             monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Workers of a test's own process are forked, but where it is about processes."""
+    if item.get_closest_marker("fault") or ROOT / "tests" / "proc" in item.path.parents:
+        return (yield)
+    with patch.object(pool, "_start", PoolWorker):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

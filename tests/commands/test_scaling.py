@@ -41,6 +41,7 @@ def test_a_machine_of_modules_tracks_memory(tmp_path: Path, capsys: pytest.Captu
     assert found["choice"].startswith("shard_degree 1 ")
 
 
+@pytest.mark.thorough
 def test_states_in_slices_are_of_the_flat_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--fabric=p4d.24xlarge", "--train.parallel.shard=state", "--train.parallel.shard-degree=8", "--json")
     code, text = scaling(tmp_path, capsys, "--model.num-layers=2", *words)

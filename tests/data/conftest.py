@@ -11,16 +11,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.io.storage import Storage, open_storage
-from pipeline.proc import pool
 from pipeline.telemetry.events import EventName
-from tests.data.pool_worker import PoolWorker
 from tests.real_data import real_file
-
-
-@pytest.fixture(autouse=True)
-def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.node.get_closest_marker("fault"):
-        monkeypatch.setattr(pool, "_start", PoolWorker)
 
 
 @pytest.fixture

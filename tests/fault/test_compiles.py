@@ -21,6 +21,7 @@ THREE_EPOCHS = (
 )
 
 
+@pytest.mark.thorough
 def test_three_epochs_over_random_lengths(place: Callable[..., Place]) -> None:
     here = place("xla", THREE_EPOCHS)
     here.run("train")

@@ -31,6 +31,7 @@ def run(workspace: Path, *flags: str) -> dict[str, bytes]:
     return {key: data for key, data in made.items() if not key.endswith("/labels.json")}  # what stays of a survey
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_a_wide_cycle_leaves_the_bytes_of_a_narrow_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -58,6 +58,7 @@ def wait_for_a_checkpoint(task: SideTask) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.thorough
 def test_a_killed_side_goes_on_and_ends_the_same(case: Case, tmp_path: Path) -> None:
     task = case.task(place="killed", steps=20)
     file = tmp_path / "task.json"

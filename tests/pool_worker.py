@@ -6,10 +6,11 @@ All have the hash seed of the zygote: a test that compares what different worker
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Self
 
 from pipeline.proc import pool
-from tests.zygote import ROOT, Forked
+from tests.zygote import Forked
 
 _STARTING = threading.Lock()
 
@@ -27,7 +28,7 @@ class PoolWorker(Forked):
             open(2, "wb", closefd=False) as stderr,
             _STARTING,  # threads start them
         ):
-            super().__init__(__name__, [], env=env, cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr)
+            super().__init__(__name__, [], env=env, cwd=Path.cwd(), stdin=stdin, stdout=stdout, stderr=stderr)
 
     def __enter__(self) -> Self:
         return self
