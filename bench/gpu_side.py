@@ -4,13 +4,13 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.rows import RandomRows, input_spec
 from bench.side_process import Line
 from bench.stepper import ENDLESS, open_stepper, train_config
@@ -23,6 +23,9 @@ from pipeline.parallel.world import World
 from pipeline.train.config import batch_share
 from pipeline.train.program import flat_strategy, module_strategy
 from pipeline.train.step import TrainProgram
+
+if TYPE_CHECKING:
+    from bench.hf_pair import HfPairModel
 
 SIDES = ("flat", "module", "module_compiled", "ddp", "trainer")
 VOCABULARY, WARM_UP_STEPS, LOG_EVERY = 30522, 5, 20
@@ -42,12 +45,16 @@ class Task:
         # Nothing is padding: our rows leave it out, so that our steps would be of fewer operations than are counted.
         self.rows = RandomRows(self.spec, self.bucket, rows=batch_size * 16, least=1.0)
 
-    def peer(self) -> HfPairModel:
+    def peer(self) -> "HfPairModel":
         """The same weights in transformers' BertModel."""
+        from bench.hf_pair import HfPairModel  # seconds of imports, which our own sides do not need
+
         return HfPairModel(build_model(self.model, self.spec, 1), self.model, self.spec, self.config.loss)
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """On the device before the first step, so that no loop waits for rows."""
+        from bench.hf_pair import RowDataset
+
         size, rows = self.config.global_batch_size, RowDataset(self.rows.arrays)
         starts = range(0, len(rows), size)
         made = [rows.__getitems__(list(range(start, start + size)))[0] for start in starts]
@@ -118,6 +125,7 @@ def serve_ddp(task: Task, line: Line) -> None:
 
 def serve_trainer(task: Task, line: Line) -> None:
     """Hugging Face Trainer with its fused AdamW and bf16."""
+    from bench.hf_pair import BlockCallback, run_trainer
 
     def blocks() -> Iterator[int]:
         yield WARM_UP_STEPS
