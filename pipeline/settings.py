@@ -372,17 +372,11 @@ def _read(model: type[Settings], typed: Layer, source_of: Callable[[dict[str, st
     return {name: Given(values.get(name, given.value), given.source) for name, given in typed.items()}
 
 
-class _TextSource(EnvSettingsSource):
-    """Lists and mappings also in our short form."""
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return Leaf(field_name, field).decode(value)
-
-
-class _Texts(_TextSource):
+class _Texts(EnvSettingsSource):
     """Variables or flags by the dotted names of their settings, which `_typed` has found whatever their spelling.
 
-    The library's own source of flags adds each setting to a parser first, for 0.09 s of every command.
+    Lists and mappings also in our short form. The library's own source of flags adds each setting to a parser first,
+    for 0.09 s of every command.
     """
 
     def __init__(self, model: type[Settings], texts: Mapping[str, str]) -> None:
@@ -392,8 +386,11 @@ class _Texts(_TextSource):
     def _load_env_vars(self) -> Mapping[str, str | None]:
         return {name: EnvNoneType(text) if text == _NONE else text for name, text in self._texts.items()}
 
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return Leaf(field_name, field).decode(value)
 
-class FlagSource(_TextSource, CliSettingsSource[ArgumentParser]):
+
+class FlagSource(CliSettingsSource[ArgumentParser]):
     """The flags of a tree for the help of a parser, one group a section, defaults as one would type them."""
 
     def __init__(self, model: type[Settings], parser: ArgumentParser) -> None:
