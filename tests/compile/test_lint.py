@@ -264,11 +264,14 @@ class TestRealTraces:
         assert [f.code for f in lint_counters(traces.counters("scalar"))] == ["HLO006"]
 
     @pytest.mark.parametrize(
-        "texts", [traces.own_texts, pytest.param(traces.variant_texts, marks=pytest.mark.thorough)]
+        ("texts", "least"),
+        [(traces.own_texts, 10), pytest.param(traces.variant_texts, 6, marks=pytest.mark.thorough)],
     )
-    def test_our_own_graphs_have_no_error_and_no_warning_but_dropout(self, texts: Callable[[], dict[str, str]]) -> None:
+    def test_our_own_graphs_have_no_error_and_no_warning_but_dropout(
+        self, texts: Callable[[], dict[str, str]], least: int
+    ) -> None:
         names = [name for name in texts() if name.startswith("own-")]
-        assert len(names) >= 6 and not any(name.endswith(" failed") for name in names)
+        assert len(names) >= least and not any(name.endswith(" failed") for name in names)
         found = {name: lint(parse(texts()[name])) for name in names}
         assert {name: errors(findings) for name, findings in found.items() if errors(findings)} == {}
         seen = {(finding.code, finding.message) for findings in found.values() for finding in findings}

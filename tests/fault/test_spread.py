@@ -27,7 +27,7 @@ def over(processes: int, **plan: object) -> tuple[str, ...]:
 
 @again_when_late
 def test_two_ranks_with_slices_go_on_to_the_bit(place: Callable[..., Place]) -> None:
-    """Launched and killed; what goes on, and what was left alone, are forked ranks of other hash seeds."""
+    """Launched and killed; what goes on, and what was left alone, are forked ranks of another hash seed."""
     sliced = (*SHORT, *over(2, shard_degree=2))
     here = place("cpu", sliced)
     run, doing = kill_at(here, Moment("step", 14, 0.02))

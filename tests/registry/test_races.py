@@ -17,7 +17,7 @@ from tests.registry.conftest import FAST, Make
 pytestmark = pytest.mark.fault
 
 # One promotion is 22 requests, and the S3 server of the tests answers 100 a second.
-ROUNDS = {"file": 40, "s3": 4}
+ROUNDS = {"file": 100, "s3": 8}
 WAIT_S = 60.0
 
 

@@ -132,7 +132,7 @@ def of_sagemaker(at: Setting) -> dict[str, tuple[str, list[int | None]]]:
     lag=st.integers(0, 3),
     lives=st.lists(st.integers(1, 40), max_size=8),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
     jobs: list[JobSpec], seed: int, lag: int, lives: list[int]
 ) -> None:
