@@ -37,14 +37,19 @@ class RankResult:
     err: str
 
 
+def environments(ranks: int, port: int) -> list[dict[str, str]]:
+    """Torchrun's variables for each rank of one machine; the store is at `port`."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> list[Forked]:
     """`module:function` of this repository in each rank, with `words`; `env`: beside torchrun's variables."""
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    whole |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **(env or {})}
-    started = []
-    for rank in range(ranks):
-        mine = {**os.environ, **whole, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    whole, started = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for rank, given in enumerate(environments(ranks, free_port())):
+        mine = {**whole, **given, **(env or {})}
         with (folder / f"rank-{rank}.out").open("wb") as out, (folder / f"rank-{rank}.err").open("wb") as err:
             arguments = [case, str(folder / f"rank-{rank}.json"), *words]
             started.append(Forked("tests.ranks", arguments, env=mine, cwd=ROOT, stdout=out, stderr=err))

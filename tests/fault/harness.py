@@ -24,6 +24,7 @@ import psutil
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.launch import gang_exit_code
 from tests.backends.xla_process import FAST_COMPILE
+from tests.ranks import environments
 from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -275,11 +276,8 @@ class Place:
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # here: most users of this need no torch
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
-        env |= {"LOCAL_WORLD_SIZE": str(processes)}
-        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        runs = [self.start(stage, *flags, env=rank) for rank in ranks]
+        held = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        runs = [self.start(stage, *flags, env=held | rank) for rank in environments(processes, store.port)]
         codes = [run.wait() for run in runs]
         said = "\n".join(run.out[-2000:] + run.err[-3000:] for run in runs)
         assert gang_exit_code(codes, stopped=False) == code, f"exits {codes}, expected {code}\n{said}"

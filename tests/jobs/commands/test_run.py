@@ -19,6 +19,7 @@ from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
 from tests.ports import free_port
+from tests.ranks import environments
 from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[3]
@@ -44,12 +45,11 @@ def weights(file: Path) -> dict[str, torch.Tensor]:
 
 def weights_of_ranks(ranks: int, folder: Path, *more: str) -> dict[str, torch.Tensor]:
     """Of the script by itself, which nobody launches and nobody kills."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    env["TRNJOBS_CHECKPOINT_URI"] = f"file://{folder / 'alone'}"
+    env = {**os.environ, "TRNJOBS_CHECKPOINT_URI": f"file://{folder / 'alone'}"}
     with (folder / "alone.txt").open("wb") as said:
         started = [
-            Forked("examples.ddp_script", more, env={**env, "RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said)
-            for rank in range(ranks)
+            Forked("examples.ddp_script", more, env=env | rank, cwd=ROOT, stdout=said, stderr=said)
+            for rank in environments(ranks, free_port())
         ]
         assert [one.wait(300) for one in started] == [0] * ranks, (folder / "alone.txt").read_text()
     return weights(folder / "alone" / "last.pt")
