@@ -38,10 +38,13 @@ EVERYTHING = TRAIN.model_copy(
         "micro_batch_size": 4,
         "average_decay": 0.9,
         "loss": LossConfig(learn_temperature=True, temperature=0.05, memory_batches=2),
-        "optimizer": OptimizerConfig(layer_decay=0.9, max_grad_norm=0.5),
+        "optimizer": OptimizerConfig(layer_decay=0.9, max_grad_norm=0.5, eps=1e-6),
     }
 )
-"""A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping."""
+"""A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping.
+
+`eps` is above what rounding leaves of a gradient that is zero: AdamW, which divides by its size, would make a step of it.
+"""
 HALF, STEPS = 3, 5
 
 
