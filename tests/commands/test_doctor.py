@@ -74,7 +74,8 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
     # In proportion to the layers. With views of the weights replayed for every view it was 5,001, 14,209, 35,698.
     (largest,) = re.findall(r"with ([\d,]+) operations", said)
     assert int(largest.replace(",", "")) < {"tiny": 3_700, "small": 6_900, "base": 12_200, "large": 23_200}[preset]
-    assert peak < 10 * 2**30
+    # Weights, their masters, moments and the copies that a checkpoint is made of: large has 336 million of each.
+    assert peak < 12 * 2**30
 
 
 @needs_xla
