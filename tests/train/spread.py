@@ -43,7 +43,7 @@ EVERYTHING = TRAIN.model_copy(
 )
 """A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping.
 
-`eps` is above what rounding leaves of a gradient that is zero: AdamW, which divides by its size, would make a step of it.
+`eps` is above what rounding leaves of a gradient that is zero: AdamW divides by its size, and would make a step of it.
 """
 HALF, STEPS = 3, 5
 
