@@ -27,6 +27,7 @@ from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
 from pipeline.train.program import open_program
+from pipeline.train.step import TrainProgram
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -79,6 +80,13 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """A trial leaves no figures and no events."""
 
 
+def _go_on_from_a_copy(program: TrainProgram) -> None:
+    """As after a stop. The copy is let go of: kept, it would be a quarter of the trial's memory."""
+    weights, optimizer = program.snapshot()
+    if weights:  # on rank 0 at least
+        program.restore(weights, optimizer)
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a trial needs of the run it stands for."""
@@ -116,9 +124,7 @@ class Trial:
             buckets=self.buckets,
             watch=self.watch,
         )
-        weights, optimizer = program.snapshot()
-        if weights:  # on rank 0 at least; as after a stop
-            program.restore(weights, optimizer)
+        _go_on_from_a_copy(program)
 
         def evaluate(step: int) -> Standing:
             self._score(program.outputs)

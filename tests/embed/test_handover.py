@@ -32,6 +32,7 @@ from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
 from tests.killing import killed_at
+from tests.peak import measured, peak_mib
 
 STOP = StopSignal()
 LIBRARIES = {"faiss": "faiss", "lance": "lance", "usearch": "usearch"}
@@ -313,29 +314,24 @@ def commit_parts(workspace: Storage, folder: Path, total: int) -> None:
     commit_dir(workspace, folder, "embeddings/c1", kind="embeddings", fields=fields)
 
 
-# VmHWM and not ru_maxrss, which a child takes over from the process that started it.
-PEAK = "; print('PEAK', open('/proc/self/status').read().partition('VmHWM:')[2].split()[0]); raise SystemExit(code)"
-
-
 @contextmanager
 def export(workspace: Path, form: str, out: Path) -> Iterator[subprocess.Popen[str]]:
     """In a process of its own, which ends with the block, whatever becomes of the test."""
     words = ["export", "vectors", "c1", f"--workspace={workspace}", f"--to={form}", f"--out={out}"]
-    code = f"from pipeline import cli; code = cli.main({words!r}){PEAK}"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-c", measured(words)], env=env, stdout=subprocess.PIPE, text=True) as child:
         try:
             yield child
         finally:
             child.kill()
 
 
-def peak_mib(workspace: Path, form: str, out: Path) -> int:
+def export_peak_mib(workspace: Path, form: str, out: Path) -> int:
     """The most memory that an export held, mapped files and libraries included; asserts that it succeeded."""
     with export(workspace, form, out) as child:
         said = child.communicate()[0]
     assert child.returncode == 0, said
-    return int(said.rpartition("PEAK ")[2]) // 1024
+    return peak_mib(said)
 
 
 @pytest.mark.thorough
@@ -346,12 +342,12 @@ def test_a_million_vectors_in_bounded_memory(tmp_path: Path, form: str) -> None:
     few, many, out = tmp_path / "few", tmp_path / "many", tmp_path / "out"
     commit_parts(open_storage(str(few)), tmp_path / "part", ROWS_OF_PART)
     commit_parts(open_storage(str(many)), tmp_path / "parts", MILLION)
-    least = peak_mib(few, form, tmp_path / "out-few")
+    least = export_peak_mib(few, form, tmp_path / "out-few")
     state = out / STATE
     with export(many, form, out) as child:
         while child.poll() is None and not (state.exists() and json.loads(state.read_bytes())["done"] >= 5):
             time.sleep(0.02)
-    peak = peak_mib(many, form, out)
+    peak = export_peak_mib(many, form, out)
     print(f"{form}: peak {peak} MiB of {MILLION:,} vectors, {least} MiB of {ROWS_OF_PART:,}")
     assert peak < least + 120
     assert ids_of(out, form, open_committed(open_storage(str(many)), "c1")) == MILLION
