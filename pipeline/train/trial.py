@@ -81,7 +81,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _go_on_from_a_copy(program: TrainProgram) -> None:
-    """As after a stop. The copy is let go of: kept, it would be a fifth of the memory of the trial (large: 11.2 GiB, not 8.9)."""
+    """As after a stop. The copy is let go of: kept, it is a fifth of a trial's memory (large: 11.2 GiB, not 8.9)."""
     weights, optimizer = program.snapshot()
     if weights:  # on rank 0 at least
         program.restore(weights, optimizer)
