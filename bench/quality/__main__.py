@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.quality.changes import chosen, is_kept
 from bench.quality.incremental import NO_REPLAY, SYNTHETIC, TOGETHER, Arm, Chain
 from bench.quality.incremental import PART as INCREMENTAL
-from bench.quality.part import KEPT, OURS, PartResult, keep
+from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, keep
 from bench.quality.run import PARTS, Run, run_part
 from bench.quality.table import write
 from bench.quality.tasks import TASKS
@@ -56,7 +56,7 @@ def run_changes(arguments: argparse.Namespace) -> None:
 def run_incremental(arguments: argparse.Namespace) -> None:
     """Every arm that is not kept yet; one that was ended goes on."""
     arms = [TOGETHER, NO_REPLAY, *(Arm(share, rate) for share in arguments.replay for rate in arguments.later_rate)]
-    names = ("task", "data", "model", "split", "steps", "batch", "precision", "seed", "queries_per_day")
+    names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed", "queries_per_day")
     for arm in arms:
         chain = Chain(arm=arm, **{name: getattr(arguments, name) for name in names})
         if is_kept(chain.result, arguments.keep):
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5e-5, help="learning rate of a peer; ours has that of its recipe")
     parser.add_argument("--precision", choices=("fp32", "autocast"), help="default: autocast, and fp32 from scratch")
+    parser.add_argument("--device", choices=DEVICES, default=CPU, help="that trains and scores")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variant", default="", help="name of the settings after --; it is no row of the table")
     parser.add_argument("--only", nargs="+", default=[], help="of the changes: these (bench/quality/changes.py)")
@@ -101,7 +102,7 @@ def run_of(arguments: argparse.Namespace, part: str, variant: str = "", settings
     """A part as the command line asks for it."""
     if arguments.data is None:
         raise SystemExit("which data? --data FOLDER, with the files of bench/quality/tasks.py")
-    names = ("task", "data", "model", "split", "steps", "batch", "rate", "precision", "seed")
+    names = ("task", "data", "model", "split", "steps", "batch", "rate", "precision", "device", "seed")
     return Run(part=part, variant=variant, settings=settings, **{name: getattr(arguments, name) for name in names})
 
 

@@ -13,9 +13,9 @@ from pipeline.settings import resolve
 METRICS = {"ndcg@10": "nDCG@10 of retrieval", "accuracy": "accuracy of pairs", "f1": "F1 of match"}
 METHOD = """
 Ours as in the other tables of this bench, with configs/small.toml and {pairs:,} pairs seen in {precision} and batches
-of {batch}: as it is, and with one thing changed at a time, or two that go together. Scored on valid; test was not read.
-Behind each change is the difference of its mean to that of the recipe. A change that the recipe has already is left
-out.
+of {batch}, on {device}: as it is, and with one thing changed at a time, or a few that go together. Scored on valid;
+test was not read. Behind each change is the difference of its mean to that of the recipe. A change that the recipe has
+already is left out.
 """
 
 
@@ -39,6 +39,8 @@ def _values(name: str, flag: str, *found: str, also: tuple[str, ...] = ()) -> It
 
 
 _MEMORY = ("--train.loss.memory-batches", "8")
+_BALANCED = (*_MEMORY, "--train.loss.graded-weight", "3")
+_COOLER = (*_BALANCED, "--train.loss.temperature", "0.03")
 CHANGES = (
     *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1"),
     *_values("graded", "--train.loss.graded-weight", "1", "2"),
@@ -54,7 +56,18 @@ CHANGES = (
     *_values("lexical", "--data.lexical", "false"),
     *_values("margin", "--train.loss.false-negative-margin", "0.05"),
     *_values("memory", "--train.loss.memory-batches", "8", "32"),
-    Change("memory-8-graded-3", (*_MEMORY, "--train.loss.graded-weight", "3")),
+    Change("memory-8-graded-3", _BALANCED),
+    Change("memory-8-graded-3-cooler", _COOLER),
+    *_values("cooler-rate", "--train.optimizer.learning-rate", "5e-5", "2e-4", also=_COOLER),
+    *_values("balanced-temperature", "--train.loss.temperature", "0.02", also=_BALANCED),
+    *_values("cooler-topic", "--train.queries-per-topic", "8", also=_COOLER),
+    *_values("cooler-slots", "--train.candidates-per-query", "2", "8", also=_COOLER),
+    *_values("cooler-dropout", "--model.dropout", "0.1", also=_COOLER),
+    *_values("cooler-average", "--train.average-decay", "0.999", also=_COOLER),
+    *_values("cooler-symmetric", "--train.loss.symmetric-share", "0.5", also=_COOLER),
+    *_values("cooler-contrastive", "--train.loss.contrastive-weight", "2", also=_COOLER),
+    *_values("cooler-head-gradient", "--train.loss.head-gradient", "0.3", also=_COOLER),
+    *_values("cooler-mined", ours.MINED, "1", also=("--mine.enabled", "true", *_COOLER)),
     Change("memory-8-unclipped", (*_MEMORY, "--train.optimizer.max-grad-norm", "100")),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.quality import ours
-from bench.quality.part import Budget, PartResult
+from bench.quality.part import Budget, PartResult, gpu_name
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -41,9 +41,9 @@ _PROMOTE = [
 METHOD = """
 Rows are dealt to five days by a hash of their query. Five cycles (`trnpipe prepare`, `train` from the promoted model,
 `evaluate` with promotion), each with the newest day beside the older ones, against one training on all days; the same
-pairs seen in all ({pairs:,} in {precision} and batches of {batch}), shared evenly by the days. Every cycle has a
-schedule of its own: warm-up, peak, down to zero. `replay`: the share of a cycle's samples that are of older days. Then
-the last model is searched exactly, in the same catalogue for all. Mean and range over seeds. {source}
+pairs seen in all ({pairs:,} in {precision} and batches of {batch}, on {device}), shared evenly by the days. Every
+cycle has a schedule of its own: warm-up, peak, down to zero. `replay`: the share of a cycle's samples that are of older
+days. Then the last model is searched exactly, in the same catalogue for all. Mean and range over seeds. {source}
 The test split was read {reads} times for this table, and {others} more times by other parts that are kept."""
 _SOURCES = {
     SYNTHETIC: "The built-in catalogue, {queries} queries a day, configs/quickstart.toml from scratch; the first day's "
@@ -93,6 +93,7 @@ class Chain:
     """Of all cycles together."""
     batch: int
     precision: str
+    device: str
     seed: int
     queries_per_day: int
     """Of the synthetic catalogue."""
@@ -110,6 +111,8 @@ class Chain:
             steps=self.steps,
             batch=self.batch,
             precision=self.precision,
+            device=self.device,
+            gpu=gpu_name(self.device),
             rate=0.0,
             settings=queries,
             recipe=ours.recipe(config_of(self.task), *queries),
@@ -167,7 +170,7 @@ class Chain:
 
     def _synthetic(self, workspace: Path, day: int, steps: int) -> list[str]:
         """The quickstart; its rows have no split, so a choice on valid is made without a test split."""
-        flags = ["--config", str(QUICKSTART), "--workspace", str(workspace), "--backend", "cpu"]
+        flags = ["--config", str(QUICKSTART), "--workspace", str(workspace), "--backend", self.device]
         flags += ["--data.synthetic.num-queries", str(self.queries_per_day), "--data.synthetic.num-days", str(day)]
         flags += ["--data.synthetic.first-day", str(_FIRST_DAY), "--train.max-steps", str(steps)]
         flags += ["--train.seed", str(self.seed), "--train.precision", self.precision, "--train.evaluate-every", "0"]
@@ -193,6 +196,7 @@ class Chain:
             steps=steps,
             batch=self.batch,
             precision=self.precision,
+            device=self.device,
         )
         return [*flags, "--data.path", str(days.resolve())]
 

@@ -39,9 +39,10 @@ def flags_of(
     steps: int,
     batch: int,
     precision: str,
+    device: str,
 ) -> list[str]:
     """Everything that is not the recipe of configs/small.toml. Where `split` is valid, no row of test is read."""
-    flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", "cpu"]
+    flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", device]
     flags += ["--data.path", str(data / task.pairs), *task.data_flags(split), "--data.buckets", ",".join(BUCKETS)]
     flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]

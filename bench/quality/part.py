@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from bench.results import RESULTS
@@ -13,6 +14,8 @@ KEPT = RESULTS / "quality"
 OURS, BM25 = "ours", "bm25"
 _DIGITS = 4
 _USUAL_BATCH, _USUAL_PRECISION = 64, "autocast"
+CPU = "cpu"
+DEVICES = (CPU, "cuda")
 
 
 class Budget(NamedTuple):
@@ -22,12 +25,14 @@ class Budget(NamedTuple):
     """Seen in training."""
     batch: int
     precision: str
+    device: str = CPU
 
     @property
     def name(self) -> str:
         """For names of results: the pairs, and what is not usual."""
         batch = "" if self.batch == _USUAL_BATCH else f"_batch_{self.batch}"
-        return f"{self.pairs}{batch}{'' if self.precision == _USUAL_PRECISION else f'_{self.precision}'}"
+        precision = "" if self.precision == _USUAL_PRECISION else f"_{self.precision}"
+        return f"{self.pairs}{batch}{precision}{'' if self.device == CPU else f'_{self.device}'}"
 
 
 class PartResult(BaseModel):
@@ -43,6 +48,8 @@ class PartResult(BaseModel):
     steps: int = Field(description="0: not trained")
     batch: int
     precision: str
+    device: str = Field(CPU, description="That trained and scored: cpu or cuda")
+    gpu: str = Field("", description="Its name, as the driver has it")
     rate: float = Field(description="Learning rate of a peer; 0: that of the recipe")
     settings: tuple[str, ...] = Field((), description="Flags of ours over the recipe")
     recipe: str = Field("", description="Fingerprint of the recipe of ours")
@@ -54,7 +61,7 @@ class PartResult(BaseModel):
 
     @property
     def budget(self) -> Budget:
-        return Budget(self.steps * self.batch, self.batch, self.precision)
+        return Budget(self.steps * self.batch, self.batch, self.precision, self.device)
 
     @property
     def side(self) -> str:
@@ -65,10 +72,20 @@ class PartResult(BaseModel):
     def name(self) -> str:
         """Of its file."""
         trained = [f"{self.steps}x{self.batch}", self.precision] if self.steps else []
+        trained += [self.device] if self.device != CPU else []
         rate = [f"{self.rate:g}"] if self.rate else []
         return "-".join(
             [self.task, self.part, *filter(None, [self.variant]), self.split, *trained, *rate, f"s{self.seed}"]
         )
+
+
+def gpu_name(device: str) -> str:
+    """As the driver has it; empty where nothing runs on a GPU. Raises SystemExit without one."""
+    if device == CPU:
+        return ""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"--device {device}: no GPU is visible here; leave it out, which trains on the CPU")
+    return str(torch.cuda.get_device_name())
 
 
 def keep(result: PartResult, folder: Path) -> PartResult:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-os.environ["USE_TORCH_XLA"] = "0"  # read on import: the peer trains on the CPU, where it is fastest
+os.environ["USE_TORCH_XLA"] = "0"  # read on import: the peer trains without XLA, where it is fastest
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -18,6 +18,7 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.util import mine_hard_negatives
 
+from bench.quality.part import CPU
 from bench.quality.score import Encode
 from bench.quality.tasks import Pairs
 from pipeline.core.arrays import Float32s
@@ -26,18 +27,18 @@ MAX_TOKENS = 64
 """Of a text: as many as our buckets hold."""
 
 
-def open_model(folder: Path) -> SentenceTransformer:
+def open_model(folder: Path, device: str) -> SentenceTransformer:
     """The published weights."""
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    model = SentenceTransformer(str(folder), device=device, local_files_only=True)
     model.max_seq_length = MAX_TOKENS
     return model
 
 
-def encoder(model: SentenceTransformer, precision: str) -> Encode:
+def encoder(model: SentenceTransformer, precision: str, device: str) -> Encode:
     """Texts to unit vectors, in the precision of training."""
 
     def encode(texts: Sequence[str]) -> Float32s:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+        with torch.autocast(device, torch.bfloat16, enabled=precision != "fp32"):
             found = model.encode(list(texts), batch_size=256, normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(found, dtype=np.float32)
 
@@ -76,9 +77,11 @@ LOSSES: dict[str, Callable[[SentenceTransformer], Any]] = {
 }
 
 
-def train(name: str, folder: Path, pairs: Pairs, *, steps: int, batch: int, rate: float, seed: int, bf16: bool) -> Any:
+def train(
+    name: str, folder: Path, pairs: Pairs, *, steps: int, batch: int, rate: float, seed: int, bf16: bool, device: str
+) -> Any:
     """The model after `steps` of `batch` pairs; MNRL learns from positive pairs alone, as its users do."""
-    model = open_model(folder)
+    model = open_model(folder, device)
     data = dataset_of(name, pairs, model)
     with tempfile.TemporaryDirectory() as out:
         arguments = SentenceTransformerTrainingArguments(
@@ -89,7 +92,7 @@ def train(name: str, folder: Path, pairs: Pairs, *, steps: int, batch: int, rate
             warmup_steps=max(1, steps // 10),
             lr_scheduler_type="cosine",
             bf16=bf16,
-            use_cpu=True,
+            use_cpu=device == CPU,
             seed=seed,
             batch_sampler="batch_sampler" if name == "contrastive" else "no_duplicates",
             save_strategy="no",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.quality import ours, peers
-from bench.quality.part import BM25, OURS, PartResult
+from bench.quality.part import BM25, CPU, OURS, PartResult, gpu_name
 from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.tasks import TASKS, Catalogue, Task, read_catalogue, read_pairs
 from pipeline.evaluate.bm25 import Bm25
@@ -33,6 +33,7 @@ class Run:
     batch: int
     rate: float
     precision: str
+    device: str
     seed: int
     variant: str = ""
     settings: tuple[str, ...] = ()
@@ -50,6 +51,8 @@ class Run:
             steps=self.steps if trained else 0,
             batch=self.batch if trained else 0,
             precision=self.precision if trained else "",
+            device=self.device if trained else CPU,
+            gpu=gpu_name(self.device) if trained else "",
             rate=self.rate if self.part in peers.LOSSES else 0.0,
             settings=self.settings,
             recipe=ours.recipe() if self.part == OURS else "",
@@ -104,6 +107,7 @@ def _ours(run: Run, task: Task) -> Found:
             steps=run.steps,
             batch=run.batch,
             precision=run.precision,
+            device=run.device,
         )
         ours.run(flags, run.settings)
         seconds = time.monotonic() - started
@@ -130,9 +134,10 @@ def _peer(run: Run, task: Task, catalogue: Catalogue | None) -> Found:
         rate=run.rate,
         seed=run.seed,
         bf16=run.precision != "fp32",
+        device=run.device,
     )
     seconds = time.monotonic() - started
-    encode = peers.encoder(model, run.precision)
+    encode = peers.encoder(model, run.precision, run.device)
     figures: dict[str, float] = {}
     by_query: tuple[float, ...] = ()
     if catalogue is not None:

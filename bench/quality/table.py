@@ -26,8 +26,8 @@ NDCG, F1, ACCURACY, HYBRID = "ndcg@10", "f1", "accuracy", "hybrid_weighted_ndcg@
 RETRIEVAL = (NDCG, "recall@10", "recall@100")
 _START = """
 Every trained side starts from the same published MiniLM-L6 weights and sees {pairs:,} pairs in {precision} and batches
-of {batch}. Ours: `trnpipe prepare`, `train`, `evaluate` with configs/small.toml, judged pairs of all grades; the same
-recipe and model for retrieval and for scores of pairs, and for all data sets of this bench."""
+of {batch}, on {device}. Ours: `trnpipe prepare`, `train`, `evaluate` with configs/small.toml, judged pairs of all
+grades; the same recipe and model for retrieval and for scores of pairs, and for all data sets of this bench."""
 _END = """
 Mean and range over seeds. Our settings were chosen on valid; {choice}. The test split was read {reads} times for this
 table, once for each run of a part, and {others} more times by other parts that are kept."""
@@ -90,7 +90,9 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     method = (_START + (_SEARCH if searched else _PAIRS) + _END).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
     )
-    codes = sorted({part.code_version for runs in test.values() for part in runs if part.code_version})
+    runs_of_all = [part for runs in test.values() for part in runs]
+    codes = sorted({part.code_version for part in runs_of_all if part.code_version})
+    gpus = sorted({part.gpu for part in runs_of_all if part.gpu})
     build = _searched if searched else _paired
     figures, targets, also = build(task, test, best)
     return Table(
@@ -104,6 +106,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
             "seeds_of_ours": len(test[OURS]),
             "seeds_of_best_peer": len(test.get(best, ())),
             "run_with": ", ".join(codes),
+            **({"gpu": ", ".join(gpus)} if gpus else {}),
         },
     )
 

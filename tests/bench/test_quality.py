@@ -255,7 +255,7 @@ def test_rows_of_a_query_are_of_one_day_and_days_come_one_by_one(tmp_path: Path)
 
 
 def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = Chain(Arm(0.2, 0.5), SYNTHETIC, None, None, "valid", 50, 64, "fp32", 1, 30)
+    chain = Chain(Arm(0.2, 0.5), SYNTHETIC, None, None, "valid", 50, 64, "fp32", "cpu", 1, 30)
     ran: list[dict[str, str]] = []
     done = {"day-1", "day-2"}
     monkeypatch.setattr(incremental, "WORK", tmp_path)
@@ -280,7 +280,7 @@ def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: p
 
 
 def test_all_days_in_one_training_see_as_many_pairs(tmp_path: Path) -> None:
-    whole = Chain(TOGETHER, SYNTHETIC, None, None, "test", 50, 64, "fp32", 1, 30)
+    whole = Chain(TOGETHER, SYNTHETIC, None, None, "test", 50, 64, "fp32", "cpu", 1, 30)
     flags = whole.flags(tmp_path, tmp_path, DAYS, 1)
     assert flags[flags.index("--train.max-steps") + 1] == "50" and "--train.replay-share" not in flags
     assert whole.result.budget == replace(whole, arm=Arm(0.1)).result.budget
