@@ -1,4 +1,4 @@
-"""What the benchmark on a GPU counts; it was never run on one."""
+"""What the benchmark on a GPU counts; CI has none."""
 
 import pytest
 
