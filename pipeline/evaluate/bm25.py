@@ -14,13 +14,23 @@ brought to 0..1 (Bruch, Gai and Ingber, "An Analysis of Fusion Functions for Hyb
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import bm25s
 import numpy as np
 
 from pipeline.core.arrays import Float64s, Int64s
+
+# bm25s calls JAX on import, where it is installed, and JAX takes three quarters of a GPU's memory at its first call, in
+# each process that runs. What is used here is NumPy's. None: as if it were not installed.
+_uses_jax = "jax" in sys.modules
+if not _uses_jax:
+    sys.modules["jax"] = None  # type: ignore[assignment]
+import bm25s  # noqa: E402
+
+if not _uses_jax:
+    del sys.modules["jax"]
 
 K1, B = 0.9, 0.4
 _WORD = re.compile(r"\w+")

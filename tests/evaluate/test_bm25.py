@@ -1,7 +1,11 @@
 """BM25 against its formula, written out for each pair of query and item."""
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,3 +79,15 @@ def test_without_words_nothing_is_found() -> None:
         assert index.num_items == len(texts)
         assert index.search(["a", ""], 2)[1].tolist() == [[-1, -1], [-1, -1]]
     assert Bm25(TITLES).search([], 2)[1].shape == (0, 2)
+
+
+def test_jax_is_not_started_and_stays_importable(tmp_path: Path) -> None:
+    """At its first call it would take most of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("print('jax was imported')\n")
+    (tmp_path / "jax" / "lax.py").write_text("def top_k(values, k): print('jax was called')\n")
+    program = "from pipeline.evaluate.bm25 import Bm25; print(Bm25(['a b', 'c']).num_items); import jax.lax"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert run.stdout.split("\n") == ["2", "jax was imported", ""], run.stderr
