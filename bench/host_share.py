@@ -17,7 +17,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.contrast import Contrast
+from pipeline.train.global_loss import Contrast
 from pipeline.train.step import TrainProgram
 
 NAME = "host_share"

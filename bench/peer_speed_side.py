@@ -184,7 +184,7 @@ def serve_peer(place: Place, line: Line, precision: str) -> None:
     from bench.hf_pair import BlockCallback
     from bench.quality import peers
 
-    model = peers.open_model(place.model)
+    model = peers.open_model(place.model, "cpu")
     query, title = place.texts()
     loss = MultipleNegativesRankingLoss(model)
     check_same_loss(place, model, loss, query[:BATCH], title[:BATCH])

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import HELP, CommandParser, Program, hint, rows, show
-from pipeline.command_table import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
+from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline import cli, command_table
+from pipeline import cli, commands
 from pipeline.context import StageContext, StageResult
 from pipeline.core import errors
 from pipeline.settings import Settings
@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
         module = types.ModuleType("pipeline.stages.fake")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "pipeline.stages.fake", module)
-        monkeypatch.setitem(command_table.COMMANDS, "fake", "a stage of the tests")
+        monkeypatch.setitem(commands.COMMANDS, "fake", "a stage of the tests")
 
     return add
 
@@ -255,10 +255,10 @@ def test_prepare_does_not_import_torch() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[command_table.ToolCall]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[commands.ToolCall]:
     """Adds a tool named `probe` and actions beside the train stage; collects how they were called."""
-    calls: list[command_table.ToolCall] = []
-    tool = command_table.Tool(
+    calls: list[commands.ToolCall] = []
+    tool = commands.Tool(
         "a tool of the tests",
         actions={"look": "look at one", "list": "list all"},
         arguments={"look": ("THING", "[OTHER]")},
@@ -270,25 +270,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[command_table.ToolCall]:
     module.run = lambda settings, stop, say, call: calls.append(call) or 0  # type: ignore[attr-defined, func-returns-value]
     monkeypatch.setitem(sys.modules, "pipeline.commands.probe_module", module)
     for name in ("probe", "train"):
-        monkeypatch.setitem(command_table.TOOLS, name, tool)
-    monkeypatch.setitem(command_table.COMMANDS, "probe", tool.text)
+        monkeypatch.setitem(commands.TOOLS, name, tool)
+    monkeypatch.setitem(commands.COMMANDS, "probe", tool.text)
     return calls
 
 
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        (["list"], command_table.ToolCall("list")),
-        (["look", "a", "--train.seed", "3"], command_table.ToolCall("look", ("a",))),
+        (["list"], commands.ToolCall("list")),
+        (["look", "a", "--train.seed", "3"], commands.ToolCall("look", ("a",))),
         (
             ["look", "a", "b", "--why", "it is late", "--json"],
-            command_table.ToolCall("look", ("a", "b"), frozenset({"--json"}), {"--why": "it is late"}),
+            commands.ToolCall("look", ("a", "b"), frozenset({"--json"}), {"--why": "it is late"}),
         ),
     ],
 )
 @pytest.mark.parametrize("name", ["probe", "train"])
 def test_a_tool_gets_its_action_words_switches_and_options(
-    name: str, words: list[str], call: command_table.ToolCall, asked: list[command_table.ToolCall]
+    name: str, words: list[str], call: commands.ToolCall, asked: list[commands.ToolCall]
 ) -> None:
     assert cli.main([name, *words]) == 0
     assert asked == [call]
@@ -305,7 +305,7 @@ def test_a_tool_gets_its_action_words_switches_and_options(
     ],
 )
 def test_a_tool_asked_wrongly_says_how(
-    words: list[str], text: str, asked: list[command_table.ToolCall], capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, asked: list[commands.ToolCall], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == 78
     assert text in capsys.readouterr().err
@@ -313,7 +313,7 @@ def test_a_tool_asked_wrongly_says_how(
 
 
 def test_help_of_a_tool_shows_actions_words_and_options(
-    asked: list[command_table.ToolCall], capsys: pytest.CaptureFixture[str]
+    asked: list[commands.ToolCall], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["probe", "--help"]) == 0
     text = capsys.readouterr().out

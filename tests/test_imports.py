@@ -26,7 +26,7 @@ LAYERS = (
     ("evaluate",),
     ("mine",),
     ("train", "convert"),
-    ("command_table", "command_line"),
+    ("command_line",),
     ("stages",),
     ("parity", "tune"),
     ("commands",),

@@ -54,7 +54,11 @@ def imported(file: str, purpose: str, module: str, *names: str) -> Iterator[Use]
 
 
 XLA, C10D, TOPO = "pipeline/backends/xla.py", "pipeline/backends/c10d.py", "pipeline/parallel/collectives.py"
-NEURON, MEMORY, DELAYED = "pipeline/backends/neuron.py", "pipeline/parallel/memory.py", "pipeline/parallel/delayed.py"
+NEURON, MEMORY, DELAYED = (
+    "pipeline/backends/neuron.py",
+    "pipeline/parallel/memory.py",
+    "pipeline/parallel/delayed_init.py",
+)
 STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/transform.py"
 MODULES, LIGHTNING = "pipeline/parallel/strategies/module.py", "pipeline/parallel/lightning.py"
 OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"

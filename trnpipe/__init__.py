@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.embed.handover import open_vectors
     from pipeline.parallel.adopt import init, layout, transform
     from pipeline.parallel.config import Plan
-    from pipeline.parallel.delayed import delayed_init
+    from pipeline.parallel.delayed_init import delayed_init
     from pipeline.parallel.files import load, save
     from pipeline.parallel.lightning import Environment, Strategy
     from pipeline.parallel.tensors import clip_grad_norm
@@ -76,7 +76,7 @@ _HOME = {
     "Strategy": "pipeline.parallel.lightning",
     "TrnpipeError": "pipeline.core.errors",
     "clip_grad_norm": "pipeline.parallel.tensors",
-    "delayed_init": "pipeline.parallel.delayed",
+    "delayed_init": "pipeline.parallel.delayed_init",
     "init": "pipeline.parallel.adopt",
     "layout": "pipeline.parallel.adopt",
     "load": "pipeline.parallel.files",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.plan.dag import Plan
-from jobs.plan.spec import DependencyType, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import DependencyType, JobSpec
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, TransientError
 
 EXITED = "Essential container in task exited"

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from jobs.config import JobsConfig, StageJob
 from jobs.plan.dag import Plan
 from jobs.plan.resources import check_instance, resources_of
+from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY, ordered, script_job
-from jobs.plan.spec import Dependency, JobSpec, Retry
+from jobs.plan.spec import Dependency, JobSpec
 from pipeline.core.errors import ConfigError
 
 AFTER: dict[str, tuple[str, ...]] = {

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from jobs.config import JobsConfig, Step
 from jobs.plan.dag import Plan
 from jobs.plan.resources import check_instance, resources_of
-from jobs.plan.spec import Dependency, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 

@@ -1,1 +1,163 @@
-"""Commands beside the stages, `run(settings, stop, say, *words)` each, imported by the command line when they run."""
+"""What `trnpipe` can be asked: the stages of a cycle, and the tools beside them, which are the modules here.
+
+A module is imported when its tool runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A command beside the stages: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
+
+    `say` prints a line. A stage may have actions of a tool beside it, under the same name.
+    """
+
+    text: str
+    actions: Mapping[str, str] = field(default_factory=dict)
+    """One of them must be typed, where there are any; unless `arguments` tells of words without one."""
+    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Words by action ('' without actions), as shown in the usage; those in brackets may be left out."""
+    switches: frozenset[str] = frozenset()
+    """Flags of the tool itself without a value, such as --json."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the tool itself with a value, and a line of help for each."""
+    module: str = ""
+    """When it is not the name."""
+    command: str = ""
+    """Of a tool that runs another command, given behind `--`: how the usage shows it."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """How a tool was asked: what stood on the command line beside the settings."""
+
+    action: str = ""
+    arguments: tuple[str, ...] = ()
+    switches: frozenset[str] = frozenset()
+    options: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    """What stood behind `--`."""
+
+    def number(self, option: str, default: int, most: int = 2**63) -> int:
+        """A whole number from 1 to `most` among the options. Raises ConfigError."""
+        text = self.options.get(option, str(default))
+        if not text.isdecimal() or not 0 < int(text) <= most:
+            limit = f"a number from 1 to {most}" if most < 2**63 else "a number above 0"
+            raise ConfigError(f"{option} {text!r}", expected=limit)
+        return int(text)
+
+
+# A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
+STAGES: dict[str, str] = {
+    "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
+    "prepare": "read new input, tokenise it once, commit token shards",
+    "mine": "mine hard negatives for the training queries, by the parent's vectors or BM25, for train.mined_per_query",
+    "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
+    "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
+    "evaluate": "compare the new model with the one in production; promote it, or refuse it with exit 80",
+    "embed": "embed the whole catalogue, part by part; unchanged vectors of an earlier cycle are reused",
+}
+PARALLEL = frozenset(
+    {"mine", "compile", "train", "evaluate", "embed"}
+)  # stages that --launch.processes runs in several ranks
+TOOLS: dict[str, Tool] = {
+    "doctor": Tool(
+        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
+        switches=frozenset({"--hlo"}),
+    ),
+    "scaling": Tool(
+        "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
+        " epoch, and a better plan",
+        arguments={"": ("[CHECKPOINT]",)},
+        switches=frozenset({"--json", "--decisions"}),
+        options={
+            "--fabric": "NAME  machine (default: estimate.instance)",
+            "--nodes": "N  that the better plan is for (default: 1)",
+            "--samples": "N  of an epoch (default: 1000000)",
+            "--fixed-s": "SECONDS  of a step that no node shares: update, host (default: 0)",
+        },
+    ),
+    "cache": Tool(
+        "the compiled graphs of this machine: status, doctor, repair, sync",
+        actions={
+            "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
+            "doctor": "also report each problem with the command that fixes it; exit 65 if there is one",
+            "repair": "remove stale locks, remembered failures, half entries, versions not kept",
+            "sync": "exchange finished entries with --compile.sync-url, both ways",
+        },
+    ),
+    "registry": Tool(
+        "which checkpoint is in production: list, show, promote, rollback",
+        actions={
+            "list": "every model and its checkpoint in production",
+            "show": "production, or one checkpoint: its lineage back to the root, and the history",
+            "promote": "promote a checkpoint that passed the gate against production; else exit 80",
+            "rollback": "restore the previous production checkpoint, or a named one, verified first; what is served"
+            " follows, unless --without-vectors",
+        },
+        arguments={"show": ("[CHECKPOINT]",), "promote": ("CHECKPOINT",), "rollback": ("[TO]",)},
+        switches=frozenset({"--json", "--without-vectors"}),
+        options={
+            "--force": "REASON  promote: overrule the gate; the reason is recorded",
+            "--reason": "TEXT  rollback: why; recorded",
+        },
+    ),
+    "serving": Tool(
+        "the model and the vectors that are served together: show, rollback, promote",
+        actions={
+            "show": "the pair that is served, the challenger, and earlier pairs",
+            "rollback": "serve the previous pair, or that of a cycle; production follows its model",
+            "promote": "serve the challenger (trnpipe embed verify --embed.verify.serve challenger makes one)",
+        },
+        arguments={"rollback": ("[CYCLE]",)},
+        switches=frozenset({"--json"}),
+        options={"--reason": "TEXT  rollback, promote: why; recorded"},
+    ),
+    "parity": Tool(
+        "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
+        " far from A",
+        arguments={"": ("A", "[B]")},
+        options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
+    ),
+    "tune": Tool("search settings of train and model by training runs scored on valid; leaves a table and best.toml"),
+    "import": Tool(
+        "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
+        arguments={"": ("PATH",)},
+        module="import_model",
+    ),
+    "export": Tool(
+        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: for an index or database",
+        actions={
+            "vectors": "export the served vectors, or those of a cycle, to a search engine or database; resumable"
+        },
+        arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
+        options={
+            "--to": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: what for, one of faiss,"
+            " usearch, lance, npy, opensearch-bulk, pgvector-copy",
+            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
+            "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
+            "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
+            "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
+            "--out": "DIR  vectors: local folder to write; new, empty, or of an interrupted attempt",
+            "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
+        },
+    ),
+    "launch": Tool(
+        "run a script written for torchrun in --launch.processes ranks, here or on each node of an AWS Batch gang",
+        command="[python] SCRIPT.py|-m MODULE [ARGUMENT ...]",
+    ),
+    "embed": Tool(
+        STAGES["embed"],
+        actions={
+            "verify": "read every byte of the vectors: ids, numbers, a recomputed sample, drift; exit 65 when wrong"
+        },
+        switches=frozenset({"--json"}),
+    ),
+}
+CONFIG = Tool("print every setting with its value and source; --json for machines", switches=frozenset({"--json"}))
+COMMANDS: dict[str, str] = {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text}

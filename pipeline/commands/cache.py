@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.compile.cache import (
     LOG_NAME,
     CacheReport,

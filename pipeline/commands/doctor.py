@@ -3,7 +3,7 @@
 from collections import Counter
 
 from pipeline.backends import open_tracer
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.compile.lint import lint, lint_counters
 from pipeline.compile.watch import Recorder
 from pipeline.context import open_context

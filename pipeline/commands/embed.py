@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from pipeline.backends import open_host
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context, store_result
 from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on

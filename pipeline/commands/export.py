@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
 from pipeline.convert.record import Format

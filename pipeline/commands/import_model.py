@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.convert.importing import ForeignModel, Given, read_model, store_import
 from pipeline.convert.source import open_source

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say

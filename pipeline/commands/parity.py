@@ -4,7 +4,7 @@ A side is a backend with a precision (`cpu`, `cuda:bf16`), computed here in a pr
 was recorded before, on this machine or another.
 """
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.progress import Say

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal

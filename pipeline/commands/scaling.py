@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.context import cycle_name
 from pipeline.core.batching import RankShare
 from pipeline.core.errors import EXIT_OK, ConfigError

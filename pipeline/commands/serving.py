@@ -2,7 +2,7 @@
 
 import json
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.commands.registry import served_line
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.progress import Say

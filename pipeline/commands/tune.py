@@ -3,7 +3,7 @@
 import importlib.util
 import os
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.compile.neuron_tool import use_neuron_cache
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError

@@ -15,7 +15,11 @@ from pathlib import Path
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.accounts import (
+from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging, chunk_name, encode_chunk
+from pipeline.data.config import DataConfig
+from pipeline.data.judgements import count_judgements
+from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.row_counts import (
     Encoding,
     FileCount,
     NamedPartition,
@@ -24,10 +28,6 @@ from pipeline.data.accounts import (
     refuse_bad_share,
     shards_by_split,
 )
-from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging, chunk_name, encode_chunk
-from pipeline.data.config import DataConfig
-from pipeline.data.judgements import count_judgements
-from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
 from pipeline.data.sources import InputFile, Partition, Source, open_source, reading
 from pipeline.data.survey import Survey, decide_labels, survey

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
-from pipeline.parallel.delayed import Recipe, recipe_of
+from pipeline.parallel.delayed_init import Recipe, recipe_of
 from pipeline.parallel.files import load
 from pipeline.parallel.gang import exchanged, peers
 from pipeline.parallel.mesh import Mesh, check_same, together

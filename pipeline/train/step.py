@@ -19,7 +19,7 @@ from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_me
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.strategies.base import Strategy
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
-from pipeline.train.contrast import Contrast, GlobalLoss, targets_of
+from pipeline.train.global_loss import Contrast, GlobalLoss, targets_of
 from pipeline.train.optimizer import AdamW, SpikeGuard, WeightAverage, rate_of
 
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")

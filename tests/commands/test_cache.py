@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli, command_table
-from pipeline.command_table import ToolCall
-from pipeline.commands import cache
+from pipeline import cli, commands
+from pipeline.commands import ToolCall, cache
 from pipeline.compile.cache import LOCK_DIR, Compilers, EntryState, Mount, Mounts
 from pipeline.compile.cache_sync import sync_cache
 from pipeline.compile.config import CompilerFlags, flags_hash
@@ -94,7 +93,7 @@ def s3_uri(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 def test_the_command_line_offers_what_there_is() -> None:
-    assert command_table.TOOLS["cache"].actions.keys() == cache.ACTIONS.keys()
+    assert commands.TOOLS["cache"].actions.keys() == cache.ACTIONS.keys()
 
 
 # Status

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.commands import parity as command
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataError, GateRefused
 from pipeline.core.stop import StopSignal

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, command_table
+from pipeline import cli, commands
 from pipeline.checkpoint.store import WEIGHTS
 from pipeline.commands import registry
 from pipeline.io.storage import Storage, open_storage
@@ -63,7 +63,7 @@ def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "
 
 
 def test_the_command_line_offers_what_there_is() -> None:
-    tool = command_table.TOOLS["registry"]
+    tool = commands.TOOLS["registry"]
     assert tool.actions.keys() == registry.ACTIONS.keys() == registry.FLAGS.keys()
     assert tool.switches | tool.options.keys() == frozenset().union(*registry.FLAGS.values())
     assert registry.VERBS.keys() == {"promoted", "forced", "rolled_back", "refused"}

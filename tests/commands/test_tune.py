@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.command_table import ToolCall
+from pipeline.commands import ToolCall
 from pipeline.commands import tune as command
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.stop import StopSignal

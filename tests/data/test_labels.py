@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.share import prepare_share
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.data.survey import known_order
 from pipeline.stages.prepare import summary
 from tests.real_data import real_file

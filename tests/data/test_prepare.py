@@ -17,10 +17,10 @@ from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
-from pipeline.data.accounts import NamedPartition, first_bad
 from pipeline.data.chunks import ChunkRecord, EncodeSettings, Staging
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
+from pipeline.data.row_counts import NamedPartition, first_bad
 from pipeline.data.shards import EXTRA
 from pipeline.data.sources import Partition, open_source
 from pipeline.data.synthetic import generate, partitions

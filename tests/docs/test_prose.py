@@ -8,7 +8,7 @@ import pytest
 
 import jobs.cli
 from jobs.settings import CycleSettings
-from pipeline.command_table import COMMANDS, STAGES, TOOLS
+from pipeline.commands import COMMANDS, STAGES, TOOLS
 from pipeline.core.errors import EXIT_TABLE
 from pipeline.settings import leaves
 from tests.docs.markdown import ROOT, markdown_files, prose

@@ -14,7 +14,7 @@ import pytest
 from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import Leaf, is_tried_again, succeeded
-from jobs.plan.spec import Retry
+from jobs.plan.retry import Retry
 from jobs.settings import CycleSettings
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient

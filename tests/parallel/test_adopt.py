@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import trnpipe
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.delayed import delayed_init
+from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.tensor_plan import FusedColwise, TensorPlan
 from pipeline.parallel.transform import spread
 from tests.parallel.plain import plain_tensors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.core.errors import CheckpointError, ConfigError, TrnpipeError
 from pipeline.model.relevance import build_model
 from pipeline.parallel import files
-from pipeline.parallel.delayed import delayed_init
+from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.files import load, save
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.tensors import Slices, local

@@ -16,7 +16,7 @@ from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.losses import Targets, pair_loss
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.parallel.config import Plan
-from pipeline.parallel.delayed import delayed_init
+from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.mesh import Mesh, open_mesh
 from pipeline.parallel.tensors import clip_grad_norm
 from pipeline.parallel.transform import spread

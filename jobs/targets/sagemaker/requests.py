@@ -18,8 +18,8 @@ from jobs.cycle.job_states import Leaf, leaves_of
 from jobs.node.environment import STARTS
 from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine
+from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY
-from jobs.plan.spec import Retry
 from jobs.targets.placement import placement_of, role_of, sagemaker_placement_of
 from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint

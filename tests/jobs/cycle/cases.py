@@ -3,7 +3,8 @@
 from pydantic import JsonValue
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, JobSpec, Resources, Ulimit
 
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(

@@ -5,7 +5,8 @@ import pytest
 from jobs.cycle import job_states
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
-from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
 from tests.jobs.cycle.cases import job
 
 SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED = JobState

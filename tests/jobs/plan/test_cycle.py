@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, JobSpec
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.placement import placed, placement_of
 from pipeline.core.errors import ConfigError

@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, JobSpec, Resources, Ulimit
 from tests.jobs.cycle.cases import plan
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=20).filter(

@@ -8,7 +8,8 @@ from botocore.session import Session
 from botocore.validate import validate_parameters
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
 from jobs.targets.batch.limits import check_plan, plan_problems
 from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.core.errors import ConfigError

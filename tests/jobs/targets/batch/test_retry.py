@@ -13,7 +13,7 @@ from jobs.cycle.job_states import (
     AttemptEnd,
     is_tried_again,
 )
-from jobs.plan.spec import Retry
+from jobs.plan.retry import Retry
 from jobs.targets.batch.limits import MAX_RULES
 from jobs.targets.batch.requests import definition_request
 from pipeline.core.errors import EXIT_BUG, EXIT_TABLE

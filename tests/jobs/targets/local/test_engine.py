@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
-from jobs.plan.spec import Dependency, DependencyType, JobSpec, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, DependencyType, JobSpec
 from jobs.targets.local import engine
 from jobs.targets.local.nodes import NodeEnd
 from pipeline.core.errors import Preempted, TransientError

@@ -17,7 +17,8 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Resources, Retry
+from jobs.plan.retry import Retry
+from jobs.plan.spec import JobSpec, Resources
 from jobs.targets.local import node_keeper
 from jobs.targets.local.engine import Slots
 from jobs.targets.local.nodes import local_files

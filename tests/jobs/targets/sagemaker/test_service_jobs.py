@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from jobs.config import SageMakerConfig
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again, outcome_of
-from jobs.plan.spec import Retry
+from jobs.plan.retry import Retry
 from jobs.targets.sagemaker.controller import LAG_S
 from jobs.targets.sagemaker.describe import RECEIVED, failure_end
 from jobs.targets.sagemaker.limits import request_problems

@@ -25,15 +25,6 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.accounts import (
-    Encoding,
-    FileCount,
-    NamedPartition,
-    describe,
-    first_bad,
-    refuse_bad_share,
-    shards_by_split,
-)
 from pipeline.data.chunks import ChunkRecord, ChunkTask, Staging, chunk_name, encode_chunk
 from pipeline.data.config import DataConfig
 from pipeline.data.judgements import BucketCounts, Pieces, Queries, add_up, bucket_counts, queries_of
@@ -48,9 +39,18 @@ from pipeline.data.prepare import (
     name_partitions,
     tell_prepared,
 )
+from pipeline.data.row_counts import (
+    Encoding,
+    FileCount,
+    NamedPartition,
+    describe,
+    first_bad,
+    refuse_bad_share,
+    shards_by_split,
+)
 from pipeline.data.rows import cut_chunks, quarantine_lines
 from pipeline.data.shards import map_safetensors
-from pipeline.data.share_survey import FileShare, SharedSurvey, share_files
+from pipeline.data.shared_survey import FileShare, SharedSurvey, share_files
 from pipeline.data.sources import Source, listed, open_source, reading
 from pipeline.data.tokens import KIND, QUARANTINE, JudgedSplit, Split, TokenSetInfo
 from pipeline.io.atomic import write_bytes_atomic

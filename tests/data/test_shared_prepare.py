@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.data import share, share_survey, survey
+from pipeline.data import shared_prepare, shared_survey, survey
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import PreparedData
-from pipeline.data.share import prepare_share
-from pipeline.data.share_survey import SharedSurvey, share_files
+from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.shared_survey import SharedSurvey, share_files
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.io.storage import TEMP_PREFIX
@@ -121,7 +121,7 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
     for worker in (1, 3):
         assert isinstance(work(shared, config, worker, 5), int)
     published: list[str] = []
-    publish = share._Parts.publish
+    publish = shared_prepare._Parts.publish
 
     def noted(parts: Any, staging: Any, name: str, files: Any) -> None:
         published.append(f"{parts.named.partition.name}/{name}")
@@ -129,7 +129,7 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
 
     there = {path.stem for path in (shared.folder / "workspace/tokens/catalogue/share").rglob("*.safetensors")}
     assert there
-    monkeypatch.setattr(share._Parts, "publish", noted)
+    monkeypatch.setattr(shared_prepare._Parts, "publish", noted)
     assert isinstance(work(shared, config, 1, 2), int)
     assert work(shared, config, 0, 2) == expected
     assert len(published) == len(set(published)) < sum("/train-" in name for name in tokens)
@@ -142,7 +142,7 @@ from pathlib import Path
 from pipeline.core.errors import exit_code_of
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.share import prepare_share
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.io.storage import open_storage
 stop = StopSignal()
 signal.signal(signal.SIGTERM, lambda *_: stop.set("SIGTERM"))
@@ -226,14 +226,14 @@ def test_a_day_that_comes_while_a_worker_is_at_work(
     made = alone.prepare(CONFIG.model_copy(update={"path": str(data)})).tokenizer_prefix
     shutil.copy(alone.folder / "workspace" / made / "tokenizer.json", tmp_path)
     config = config.model_copy(update={"tokenizer": tokenizer})
-    encode = share._encode
+    encode = shared_prepare._encode
 
     def day_comes(*arguments: Any) -> None:
         encode(*arguments)
         shutil.copytree(data / first, folder / first)
 
     with monkeypatch.context() as patch:
-        patch.setattr(share, "_encode", day_comes)
+        patch.setattr(shared_prepare, "_encode", day_comes)
         with pytest.raises(TransientError, match="has changed since worker 0 of 2 looked at it"):
             work(shared, config, 0, 2)
     assert isinstance(work(shared, config, 1, 2), int)
@@ -278,14 +278,14 @@ def test_workers_that_have_all_parts_at_once(
     config = CONFIG.model_copy(update={"path": str(data)})
     shared, (expected, tokens), others = workplace("shared"), whole, list[PreparedData | int]()
     work(shared, config, 0, 2)
-    read_parts = share._read_parts
+    read_parts = shared_prepare._read_parts
 
     def too_late(*arguments: Any) -> Any:
-        monkeypatch.setattr(share, "_read_parts", read_parts)
+        monkeypatch.setattr(shared_prepare, "_read_parts", read_parts)
         others.append(work(shared, config, 1, 2))
         return read_parts(*arguments)
 
-    monkeypatch.setattr(share, "_read_parts", too_late)
+    monkeypatch.setattr(shared_prepare, "_read_parts", too_late)
     assert work(shared, config, 1, 2) == expected
     assert others == [expected]
     assert tokens_of(shared) == tokens
@@ -321,7 +321,7 @@ def test_the_survey_is_that_of_one_alone(
         looked.append(file.key)
         return survey_file(source, config, file, *rest)
 
-    monkeypatch.setattr(share_survey, "survey_file", noted)
+    monkeypatch.setattr(shared_survey, "survey_file", noted)
     for look in looks:
         look._look(f"{look._prefix}/texts", True, True)
     assert len(looked) == len(set(looked)) == 6, "the first looks at all, as nobody else is there"
