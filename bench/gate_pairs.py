@@ -12,7 +12,7 @@ from pipeline.evaluate.gate.compare import Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored import PerQuery, Queries, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import PerQuery, Queries, ScoredRows, SliceColumn
 
 LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
 ROWS = 10  # of each query

@@ -31,7 +31,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.data.tokens import open_rows, read_token_sets, spec_of
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.hf import initial_model
+from pipeline.model.hf_weights import initial_model
 from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig

@@ -14,7 +14,7 @@ from pipeline.core.batching import BatchPlan, Bucket
 from pipeline.data.loader import RowSource
 from pipeline.data.sampler import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf import initial_model
+from pipeline.model.hf_weights import initial_model
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.loop import BatchStream
 from pipeline.train.program import flat_strategy

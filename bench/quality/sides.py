@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bench.quality.part import BM25, OURS, PartResult
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.evaluate.gate.compare import paired_bootstrap
-from pipeline.evaluate.metrics.scored import mean_over_queries
+from pipeline.evaluate.metrics.scored_rows import mean_over_queries
 
 Sides = Mapping[str, list[PartResult]]
 mean_figure = partial(figure, centre=statistics.fmean)

@@ -9,8 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.forecast import (
+    EMBED,
+    VCPU,
+    Amount,
+    EmbedRun,
+    array_lines,
+    embed_rate_lines,
+    embed_run,
+    expected_seconds,
+)
 from jobs.cycle.job_records import JobRecord
-from jobs.cycle.outlook import EMBED, VCPU, Amount, EmbedRun, array_lines, embed_rate_lines, embed_run, expected_seconds
 from jobs.cycle.tables import plan_lines, target_cost_lines
 from jobs.plan.cost import prices_of
 from jobs.plan.cycle import MINE

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from jobs.cycle.attempt_time import SPENT
 from jobs.cycle.cost_ledger import CycleLedger, Success, Total
+from jobs.cycle.forecast import critical_seconds
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, reason_of
-from jobs.cycle.outlook import critical_seconds
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec

@@ -134,7 +134,7 @@ def _plan(
 
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    from pipeline.embed.forms import open_form  # the libraries of other tools
+    from pipeline.embed.formats import open_form  # the libraries of other tools
     from pipeline.embed.handover import hand_over
 
     if wrong := sorted(call.options.keys() - VECTOR_OPTIONS):

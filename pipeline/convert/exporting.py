@@ -46,8 +46,8 @@ from pipeline.model.encoder import TextEncoder
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.families import FAMILIES, from_bert
-from pipeline.model.hf import from_hf
 from pipeline.model.hf_config import CONFIG, hf_config
+from pipeline.model.hf_weights import from_hf
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor

@@ -20,8 +20,8 @@ from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
 from pipeline.model.families import as_bert
-from pipeline.model.hf import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
 from pipeline.model.hf_config import CONFIG, hf_config, read_config
+from pipeline.model.hf_weights import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 
 # A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.

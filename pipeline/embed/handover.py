@@ -18,7 +18,7 @@ from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.embed.forms import IDS, MATRIX, Form, Piece, Rows, open_form
+from pipeline.embed.formats import IDS, MATRIX, Form, Piece, Rows, open_form
 from pipeline.embed.vectors import KIND as VECTORS
 from pipeline.embed.vectors import ROWS_PER_GROUP, Stored, VectorSet
 from pipeline.io.atomic import exclusive, make_dirs, sweep_temps, temp_file, write_bytes_atomic

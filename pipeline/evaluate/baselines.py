@@ -27,7 +27,7 @@ from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, retrieval_report
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id

@@ -14,7 +14,7 @@ from pydantic import Field
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.record import Record
 from pipeline.evaluate.metrics.labels import SMALLEST
-from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 from pipeline.io.storage import Storage, read_record
 
 NUM_BINS = 15

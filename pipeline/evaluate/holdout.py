@@ -19,7 +19,7 @@ from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.tokens import Split, TokenSet, open_rows
 from pipeline.data.validate import codes_of, merge_names
-from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.evaluate.products import join_tokens, text_hashes, to_tokens
 from pipeline.io.storage import Storage
 from pipeline.parallel.gang import Gang

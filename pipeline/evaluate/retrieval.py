@@ -33,7 +33,7 @@ from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
-from pipeline.evaluate.metrics.scored import PerQuery
+from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
 from pipeline.evaluate.scores import VectorSample, load_arrays, save_arrays
 from pipeline.io.commit import read_manifest

@@ -27,7 +27,7 @@ from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport

@@ -31,7 +31,7 @@ from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
 from pipeline.evaluate.metrics.labels import accuracy, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored import Queries, mean_over_queries, value_of
+from pipeline.evaluate.metrics.scored_rows import Queries, mean_over_queries, value_of
 from pipeline.evaluate.products import text_hashes
 from pipeline.evaluate.scores import stage_arrays, to_probabilities
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest

@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError, first_line
 from pipeline.core.manifest import Manifest
 from pipeline.core.record import Record
 from pipeline.data.shards import Arrays
-from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.storage import Storage, os_errors
 

@@ -18,7 +18,7 @@ from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import ParityBars, ParityConfig
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.scores import ScoreSet, to_rows
 
 # How far two sides are apart, in figures: evaluations, training steps, scores, embeddings.

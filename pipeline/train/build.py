@@ -26,8 +26,8 @@ from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.tokens import Split, open_rows
 from pipeline.health.device import informed
 from pipeline.mine.negatives import open_negatives
-from pipeline.model.hf import from_hf, initial_model, to_hf
 from pipeline.model.hf_config import hf_config
+from pipeline.model.hf_weights import from_hf, initial_model, to_hf
 from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.convert.importing import read_model
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TrnpipeError
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.model.hf import to_hf
+from pipeline.model.hf_weights import to_hf
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import MODEL, SPEC, Folder, bert_json, given, source_of, tokenizer_bytes

@@ -23,7 +23,7 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.embed import handover
-from pipeline.embed.forms import FORMS, IDS, MATRIX, Piece, open_form
+from pipeline.embed.formats import FORMS, IDS, MATRIX, Piece, open_form
 from pipeline.embed.handover import STATE, MappedVectors, hand_over, open_vectors
 from pipeline.embed.vectors import PartCounts, PartInfo, PartRows, VectorLayout, VectorSet, part_files
 from pipeline.embed.vectors import open_vectors as open_committed
@@ -234,7 +234,7 @@ def test_an_index_that_has_to_be_trained(vectors: VectorSet, tmp_path: Path) -> 
 def test_bulk_requests_stay_below_the_limit(
     vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.embed.forms.MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr("pipeline.embed.formats.MAX_FILE_BYTES", 2000)
     hand_over(vectors, open_form("opensearch-bulk", vectors), tmp_path / "out", STOP)
     files = sorted((tmp_path / "out").glob("*.ndjson"))
     assert len(files) > 8 and all(path.stat().st_size <= 2000 for path in files)

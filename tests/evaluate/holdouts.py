@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.core.arrays import Float64s
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 
 GAINS = {1: (0.5,), 2: (0.0, 1.0), 3: (0.0, 0.25, 1.0), 4: (0.0, 0.01, 0.1, 1.0)}
 """By the number of labels."""

@@ -13,7 +13,7 @@ from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.gate import compare as module
 from pipeline.evaluate.gate.compare import PairedDifference, paired_bootstrap, t_quantile
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics
-from pipeline.evaluate.metrics.scored import ScoredRows, Statistic, mean_over_queries
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, Statistic, mean_over_queries
 from tests.evaluate.holdouts import holdouts
 
 NAMES = ("accuracy", "macro_f1", "f1:exact", "ndcg@5", "mrr", "recall@1", "precision@1", "ece", "loss")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, examples_of, find_changes, model_digest, query_changes
-from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 
 LABELS = ("bad", "good")
 

@@ -16,7 +16,7 @@ from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricsConfig
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 
 QUERIES = 2000

@@ -11,7 +11,7 @@ from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
-from pipeline.evaluate.metrics.scored import PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 
 QUERIES = 1000
 NDCG = "retrieval_ndcg@10"

@@ -15,7 +15,7 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
-from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.evaluate.score import HoldoutFigures, figures
 from tests.evaluate.holdouts import holdout, holdouts
 

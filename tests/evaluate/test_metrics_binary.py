@@ -10,7 +10,7 @@ from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9

@@ -18,7 +18,7 @@ from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored import Queries, ScoredRows, mean_over_queries, value_of
+from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, mean_over_queries, value_of
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9

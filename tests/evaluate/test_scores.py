@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.metrics.scored import SliceColumn
+from pipeline.evaluate.metrics.scored_rows import SliceColumn
 from pipeline.evaluate.scores import FILE, KIND, ScoreInfo, ScoreSet, VectorSample, load_scores, save_scores, to_rows
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage

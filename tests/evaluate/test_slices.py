@@ -11,7 +11,7 @@ from pipeline.core.fingerprint import hash63
 from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
 from pipeline.data.validate import NO_VALUE
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
-from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
 from tests.data.test_token_store import commit
 from tests.train.rows import make_rows, token_set_info

@@ -16,8 +16,8 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.model.config import InputSpec, ModelConfig, check_architecture
 from pipeline.model.encoder import BertEncoder
 from pipeline.model.factory import PREFIX, FactoryEncoder
-from pipeline.model.hf import from_hf, initial_model, to_hf
 from pipeline.model.hf_config import hf_config
+from pipeline.model.hf_weights import from_hf, initial_model, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.parallel.strategies.flat import structure
 

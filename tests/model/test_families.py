@@ -14,8 +14,8 @@ from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import MOST_POSITIONS, InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.families import FAMILIES, as_bert, from_bert
-from pipeline.model.hf import from_hf, initial_model, to_hf
 from pipeline.model.hf_config import hf_config, read_config
+from pipeline.model.hf_weights import from_hf, initial_model, to_hf
 from pipeline.model.ops import choose_forms
 from pipeline.parallel.recompute import recomputed
 

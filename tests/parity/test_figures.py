@@ -12,7 +12,7 @@ from scipy import stats
 
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import ParityBars, ParityConfig, ReducedBars
-from pipeline.evaluate.metrics.scored import ScoredRows
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.parity.compare import (
     TIE,
     TOP_K,

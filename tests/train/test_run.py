@@ -25,7 +25,7 @@ from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
 from pipeline.model.config import LossConfig
-from pipeline.model.hf import from_hf
+from pipeline.model.hf_weights import from_hf
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.world import World

@@ -16,7 +16,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
-from pipeline.model.hf import to_hf
+from pipeline.model.hf_weights import to_hf
 from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.model.relevance import build_model
 from pipeline.train.build import Saver

@@ -16,7 +16,7 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
-from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows, Statistic, value_of
+from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, Statistic, value_of
 
 # Paired bootstrap over queries: how far the difference of two models could be chance.
 # Queries are drawn with replacement, each with all its rows, the same draw for both models (Efron and Tibshirani, "An

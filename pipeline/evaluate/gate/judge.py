@@ -38,7 +38,7 @@ from pipeline.evaluate.gate.compare import (
     paired_bootstrap,
 )
 from pipeline.evaluate.metrics.measure import Measured
-from pipeline.evaluate.metrics.scored import Missing, PerQuery, ScoredRows
+from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 
 # Floors: values the candidate must reach whatever the incumbent does.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
-from pipeline.evaluate.metrics.scored import Queries, ScoredRows, Sums, divided, ratio
+from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, Sums, divided, ratio
 
 AtThreshold = Literal["precision", "recall", "f1"]
 Area = Literal["roc_auc", "average_precision"]

@@ -31,7 +31,7 @@ from pipeline.evaluate.metrics.ranking import (
     reciprocal_rank_by_query,
     retrieval_by_query,
 )
-from pipeline.evaluate.metrics.scored import (
+from pipeline.evaluate.metrics.scored_rows import (
     GAIN_TOLERANCE,
     Missing,
     PerQuery,

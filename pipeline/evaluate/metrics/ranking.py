@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
-from pipeline.evaluate.metrics.scored import GAIN_TOLERANCE, PerQuery, Queries, divided
+from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Queries, divided
 
 
 @dataclass(frozen=True, eq=False)

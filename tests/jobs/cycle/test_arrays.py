@@ -2,7 +2,7 @@
 
 import re
 
-from jobs.cycle.outlook import VCPU, Amount, EmbedRun, array_lines
+from jobs.cycle.forecast import VCPU, Amount, EmbedRun, array_lines
 from jobs.plan.cost import Prices
 from tests.jobs.cycle.cases import job, plan
 

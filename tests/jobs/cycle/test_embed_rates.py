@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from jobs.cycle.forecast import VCPU, EmbedRun, embed_rate_lines, embed_run
 from jobs.cycle.job_records import JobRecord
-from jobs.cycle.outlook import VCPU, EmbedRun, embed_rate_lines, embed_run
 from jobs.plan.cost import Prices
 from jobs.plan.spec import JobSpec
 from tests.jobs.cycle.cases import CPU, TRN1, job, plan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.metrics.scored import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout
 
 
