@@ -38,37 +38,24 @@ def _values(name: str, flag: str, *found: str, also: tuple[str, ...] = ()) -> It
         yield Change(f"{name}-{value}", (flag, value, *also))
 
 
-_MEMORY = ("--train.loss.memory-batches", "8")
-_BALANCED = (*_MEMORY, "--train.loss.graded-weight", "3")
-_COOLER = (*_BALANCED, "--train.loss.temperature", "0.03")
 CHANGES = (
-    *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1"),
-    *_values("graded", "--train.loss.graded-weight", "1", "2"),
-    *_values("slots", "--train.candidates-per-query", "1", "4", "8"),
-    *_values("topic", "--train.queries-per-topic", "1", "4", "16"),
+    *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1", "2"),
+    *_values("graded", "--train.loss.graded-weight", "1", "2", "3"),
+    *_values("slots", "--train.candidates-per-query", "1", "2", "4", "8"),
+    *_values("topic", "--train.queries-per-topic", "1", "4", "8", "16"),
     *_values("match", "--model.token-match", "false"),
     *_values("head-rate", "--train.optimizer.head-rate", "1", "10", "20"),
+    *_values("head-gradient", "--train.loss.head-gradient", "0.3"),
     *_values("rate", "--train.optimizer.learning-rate", "5e-5", "1e-4", "2e-4", "4e-4"),
-    *_values("temperature", "--train.loss.temperature", "0.02", "0.05"),
+    *_values("temperature", "--train.loss.temperature", "0.02", "0.03", "0.05"),
     *_values("symmetric", "--train.loss.symmetric-share", "0.5"),
     *_values("listwise", "--train.loss.listwise-weight", "0.5"),
-    *_values("average", "--train.average-decay", "0.99"),
+    *_values("average", "--train.average-decay", "0.99", "0.999"),
     *_values("lexical", "--data.lexical", "false"),
     *_values("margin", "--train.loss.false-negative-margin", "0.05"),
-    *_values("memory", "--train.loss.memory-batches", "8", "32"),
-    Change("memory-8-graded-3", _BALANCED),
-    Change("memory-8-graded-3-cooler", _COOLER),
-    *_values("cooler-rate", "--train.optimizer.learning-rate", "5e-5", "2e-4", also=_COOLER),
-    *_values("balanced-temperature", "--train.loss.temperature", "0.02", also=_BALANCED),
-    *_values("cooler-topic", "--train.queries-per-topic", "8", also=_COOLER),
-    *_values("cooler-slots", "--train.candidates-per-query", "2", "8", also=_COOLER),
-    *_values("cooler-dropout", "--model.dropout", "0.1", also=_COOLER),
-    *_values("cooler-average", "--train.average-decay", "0.999", also=_COOLER),
-    *_values("cooler-symmetric", "--train.loss.symmetric-share", "0.5", also=_COOLER),
-    *_values("cooler-contrastive", "--train.loss.contrastive-weight", "2", also=_COOLER),
-    *_values("cooler-head-gradient", "--train.loss.head-gradient", "0.3", also=_COOLER),
-    *_values("cooler-mined", ours.MINED, "1", also=("--mine.enabled", "true", *_COOLER)),
-    Change("memory-8-unclipped", (*_MEMORY, "--train.optimizer.max-grad-norm", "100")),
+    *_values("memory", "--train.loss.memory-batches", "0", "8", "32"),
+    Change("memory-0-graded-2", ("--train.loss.memory-batches", "0", "--train.loss.graded-weight", "2")),
+    *_values("unclipped", "--train.optimizer.max-grad-norm", "100"),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),
 )
