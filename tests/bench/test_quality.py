@@ -138,12 +138,21 @@ def test_the_table_says_how_often_test_was_read() -> None:
 
 
 def test_seeds_of_another_recipe_or_other_queries_make_no_table() -> None:
-    changed = part("ours", 0.9, seed=4, recipe="other")
-    assert "a recipe that is not the present one" in tables([*whole(), changed])[1][0]
+    two = [part("ours", 0.9, seed=seed, recipe=f"other {seed}") for seed in (1, 2)]
+    assert "several recipes, none of them the present one" in tables([*two, *whole()[3:]])[1][0]
     asked = part("ours", 0.9, seed=4, ndcg_by_query=(0.5,))
     assert "were asked different queries" in tables([*whole(), asked])[1][0]
     bare = part("ours", 0.9, seed=4, figures={"ndcg@10": 0.9})
     assert "has no hybrid_weighted_ndcg@10" in tables([*whole(), bare])[1][0]
+
+
+def test_seeds_of_an_earlier_recipe_count_where_there_are_no_others_and_are_called_so() -> None:
+    earlier = part("ours", 0.9, seed=4, recipe="other")
+    both = only([*whole(), earlier])
+    assert figures_of(both)["ours_ndcg@10"] == (0.83, 0.82, 0.84) and "earlier" not in both.title + both.method
+    alone = only([earlier, *whole()[3:]])
+    assert figures_of(alone)["ours_ndcg@10"] == (0.9, 0.9, 0.9)
+    assert alone.title.endswith(", an earlier recipe") and "earlier configs/small.toml" in alone.method
 
 
 def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
