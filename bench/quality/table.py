@@ -98,7 +98,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     figures, targets, also = build(task, test, best)
     return Table(
         bench=f"quality_{task}_{budget.name}",
-        title=_title(task, budget, best, searched=searched) + ("" if is_present else ", an earlier recipe"),
+        title=_title(task, budget, best, searched=searched) + ("" if is_present else " (an earlier recipe)"),
         method=method,
         figures=figures,
         targets=targets,

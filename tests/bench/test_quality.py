@@ -152,7 +152,7 @@ def test_seeds_of_an_earlier_recipe_count_where_there_are_no_others_and_are_call
     assert figures_of(both)["ours_ndcg@10"] == (0.83, 0.82, 0.84) and "earlier" not in both.title + both.method
     alone = only([earlier, *whole()[3:]])
     assert figures_of(alone)["ours_ndcg@10"] == (0.9, 0.9, 0.9)
-    assert alone.title.endswith(", an earlier recipe") and "earlier configs/small.toml" in alone.method
+    assert alone.title.endswith(" (an earlier recipe)") and "earlier configs/small.toml" in alone.method
 
 
 def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
