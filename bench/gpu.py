@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from bench.gpu_side import SIDES, VOCABULARY
+from bench.machine import gpu_name
 from bench.results import Figure, Result, Target, figure, finish
 from bench.side_process import Side
 from pipeline.core.footprint import EncoderPass, EncoderSizes, Workload, step_flops
@@ -60,12 +61,6 @@ def flops(preset: str, batch_size: int, tokens: int) -> float:
 def peak_flops(name: str) -> float | None:
     """Of a GPU, by the name that its driver has for it; None for one that is not in the table."""
     return next((1e12 * peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
-
-
-def gpu_name() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name())
 
 
 def seconds_of(flags: list[str], *, blocks: int, block: int) -> dict[str, list[float]]:

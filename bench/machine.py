@@ -40,6 +40,15 @@ def this_machine() -> Machine:
     )
 
 
+def gpu_name() -> str:
+    """Of the GPU that PyTorch would use, as its driver has it. Raises SystemExit without one."""
+    import torch  # most results are read and written without it
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU is visible here")
+    return str(torch.cuda.get_device_name())
+
+
 def cpu_model(cpuinfo: str) -> str:
     """First model name, with the widest vector unit that decides how fast matrix products are."""
     fields = [line.partition(":") for line in cpuinfo.splitlines()]

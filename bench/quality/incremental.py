@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bench.machine import gpu_name
 from bench.quality import ours
-from bench.quality.part import Budget, PartResult, gpu_name
+from bench.quality.part import CPU, Budget, PartResult
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -112,7 +113,7 @@ class Chain:
             batch=self.batch,
             precision=self.precision,
             device=self.device,
-            gpu=gpu_name(self.device),
+            gpu=gpu_name() if self.device != CPU else "",
             rate=0.0,
             settings=queries,
             recipe=ours.recipe(config_of(self.task), *queries),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from bench.results import RESULTS
@@ -77,15 +76,6 @@ class PartResult(BaseModel):
         return "-".join(
             [self.task, self.part, *filter(None, [self.variant]), self.split, *trained, *rate, f"s{self.seed}"]
         )
-
-
-def gpu_name(device: str) -> str:
-    """As the driver has it; empty where nothing runs on a GPU. Raises SystemExit without one."""
-    if device == CPU:
-        return ""
-    if not torch.cuda.is_available():
-        raise SystemExit(f"--device {device}: no GPU is visible here; leave it out, which trains on the CPU")
-    return str(torch.cuda.get_device_name())
 
 
 def keep(result: PartResult, folder: Path) -> PartResult:

@@ -5,8 +5,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.machine import gpu_name
 from bench.quality import ours, peers
-from bench.quality.part import BM25, CPU, OURS, PartResult, gpu_name
+from bench.quality.part import BM25, CPU, OURS, PartResult
 from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.tasks import TASKS, Catalogue, Task, read_catalogue, read_pairs
 from pipeline.evaluate.bm25 import Bm25
@@ -52,7 +53,7 @@ class Run:
             batch=self.batch if trained else 0,
             precision=self.precision if trained else "",
             device=self.device if trained else CPU,
-            gpu=gpu_name(self.device) if trained else "",
+            gpu=gpu_name() if trained and self.device != CPU else "",
             rate=self.rate if self.part in peers.LOSSES else 0.0,
             settings=self.settings,
             recipe=ours.recipe() if self.part == OURS else "",
