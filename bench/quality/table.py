@@ -87,13 +87,13 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
         best, choice = best_peer({side: test[side] for side in peers}, valid, NDCG if searched else F1)
     else:
         best, choice = "", "no bi-encoder was trained on this many pairs, so only boosting is beside it"
-    used = sum(part.reads for runs in test.values() for part in runs)
+    of_table = [part for runs in test.values() for part in runs]
+    used = sum(part.reads for part in of_table)
     method = (_START + (_SEARCH if searched else _PAIRS) + _END + ("" if is_present else _EARLIER)).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
     )
-    runs_of_all = [part for runs in test.values() for part in runs]
-    codes = sorted({part.code_version for part in runs_of_all if part.code_version})
-    gpus = sorted({part.gpu for part in runs_of_all if part.gpu})
+    codes = sorted({part.code_version for part in of_table if part.code_version})
+    gpus = sorted({part.gpu for part in of_table if part.gpu})
     build = _searched if searched else _paired
     figures, targets, also = build(task, test, best)
     return Table(
