@@ -58,6 +58,11 @@ class TokenizerConfig(Record):
     vocab_size: int = Field(8192, ge=256, le=250_000, description="Entries of a trained vocabulary")
     train_rows: int = Field(1_000_000, ge=100, description="Rows read, spread over the input, to train it")
     lowercase: bool = Field(True, description="Lower-case and strip accents before training")
+    split_digits: bool = Field(
+        False,
+        description="Cut words where letters and digits meet, so that tp1724 and tp 1724 are the same tokens; "
+        "a parent's tokenizer stays as it is",
+    )
 
 
 class DataConfig(Record):

@@ -197,6 +197,8 @@ def decide(
     `look`: the survey of all rows, given whether labels and whether texts are wanted.
     """
     found = given_tokenizer(config, given, stop)
+    if found is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
+        found = found.with_split_digits()
     trained_on = None
     if found is None:
         trained_on = source.partitions

@@ -1,5 +1,6 @@
 """The text tokenizer: trained here (WordPiece) or given as a tokenizer.json, and named by its content."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ _EQUIVALENTS = {
     "[UNK]": ("[UNK]", "<unk>"),
 }
 _ENCODE_BLOCK = 8192
+_DIGITS = {"type": "Digits", "individual_digits": False}
+"""A pre-tokenizer of the library, as tokenizer.json names it."""
 
 
 def has_vocabulary(folder: str, ours: bytes) -> bool:
@@ -116,7 +119,7 @@ class TextTokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.data = data
+        self.data, self.source = data, source
         self.fingerprint = tokenizer_fingerprint(data)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -131,6 +134,21 @@ class TextTokenizer:
                 )
             special[name] = found[0]
         self.pad_id, self.cls_id, self.sep_id, self.unk_id = special.values()
+
+    def with_split_digits(self) -> "TextTokenizer":
+        """One of the same vocabulary that also cuts words where letters and digits meet; itself where it does already.
+
+        Sellers write one model number as tp1724, tp 1724 and TP-1724; as pieces of words these have little in common.
+        """
+        content = json.loads(self.data)
+        words = content.get("pre_tokenizer")
+        parts = (words or {}).get("pretokenizers", [words])
+        if any(part and part["type"] == _DIGITS["type"] for part in parts):
+            return self
+        content["pre_tokenizer"] = (
+            _DIGITS if words is None else {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]}
+        )
+        return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
 
     def encode(self, texts: Sequence[str]) -> Tokens:
         """Tokens of each text, not truncated. Equal texts are tokenised once.
@@ -204,7 +222,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
 def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=config.lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words = pre_tokenizers.BertPreTokenizer()
+    digits = [pre_tokenizers.Digits(individual_digits=False)] if config.split_digits else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, *digits]) if digits else words
     return tokenizer
 
 
@@ -341,8 +361,9 @@ def store_tokenizer(
 
 def _training(config: DataConfig) -> JsonValue:
     """What a trained vocabulary depends on besides the data."""
+    without = {"path"} if config.tokenizer.split_digits else {"path", "split_digits"}  # as workspaces had it before
     return {
-        **config.tokenizer.model_dump(mode="json", exclude={"path"}),
+        **config.tokenizer.model_dump(mode="json", exclude=without),
         "columns": config.columns.model_dump(mode="json"),
         "filter": dict(config.filter),
         "esci_locale": config.esci_locale,

@@ -138,7 +138,8 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
         raise ConfigError(
             f"the data was tokenised with {tokenizer_fingerprint}, {parent.uri} with {state.tokenizer_fingerprint}",
             expected="the tokenizer of the checkpoint",
-            next_command=f"trnpipe prepare --data.tokenizer.path {parent.uri}/tokenizer.json, or --train.start scratch",
+            next_command=f"trnpipe prepare --data.tokenizer.path {parent.uri}/tokenizer.json "
+            "--data.tokenizer.split-digits false, or --train.start scratch",
         )
     if state.inputs != spec:
         ours, theirs = spec.model_dump(), state.inputs.model_dump()

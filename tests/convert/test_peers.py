@@ -13,7 +13,7 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.exporting import ExportPlan, Shapes, write_export
+from pipeline.convert.exporting import ExportPlan, Shapes, write_export, write_tokenizer
 from pipeline.convert.hugging_face import POOLINGS
 from pipeline.convert.importing import read_model, store_import
 from pipeline.convert.record import Family, Format
@@ -139,6 +139,15 @@ def test_a_plain_transformers_folder(peers: Peers, tmp_path: Path) -> None:
     np.testing.assert_allclose(peers.mean_states(path, TEXTS[:7]), ours, rtol=0, atol=TOLERANCE)
     again = exported(checkpoint, tmp_path / "exported", "transformers")
     np.testing.assert_allclose(peers.mean_states(again, TEXTS), vectors_of(checkpoint, TEXTS), rtol=0, atol=TOLERANCE)
+
+
+def test_an_exported_tokenizer_splits_digits_for_others_too(tmp_path: Path) -> None:
+    split = TextTokenizer(tokenizer_bytes()).with_split_digits()
+    write_tokenizer(tmp_path, split, 40)
+    texts = ["leather case12xl 64gb", "leather case 12 xl 64 gb", *TEXTS[:3]]
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))(texts)["input_ids"]
+    assert theirs == [split.encode([text]).ids.tolist() for text in texts]
+    assert theirs[0] == theirs[1]
 
 
 def test_the_real_minilm(peers: Peers, tmp_path: Path) -> None:

@@ -230,6 +230,25 @@ def test_a_given_tokenizer_is_never_taken_for_a_trained_one(workplace: Make) -> 
 
 
 @pytest.mark.stage
+def test_a_given_tokenizer_splits_digits_where_that_is_asked_for(workplace: Make, tmp_path: Path) -> None:
+    """A parent's stays as it is, and what was prepared without keeps its name."""
+    place, config = workplace("place"), CONFIG.model_copy(update={"num_workers": 1, "rows_per_chunk": 5000})
+    trained = place.prepare(config)
+    (path := tmp_path / "tokenizer.json").write_bytes(whole := _tokenizer(place, trained))
+    split = TokenizerConfig(path=str(path), split_digits=True)
+    given = place.prepare(config.model_copy(update={"tokenizer": split}))
+    assert _tokenizer(place, given) == TextTokenizer(whole).with_split_digits().data
+    again = place.prepare(config.model_copy(update={"tokenizer": split}))
+    assert (again.prepared, again.tokenizer_prefix) == (0, given.tokenizer_prefix)
+    for tokenizer, data in ((split.model_copy(update={"path": None}), whole), (split, None)):
+        found = place.prepare(config.model_copy(update={"tokenizer": tokenizer}), tokenizer=data)
+        assert found.tokenizer_fingerprint == (trained if data else given).tokenizer_fingerprint
+    other = place.prepare(config.model_copy(update={"tokenizer": TokenizerConfig(vocab_size=600, split_digits=True)}))
+    assert other.tokenizer_fingerprint not in (trained.tokenizer_fingerprint, given.tokenizer_fingerprint)
+    assert place.prepare(config).tokenizer_prefix == trained.tokenizer_prefix
+
+
+@pytest.mark.stage
 def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"query": f"q{i}", "title": f"t{i}", "label": "yes" if i % 2 else "no"} for i in range(100)]

@@ -67,6 +67,44 @@ def test_many_characters_are_cut_to_the_most_frequent() -> None:
     assert "f" in json.loads(first)["model"]["vocab"]
 
 
+def ids_of(tokenizer: TextTokenizer, *texts: str) -> list[list[int]]:
+    return [tokenizer.encode([text]).ids.tolist() for text in texts]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_model_number_is_the_same_tokens_however_it_is_spaced(trained: TextTokenizer, is_trained: bool) -> None:
+    texts = ("kettle ke1724l 5l", "kettle KE 1724 L 5 L", "kettle ke 1724l 5l")
+    assert len({tuple(ids) for ids in ids_of(trained, *texts)}) == 3
+    config = CONFIG.model_copy(update={"split_digits": True})
+    split = TextTokenizer(train_tokenizer(TEXTS, config)) if is_trained else trained.with_split_digits()
+    first, *others = ids_of(split, *texts)
+    assert all(ids == first for ids in others)
+    assert split.unk_id not in first
+    assert split.with_split_digits() is split
+    if not is_trained:
+        assert ids_of(split, "acme kettle café") == ids_of(trained, "acme kettle café")
+        assert split.vocab_size == trained.vocab_size and split.fingerprint != trained.fingerprint
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "words",
+    [
+        None,
+        {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, {"type": "Punctuation"}]},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    ],
+)
+def test_digits_are_split_behind_whatever_splits_words(trained: TextTokenizer, words: dict[str, object] | None) -> None:
+    content = json.loads(trained.data) | {"pre_tokenizer": words}
+    split = TextTokenizer(json.dumps(content).encode()).with_split_digits()
+    parts = json.loads(split.data)["pre_tokenizer"]
+    digits = {"type": "Digits", "individual_digits": False}
+    assert parts == digits if words is None else parts["pretokenizers"][-1] == digits
+    assert split.with_split_digits() is split
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("missing", ["[PAD]", "[CLS]", "[SEP]", "[UNK]"])
 def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) -> None:

@@ -139,7 +139,7 @@ def test_a_tokenizer_that_is_not_the_checkpoints(refused: Refused, workspace: Pa
     words = {flag.partition("=")[0]: flag for flag in (*TINY, "--data.tokenizer.vocab-size=300")}
     assert cli.main(["prepare", f"--workspace={workspace}", "--cycle=c2", *words.values()]) == 0
     said = refused("train", start, "--data.tokenizer.vocab-size=300", code=78)
-    assert "tokenised with" in said and "tokenizer.json" in said
+    assert "tokenised with" in said and "tokenizer.json --data.tokenizer.split-digits false" in said
 
 
 def test_a_checkpoint_of_another_architecture(refused: Refused, workspace: Path) -> None:
