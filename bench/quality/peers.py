@@ -1,6 +1,7 @@
 """sentence-transformers on the same data, trained by its own trainer. Needs `datasets` beside the extra `dev`."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,10 +19,12 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.util import mine_hard_negatives
 
-from bench.quality.part import CPU
+from bench.quality.part import CPU, SPLIT_DIGITS
 from bench.quality.score import Encode
 from bench.quality.tasks import Pairs
+from pipeline.convert.exporting import write_tokenizer
 from pipeline.core.arrays import Float32s
+from pipeline.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 
 MAX_TOKENS = 64
 """Of a text: as many as our buckets hold."""
@@ -32,6 +35,15 @@ def open_model(folder: Path, device: str) -> SentenceTransformer:
     model = SentenceTransformer(str(folder), device=device, local_files_only=True)
     model.max_seq_length = MAX_TOKENS
     return model
+
+
+def _with_split_digits(folder: Path, scratch: Path) -> Path:
+    """A copy of a model's folder with that tokenizer."""
+    copied = Path(shutil.copytree(folder, scratch / "model"))
+    (copied / "vocab.txt").unlink(missing_ok=True)
+    split = TextTokenizer((folder / TOKENIZER_FILE).read_bytes()).with_split_digits()
+    write_tokenizer(copied, split, MAX_TOKENS)
+    return copied
 
 
 def encoder(model: SentenceTransformer, precision: str, device: str) -> Encode:
@@ -71,6 +83,7 @@ def dataset_of(name: str, pairs: Pairs, model: SentenceTransformer) -> Any:
 
 LOSSES: dict[str, Callable[[SentenceTransformer], Any]] = {
     "mnrl": MultipleNegativesRankingLoss,
+    SPLIT_DIGITS: MultipleNegativesRankingLoss,
     "cached_mnrl": CachedMultipleNegativesRankingLoss,
     "hard_negatives": CachedMultipleNegativesRankingLoss,
     "contrastive": OnlineContrastiveLoss,
@@ -81,9 +94,9 @@ def train(
     name: str, folder: Path, pairs: Pairs, *, steps: int, batch: int, rate: float, seed: int, bf16: bool, device: str
 ) -> Any:
     """The model after `steps` of `batch` pairs; MNRL learns from positive pairs alone, as its users do."""
-    model = open_model(folder, device)
-    data = dataset_of(name, pairs, model)
     with tempfile.TemporaryDirectory() as out:
+        model = open_model(_with_split_digits(folder, Path(out)) if name == SPLIT_DIGITS else folder, device)
+        data = dataset_of(name, pairs, model)
         arguments = SentenceTransformerTrainingArguments(
             output_dir=out,
             max_steps=steps,

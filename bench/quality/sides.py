@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from bench.quality.part import BM25, OURS, PartResult
+from bench.quality.part import BM25, OURS, SPLIT_DIGITS, PartResult
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.evaluate.gate.compare import paired_bootstrap
 from pipeline.evaluate.metrics.scored_rows import mean_over_queries
@@ -73,11 +73,12 @@ def mean(runs: Sequence[PartResult], name: str) -> float:
 def best_peer(test: Sides, valid: Sides, metric: str) -> tuple[str, str]:
     """(The peer to beat, how it was chosen): on valid where all peers of the table were run there, else on test.
 
-    Raises Incomplete without a peer, and when the best on valid has no part on test.
+    A peer as its users have it: one with a part of ours in it (SPLIT_DIGITS) is shown beside it. Raises Incomplete
+    without a peer, and when the best on valid has no part on test.
     """
+    test, tried = _peers(test), _peers(valid)
     if not test:
         raise Incomplete("no peer was run on test")
-    tried = {side: runs for side, runs in valid.items() if side not in (OURS, BM25)}
     if set(test) <= set(tried):
         best = max(sorted(tried), key=lambda side: mean(tried[side], metric))
         if best not in test:
@@ -85,6 +86,10 @@ def best_peer(test: Sides, valid: Sides, metric: str) -> tuple[str, str]:
         return best, f"the best peer, {best}, was chosen on valid by {metric} among {len(tried)}"
     best = max(sorted(test), key=lambda side: mean(test[side], metric))
     return best, f"the best peer, {best}, was chosen on test by {metric} among {len(test)}, which favours it"
+
+
+def _peers(sides: Sides) -> Sides:
+    return {side: runs for side, runs in sides.items() if runs[0].part not in (OURS, BM25, SPLIT_DIGITS)}
 
 
 def interval_figures(one: list[PartResult], others: Sides) -> list[Figure]:
