@@ -38,6 +38,7 @@ def _values(name: str, flag: str, *found: str, also: tuple[str, ...] = ()) -> It
         yield Change(f"{name}-{value}", (flag, value, *also))
 
 
+MEMORY = ("--train.loss.memory-batches", "8", "--train.loss.graded-weight", "3")
 CHANGES = (
     *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1", "2"),
     *_values("graded", "--train.loss.graded-weight", "1", "2", "3"),
@@ -52,9 +53,11 @@ CHANGES = (
     *_values("listwise", "--train.loss.listwise-weight", "0.5"),
     *_values("average", "--train.average-decay", "0.99", "0.999"),
     *_values("lexical", "--data.lexical", "false"),
-    *_values("margin", "--train.loss.false-negative-margin", "0.05"),
+    *_values("split-digits", "--data.tokenizer.split-digits", "false"),
+    *_values("margin", "--train.loss.false-negative-margin", "0", "0.05"),
     *_values("memory", "--train.loss.memory-batches", "0", "8", "32"),
-    Change("memory-0-graded-2", ("--train.loss.memory-batches", "0", "--train.loss.graded-weight", "2")),
+    Change("memory-8-graded-3", MEMORY),
+    Change("memory-8-graded-3-margin-0", (*MEMORY, "--train.loss.false-negative-margin", "0")),
     *_values("unclipped", "--train.optimizer.max-grad-norm", "100"),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),
