@@ -57,6 +57,7 @@ CHANGES = (
     *_values("margin", "--train.loss.false-negative-margin", "0", "0.05"),
     *_values("memory", "--train.loss.memory-batches", "0", "8", "32"),
     Change("memory-8-graded-3", MEMORY),
+    Change("memory-8-graded-3-split-digits-false", (*MEMORY, "--data.tokenizer.split-digits", "false")),
     Change("memory-8-graded-3-margin-0", (*MEMORY, "--train.loss.false-negative-margin", "0")),
     *_values("unclipped", "--train.optimizer.max-grad-norm", "100"),
     *_values("dropout", "--model.dropout", "0.1"),
