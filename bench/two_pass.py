@@ -33,8 +33,8 @@ def figures_of(device: str, sides: Sides) -> list[Figure]:
     return [*made, figure(f"{device}_compiles", compiles, "graphs", "compiled during the measured blocks")]
 
 
-def run(*, quick: bool, data: Path | None, model: Path | None, devices: Sequence[str]) -> Result:
-    """Every device: three cuts in turn."""
+def run(*, quick: bool, data: Path | None, model: Path | None, devices: Sequence[str]) -> list[Result]:
+    """Every device: three cuts in turn. A result for each, so that one may be measured without the other."""
 
     def commands_of(device: str) -> Callable[[Path], dict[str, list[str]]]:
         return lambda folder: {
@@ -42,8 +42,12 @@ def run(*, quick: bool, data: Path | None, model: Path | None, devices: Sequence
         }
 
     found, settings = measure({device: commands_of(device) for device in devices}, quick, data, model)
-    figures = [one for device, sides in found.items() for one in figures_of(device, sides)]
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, settings=settings)
+    return [
+        finish(
+            f"{NAME}_{device}", f"{TITLE}, {device}", METHOD, figures_of(device, sides), quick=quick, settings=settings
+        )
+        for device, sides in found.items()
+    ]
 
 
 if __name__ == "__main__":
