@@ -56,12 +56,11 @@ def write(folder: Path) -> list[Result]:
 
 def tables(parts: Sequence[PartResult]) -> tuple[list[Table], list[str]]:
     """Tables, and why there are no others. Parts of other budgets are never mixed; BM25 is trained on nothing."""
-    shipped = [part for part in parts if not part.variant]
     test = [part for part in parts if part.split == "test" and part.steps]
     made, missing = [], []
     for task, budget in sorted({(part.task, part.budget) for part in test if not part.variant}):
         try:
-            made.append(_table(task, budget, shipped, reads_of_test(parts, task)))
+            made.append(_table(task, budget, parts, reads_of_test(parts, task)))
         except Incomplete as reason:
             missing.append(f"{task}, {budget.pairs:,} pairs: {reason}")
     for task, budget in sorted({(part.task, part.budget) for part in test if part.part == INCREMENTAL}):
@@ -78,7 +77,11 @@ def tables(parts: Sequence[PartResult]) -> tuple[list[Table], list[str]]:
 def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -> Table:
     """One of them. Raises Incomplete."""
     of_task = [part for part in parts if part.task == task and (part.budget == budget or not part.steps)]
-    test, valid = (sides_of([part for part in of_task if part.split == split]) for split in ("test", "valid"))
+    shipped = [part for part in of_task if not part.variant]
+    test, valid = (sides_of([part for part in shipped if part.split == split]) for split in ("test", "valid"))
+    changed = sides_of(
+        [part for part in of_task if part.split == "test" and part.variant and part.recipe == ours.recipe()]
+    )
     if OURS not in test:
         raise Incomplete("ours was not run on test")
     test[OURS], is_present = _of_one_recipe(test[OURS])
@@ -87,7 +90,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
         best, choice = best_peer(test, valid, NDCG if searched else F1)
     else:
         best, choice = "", "no bi-encoder was trained on this many pairs, so only boosting is beside it"
-    of_table = [part for runs in test.values() for part in runs]
+    of_table = [part for sides in (test, changed) for runs in sides.values() for part in runs]
     used = sum(part.reads for part in of_table)
     method = (_START + (_SEARCH if searched else _PAIRS) + _END + ("" if is_present else _EARLIER)).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
@@ -96,6 +99,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     gpus = sorted({part.gpu for part in of_table if part.gpu})
     build = _searched if searched else _paired
     figures, targets, also = build(task, test, best)
+    figures += _of_sides(changed if is_present else {}, (NDCG, ACCURACY) if searched else (F1,))
     return Table(
         bench=f"quality_{task}_{budget.name}",
         title=_title(task, budget, best, searched=searched) + ("" if is_present else " (an earlier recipe)"),

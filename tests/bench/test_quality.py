@@ -138,13 +138,15 @@ def test_the_table_says_how_often_test_was_read() -> None:
     twice = part("cached_mnrl", 0.79, reads=2)
     elsewhere = [
         part("ours", 0.9, variant="cold", reads=4),
+        part("ours", 0.9, variant="cold", reads=4, steps=500),
         part("ours", 0.9, split="valid"),
         part("ours", 0.9, task="shoes"),
     ]
     parts = [*whole()[:6], twice, whole()[-1], *elsewhere]
-    assert reads_of_test(parts, "pricerunner") == 13
+    assert reads_of_test(parts, "pricerunner") == 17
     table = tables(parts)[0][0]
-    assert "was read 9 times for this\ntable" in table.method and "and 4 more times by other parts" in table.method
+    assert "was read 13 times for this\ntable" in table.method and "and 4 more times by other parts" in table.method
+    assert figures_of(table)["ours-cold_ndcg@10"][0] == 0.9
 
 
 def test_seeds_of_another_recipe_or_other_queries_make_no_table() -> None:
