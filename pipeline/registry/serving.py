@@ -221,13 +221,6 @@ def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool
     return produced not in (None, pair.digest) and _was_in_production(workspace, pair.model, pair)
 
 
-def served_prefixes(workspace: Storage, model: str) -> frozenset[str]:
-    """Prefixes of vectors that are served, challenge, or may be rolled back to."""
-    challenger = read_pair(workspace, model, CHALLENGER)
-    pairs: Iterable[Pair] = (*past_pairs(workspace, model), *([challenger[0]] if challenger else []))
-    return frozenset(pair.vectors.prefix for pair in pairs)
-
-
 def _roll_both(workspace: Storage, pair: Pair, served: tuple[Pair, str], reason: str, author: Author) -> Pointer:
     checkpoint = key_in(workspace, pair.checkpoint) or pair.checkpoint  # earlier versions kept a URI as it was typed
     read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
