@@ -79,12 +79,11 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     of_task = [part for part in parts if part.task == task and (part.budget == budget or not part.steps)]
     shipped = [part for part in of_task if not part.variant]
     test, valid = (sides_of([part for part in shipped if part.split == split]) for split in ("test", "valid"))
-    changed = sides_of(
-        [part for part in of_task if part.split == "test" and part.variant and part.recipe == ours.recipe()]
-    )
+    recipe = ours.recipe()
+    changed = sides_of([part for part in of_task if part.split == "test" and part.variant and part.recipe == recipe])
     if OURS not in test:
         raise Incomplete("ours was not run on test")
-    test[OURS], is_present = _of_one_recipe(test[OURS])
+    test[OURS], is_present = _of_one_recipe(test[OURS], recipe)
     searched = bool(TASKS[task].catalogue)
     if searched or set(test) - {OURS, BM25}:
         best, choice = best_peer(test, valid, NDCG if searched else F1)
@@ -116,9 +115,9 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     )
 
 
-def _of_one_recipe(runs: list[PartResult]) -> tuple[list[PartResult], bool]:
-    """Those with the present recipe (True), else all of the only earlier one. Raises Incomplete for several."""
-    present = [run for run in runs if run.recipe == ours.recipe()]
+def _of_one_recipe(runs: list[PartResult], recipe: str) -> tuple[list[PartResult], bool]:
+    """Those with `recipe`, the present one (True), else all of the only earlier one. Raises Incomplete for several."""
+    present = [run for run in runs if run.recipe == recipe]
     if present:
         return present, True
     if len({run.recipe for run in runs}) > 1:

@@ -222,9 +222,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
 def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=config.lowercase)
-    words = pre_tokenizers.BertPreTokenizer()
-    digits = [pre_tokenizers.Digits(individual_digits=False)] if config.split_digits else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, *digits]) if digits else words
+    tokenizer.pre_tokenizer = words = pre_tokenizers.BertPreTokenizer()
+    if config.split_digits:  # as `with_split_digits`, before the vocabulary is trained
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.Digits(individual_digits=False)])
     return tokenizer
 
 

@@ -82,6 +82,7 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert served(workspace) == (second, "c2")
     assert "newer vectors" in offer(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
+    assert {pair.vectors.prefix for pair in past_pairs(workspace, MODEL)} == {"embeddings/c1", "embeddings/c2"}
 
 
 def test_nothing_is_served_of_what_is_not_in_production(workspace: Storage, make: Make, tmp_path: Path) -> None:
