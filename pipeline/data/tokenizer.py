@@ -135,19 +135,25 @@ class TextTokenizer:
             special[name] = found[0]
         self.pad_id, self.cls_id, self.sep_id, self.unk_id = special.values()
 
+    @property
+    def splits_digits(self) -> bool:
+        """Whether words are cut where letters and digits meet."""
+        return any(part["type"] == _DIGITS["type"] for part in self._pre_tokenizers())
+
+    def _pre_tokenizers(self) -> list[dict[str, Any]]:
+        """As tokenizer.json names them, in order."""
+        words = json.loads(self.data).get("pre_tokenizer")
+        return [] if words is None else list(words.get("pretokenizers", [words]))
+
     def with_split_digits(self) -> "TextTokenizer":
         """One of the same vocabulary that also cuts words where letters and digits meet; itself where it does already.
 
         Sellers write one model number as tp1724, tp 1724 and TP-1724; as pieces of words these have little in common.
         """
-        content = json.loads(self.data)
-        words = content.get("pre_tokenizer")
-        parts = (words or {}).get("pretokenizers", [words])
-        if any(part and part["type"] == _DIGITS["type"] for part in parts):
+        if self.splits_digits:
             return self
-        content["pre_tokenizer"] = (
-            _DIGITS if words is None else {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]}
-        )
+        content, parts = json.loads(self.data), self._pre_tokenizers()
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]} if parts else _DIGITS
         return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
 
     def encode(self, texts: Sequence[str]) -> Tokens:

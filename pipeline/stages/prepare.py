@@ -15,11 +15,16 @@ from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.tokenizer import TextTokenizer
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
+UNSPLIT = (
+    "data.tokenizer.split_digits is set, but the parent model goes on with its own tokenizer, which does not split"
+    " digits; begin a new model with --train.start scratch, or set --data.tokenizer.split-digits false"
+)
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
@@ -44,6 +49,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     ctx.console.info(summary(data))
     loss = settings.train.loss
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
+    if tokenizer is not None and config.tokenizer.split_digits and not TextTokenizer(tokenizer).splits_digits:
+        warnings = [*warnings, UNSPLIT]
     for message in warnings:
         ctx.console.warn(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))

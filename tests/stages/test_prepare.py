@@ -9,6 +9,7 @@ from pipeline import cli
 from pipeline.context import StageResult, load_result
 from pipeline.core.errors import CheckpointError
 from pipeline.io.storage import open_storage
+from pipeline.stages.prepare import UNSPLIT
 
 pytestmark = pytest.mark.stage
 
@@ -85,3 +86,19 @@ def test_what_costs_quality_is_on_the_console_and_in_the_result(
     assert prepare(tmp_path, short, "--train.loss.positive-gain=0") == 0  # the same shards, judged otherwise
     again = stored(tmp_path).figures
     assert (again["queries_without_negative"], again["warnings"]) == (quiet["queries_train"], 2)
+
+
+def test_a_parent_that_does_not_split_digits_where_the_settings_do_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path) == 0
+    (parent := tmp_path / "parent").mkdir()
+    tokenizer = tmp_path / stored(tmp_path).outputs["tokenizer"] / "tokenizer.json"
+    (parent / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    split, start = "--data.tokenizer.split-digits=true", f"--train.start={parent}"
+    assert prepare(tmp_path, split, start) == 0
+    assert stored(tmp_path).figures["warning_1"] == UNSPLIT
+    assert f"warning: prepare: {UNSPLIT}" in capsys.readouterr().out
+    for quiet in ((split,), (start,), (split, start, f"--data.tokenizer.path={tokenizer}")):
+        assert prepare(tmp_path, *quiet) == 0
+        assert stored(tmp_path).figures["warnings"] == 0
