@@ -24,7 +24,7 @@ def page_of(results: Sequence[Result]) -> str:
 def _contents(results: Sequence[Result]) -> Iterator[str]:
     rows = ["| claim | measured | target | |", "|---|---|---|---|"]
     for result in results:
-        rows += claim_rows(result, f"#{result.bench}")
+        rows += claim_rows(result, f"#{result.bench}", result.targets)
     yield "\n".join(rows)
     others = [f"- [{result.title}](#{result.bench})" for result in results if result.target is None]
     if others:

@@ -34,10 +34,10 @@ def target_text(result: Result, target: Target) -> str:
     return f"{_COMPARISONS[target.comparison]} {shown}"
 
 
-def claim_rows(result: Result, section: str) -> list[str]:
+def claim_rows(result: Result, section: str, targets: Sequence[Target]) -> list[str]:
     """Rows of a Markdown table, one a target: claim, measured, target, verdict. `section`: link to the figures."""
     rows = []
-    for target in result.targets:
+    for target in targets:
         judged = result.figure(target.figure)
         title = result.title if target is result.target else f"{result.bench}: {judged.text}"
         verdict = "pass" if result.holds(target) else "**fail**"

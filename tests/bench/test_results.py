@@ -75,13 +75,13 @@ def test_a_result_that_does_not_fit_is_refused(changes: dict[str, object]) -> No
         result(changes=changes)
 
 
-def test_the_table_has_a_line_for_each_claim_and_its_machine() -> None:
+def test_the_table_has_a_line_for_each_result_and_its_machine() -> None:
     table = table_of([result("fast"), result("slow", value=1.0), result("free", target=None)])
     assert table.splitlines()[2:] == [
         "| [title of fast](docs/benchmarks.md#fast) | 1.5 samples/s | at least 1.3 samples/s | pass |",
         "| [title of slow](docs/benchmarks.md#slow) | 1 samples/s | at least 1.3 samples/s | **fail** |",
         "",
-        f"Measured on {this_machine().text}.",
+        f"1 of 2 targets are met; [all of them](docs/benchmarks.md). Measured on {this_machine().text}.",
     ]
     assert table_of([result(target=None)]) == "No result yet: `make bench`."
 
@@ -101,6 +101,16 @@ def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
 def test_figures_beside_the_judged_one_must_exist() -> None:
     with pytest.raises(ValidationError, match="has no figure 'speed'"):
         result(changes={"also": ("speed",)})
+
+
+def test_the_page_has_every_target_and_the_readme_the_first_and_those_that_are_missed() -> None:
+    figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("left", 0.0, "", "what is left"))
+    further = (Target(figure="left", comparison=">", value=0.0), Target(figure="left", comparison="<", value=1.0))
+    made = result(changes={"figures": figures, "further": further, "passed": False})
+    first, missed, _, below = table_of([made]).splitlines()[2:]
+    assert first.endswith("| pass |") and missed.endswith("| **fail** |")
+    assert below.startswith("2 of 3 targets are met; ")
+    assert page_of([made]).count("(#speed) |") == 3
 
 
 def test_further_targets_are_rows_of_their_own_and_all_must_hold() -> None:
