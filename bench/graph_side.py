@@ -6,7 +6,6 @@ operators are those of a Neuron device.
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -86,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

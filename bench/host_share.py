@@ -64,9 +64,9 @@ class MeteredProgram(TrainProgram):
 
     spent = Spent()
 
-    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+    def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
         started = time.monotonic()
-        outputs = super().forward(batch)
+        outputs = super().forward(batch, weights)
         self.spent.forward += time.monotonic() - started
         return outputs
 

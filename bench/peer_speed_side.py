@@ -145,7 +145,7 @@ def random_model(folder: Path, tokenizer: bytes) -> None:
     BertModel(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(tokenizer)
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
 def train_config(precision: str, micro: int) -> TrainConfig:
@@ -232,8 +232,8 @@ def check_same_loss(place: Place, model: Any, loss: torch.nn.Module, query: list
     query, title = [query[i] for i in whole], [title[i] for i in whole]
     number, gain = torch.arange(len(whole), dtype=torch.int32), torch.ones(len(whole))
     with torch.no_grad():
-        embedded = ours.embed(*(_padded(tokenizer.encode(texts), spec.pad_id) for texts in (query, title)))
-        mine = float(contrastive_loss(*embedded, Targets(number, gain, number, number), LOSS))
+        queries, products = (ours.encoder(_padded(tokenizer.encode(texts), spec.pad_id)) for texts in (query, title))
+        mine = float(contrastive_loss(queries, products, Targets(number, gain, number, number), LOSS))
         peers = float(loss.eval()([model.preprocess(texts) for texts in (query, title)], None))
     if not abs(mine - peers) <= 1e-4 * abs(mine):
         raise ValueError(f"our loss is {mine}, the peer's {peers}: not the same model")

@@ -114,17 +114,17 @@ def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sides = [Checkout(check_out(before, folder / "before"), folder / "prepared-before")]
-        sides.append(Checkout(ROOT, folder / "prepared-now"))
+        old = Checkout(check_out(before, folder / "before"), folder / "prepared-before")
+        today = Checkout(ROOT, folder / "prepared-now")
         backends = [part for part in parts if part != "cycle"]
-        for side in sides if backends else ():
+        for side in (old, today) if backends else ():
             run_stage("prepare", side.prepared, root=side.root)
         for backend in backends:
-            step, start = in_turn(*sides, repeats, partial(training, folder / "run", backend, steps))
+            step, start = in_turn(old, today, repeats, partial(training, folder / "run", backend, steps))
             figures += step.figures(f"{backend}_step", f"one step, {backend}")
             figures += start.figures(f"{backend}_start", f"start to first step, {backend}")
         if "cycle" in parts:
-            (whole,) = in_turn(*sides, min(repeats, 3), partial(cycle, folder / "run"))
+            (whole,) = in_turn(old, today, min(repeats, 3), partial(cycle, folder / "run"))
             figures += whole.figures("cycle", "a whole cycle")
     name = "_".join([NAME, before, *([] if parts == PARTS else parts)])
     return finish(name, TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})

@@ -103,7 +103,7 @@ def serve_trainer(task: Task, line: Line) -> None:
     check_same_loss(model, peer, task.padded, config)
 
     def compiles() -> int:
-        data = metrics.metric_data("CompileTime")
+        data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
         return 0 if data is None else int(data[0])
 
     def blocks() -> Iterator[int]:
