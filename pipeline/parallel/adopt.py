@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipeline.backends import module_device, process_group
 from pipeline.core.errors import ConfigError
@@ -16,7 +15,7 @@ from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import open_device, open_world_group
 from pipeline.parallel.mesh import Mesh, check_same, open_mesh, together
 from pipeline.parallel.tensor_plan import TensorPlan
-from pipeline.parallel.transform import spread
+from pipeline.parallel.transform import Model, spread
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import world_from_env
 
@@ -77,7 +76,7 @@ def layout() -> Layout:
     return current_mesh().layout
 
 
-def transform(model: nn.Module, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> nn.Module:
+def transform(model: Model, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> Model:
     """Spread a model as the plan of `init` says, in place; then make the optimizer, of its parameters as they are now.
 
     Without `init` before it the plan is that of TRNPIPE_PARALLEL, else full sharding, and the device the parameters'.

@@ -5,7 +5,7 @@ calls over groups of one rank.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,11 @@ from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor
 from pipeline.parallel.tensors import fill, plain_entries
 from pipeline.parallel.units import Unit, UnitRule, check_units, find_units
 
+Model = TypeVar("Model", bound=nn.Module)
 _DROPOUT = 1  # purpose of a stream
 
 
-def spread(
-    model: nn.Module, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None
-) -> nn.Module:
+def spread(model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> Model:
     """The model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had).
 
     All ranks have the weights of rank 0 then, and gradients are means over data-parallel ranks. `shard` "state" keeps

@@ -24,7 +24,7 @@ CASES = "tests.parallel.test_adopt"
 ROWS, STEPS = 16, 3
 
 
-def dense(seed: int) -> nn.Module:
+def dense(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     widths = (8, 8, 8, 8, 8, 8, 8, 4)
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)), nn.BatchNorm1d(4, affine=False))
@@ -51,7 +51,8 @@ def accumulated(folder: str) -> list[list[float]]:
     alone = dense(0).eval()
     expected = loop(alone, 0, 1, 1)
     place = trnpipe.init({"shard_degree": 2})
-    model = trnpipe.transform(dense(place.rank)).eval()
+    model: nn.Sequential = trnpipe.transform(made := dense(place.rank)).eval()  # for a type checker, too
+    assert model is made
     found = loop(model, place.data_rank, place.data_size, 2)
     with torch.no_grad():
         model(torch.ones(2, 8))  # the parameters of the model itself are whole after this
