@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Generator, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -247,15 +248,16 @@ def test_drift(case: Case, tmp_path: Path) -> None:
 
 def test_recall_of_an_index(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = vectors_of(case)
-    # The index is built by several threads and is another each time: about 0.9 to 1 of the nearest are found.
-    ask: dict[str, Any] = {"rows": 1000, "min_recall": 0.7, "stop": STOP}
+    ask: dict[str, Any] = {"rows": 1000, "min_recall": 0.9, "stop": STOP}
     assert check_ann(vectors, queries=0, **ask).outcome == "skipped"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install" in check_ann(vectors, queries=20, **ask).seen
     monkeypatch.undo()
-    pytest.importorskip("usearch")
+    index = pytest.importorskip("usearch.index").Index
+    # Several threads build another index each time: of so few vectors it finds 0.9 to 0.98 of the nearest.
+    monkeypatch.setattr(index, "add", partialmethod(index.add, threads=1))
     check = check_ann(vectors, queries=20, **ask)
-    assert check.outcome == "pass" and check.figures["recall"] >= 0.7
+    assert check.outcome == "pass" and check.figures["recall"] > 0.9
     assert check_ann(vectors, queries=20, **{**ask, "min_recall": 1.01}).outcome == "fail"
 
 
