@@ -51,13 +51,14 @@ class PreparedData:
     """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them.
 
     `prepared` and `rows_prepared` (good and bad ones) are those of this time. `rows` are in shards; they, `rows_bad`
-    and `rows_filtered` are all rows of the input. `vocabulary`: the known one that ordered the labels, if it was one.
-    `infos`: what each partition says of itself.
+    and `rows_filtered` are all rows of the input. `splits_digits`: the tokenizer does. `vocabulary`: the known one that
+    ordered the labels, if it was one. `infos`: what each partition says of itself.
     """
 
     token_set_prefixes: list[str]
     tokenizer_prefix: str
     tokenizer_fingerprint: str
+    splits_digits: bool
     reused: int
     prepared: int
     rows_prepared: int
@@ -166,6 +167,7 @@ def gather(
         token_set_prefixes=[one.prefix for one in named],
         tokenizer_prefix=tokenizer_prefix,
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
+        splits_digits=encoding.tokenizer.splits_digits,
         reused=len(named) - len(prepared),
         prepared=len(prepared),
         rows_prepared=sum(infos[prefix].rows + infos[prefix].rows_bad for prefix in prepared),

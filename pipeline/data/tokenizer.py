@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -138,21 +138,17 @@ class TextTokenizer:
     @property
     def splits_digits(self) -> bool:
         """Whether words are cut where letters and digits meet."""
-        return any(part["type"] == _DIGITS["type"] for part in self._pre_tokenizers())
-
-    def _pre_tokenizers(self) -> list[dict[str, Any]]:
-        """As tokenizer.json names them, in order."""
-        words = json.loads(self.data).get("pre_tokenizer")
-        return [] if words is None else list(words.get("pretokenizers", [words]))
+        return _has_digits(_pre_tokenizers(json.loads(self.data)))
 
     def with_split_digits(self) -> "TextTokenizer":
         """One of the same vocabulary that also cuts words where letters and digits meet; itself where it does already.
 
         Sellers write one model number as tp1724, tp 1724 and TP-1724; as pieces of words these have little in common.
         """
-        if self.splits_digits:
+        content = json.loads(self.data)
+        parts = _pre_tokenizers(content)
+        if _has_digits(parts):
             return self
-        content, parts = json.loads(self.data), self._pre_tokenizers()
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]} if parts else _DIGITS
         return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
 
@@ -178,6 +174,16 @@ class TextTokenizer:
         if len(unique) == len(texts):
             return encoded
         return take(encoded, np.array([unique[text] for text in texts], dtype=np.int64))
+
+
+def _pre_tokenizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a tokenizer.json, in order."""
+    words = content.get("pre_tokenizer")
+    return [] if words is None else list(words.get("pretokenizers", [words]))
+
+
+def _has_digits(parts: Sequence[Mapping[str, Any]]) -> bool:
+    return any(part["type"] == _DIGITS["type"] for part in parts)
 
 
 def take(tokens: Tokens, index: Int64s) -> Tokens:

@@ -15,7 +15,6 @@ from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.data.shared_prepare import prepare_share
-from pipeline.data.tokenizer import TextTokenizer
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
@@ -49,7 +48,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     ctx.console.info(summary(data))
     loss = settings.train.loss
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
-    if tokenizer is not None and config.tokenizer.split_digits and not TextTokenizer(tokenizer).splits_digits:
+    if config.tokenizer.split_digits and not data.splits_digits:  # one given or trained here does
         warnings = [*warnings, UNSPLIT]
     for message in warnings:
         ctx.console.warn(f"prepare: {message}")
