@@ -7,7 +7,7 @@ from bench.quality import ours
 from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.part import BM25, CPU, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
 from bench.quality.sides import (
     Incomplete,
     Sides,
@@ -30,7 +30,8 @@ of {batch}, on {device}. Ours: `trnpipe prepare`, `train`, `evaluate` with confi
 grades; the same recipe and model for retrieval and for scores of pairs, and for all data sets of this bench."""
 _END = """
 Mean and range over seeds. Our settings were chosen on valid; {choice}. The test split was read {reads} times for this
-table, once for each run of a part, and {others} more times by other parts that are kept."""
+table, once for each run of a part, and {others} more times by other parts that are kept. Seconds are not compared here,
+so parts may come from several machines, those of a GPU from the one in the settings; that named below made the table."""
 _EARLIER = """
 Ours was run with an earlier configs/small.toml; what has changed in it is in the history of that file."""
 _SEARCH = """
@@ -126,9 +127,10 @@ def _of_one_recipe(runs: list[PartResult], recipe: str) -> tuple[list[PartResult
 
 
 def _title(task: str, budget: Budget, best: str, *, searched: bool) -> str:
+    seen = f"{budget.pairs:,} pairs seen{'' if budget.device == CPU else f' on {budget.device}'}"
     if searched:
-        return f"{task}, {budget.pairs:,} pairs seen: nDCG@10 of retrieval less that of the best peer, {best}"
-    return f"WDC {task}, {budget.pairs:,} pairs seen: F1 of match less that of boosting on lexical features"
+        return f"{task}, {seen}: nDCG@10 of retrieval less that of the best peer, {best}"
+    return f"WDC {task}, {seen}: F1 of match less that of boosting on lexical features"
 
 
 def _of_sides(sides: Sides, names: Sequence[str]) -> list[Figure]:
