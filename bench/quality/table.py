@@ -31,7 +31,7 @@ grades; the same recipe and model for retrieval and for scores of pairs, and for
 _END = """
 Mean and range over seeds. Our settings were chosen on valid; {choice}. The test split was read {reads} times for this
 table, once for each run of a part, and {others} more times by other parts that are kept. Seconds are not compared here,
-so parts may come from several machines, those of a GPU from the one in the settings; that named below made the table."""
+so parts may come from several machines, those of a GPU from the one in the settings; the one below made the table."""
 _EARLIER = """
 Ours was run with an earlier configs/small.toml; what has changed in it is in the history of that file."""
 _SEARCH = """
