@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
+from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.model import Registry
+from pipeline.registry.records import Author
 from pipeline.registry.serving import CHALLENGER, offer
 from tests.registry.cases import make_checkpoint
 from tests.registry.test_serving import embedded, in_production
@@ -63,6 +66,19 @@ def test_the_challenger(ask: Ask) -> None:
     assert ask("serving", "promote")[0] == 78
     code, text = ask("serving", "promote", "--reason=won")
     assert (code, "vectors of cycle c3" in text) == (0, True)
+
+
+def test_the_same_from_python(workspace: Storage, ask: Ask) -> None:
+    registry = Registry(workspace, author=Author(by="carol", code_version="1"))
+    assert registry.rollback_serving(reason="bad").vectors.cycle == "c1"
+    production = registry.production()
+    assert production is not None and production.checkpoint == "checkpoints/c1/step-1"
+    with pytest.raises(ConfigError, match="no reason is given"):
+        registry.rollback_serving("c2", reason="")
+    assert registry.rollback_serving("c2", reason="good after all").vectors.cycle == "c2"
+    assert registry.promote_challenger(reason="won").vectors.cycle == "c3"
+    assert [pair.vectors.cycle for pair in registry.pairs()] == ["c1", "c2", "c1", "c2", "c3"]
+    assert "by carol" in ask("serving", "show")[1]
 
 
 @pytest.mark.parametrize(
