@@ -3,18 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
 from pipeline.core.machines import PRICES_USD_PER_HOUR
+from pipeline.core.record import Record
 from pipeline.proc.children import PLATFORM_S
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StageJob(_Config):
+class StageJob(Record):
     """What one job of the cycle gets."""
 
     nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
@@ -46,7 +43,7 @@ class Step(StageJob):
     command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field({})
 
     @model_validator(mode="after")
     def _one_job(self) -> Self:
@@ -60,7 +57,7 @@ TargetName = Literal["local", "batch", "sagemaker"]
 NotifyEvent = Literal["promoted", "refused", "failed", "late", "recovered", "retried"]
 
 
-class Webhook(_Config):
+class Webhook(Record):
     """One address that is told of cycles. The address itself is a secret, and in no file of settings."""
 
     form: Literal["json", "slack"] = "json"
@@ -78,13 +75,12 @@ class Webhook(_Config):
         return self
 
 
-class NotifyConfig(_Config):
+class NotifyConfig(Record):
     """Who is told what of a cycle, and how long that may take."""
 
-    webhooks: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], Webhook],
-        Field(description="By name: form json or slack, url_variable or url_secret, events (default: all)"),
-    ] = {}
+    webhooks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], Webhook] = Field(
+        {}, description="By name: form json or slack, url_variable or url_secret, events (default: all)"
+    )
     page_url: str = Field(
         "", pattern=r"^(https?://\S+)?$", description="What reports/<cycle>.html is found below; none: the workspace"
     )
@@ -92,7 +88,7 @@ class NotifyConfig(_Config):
     budget_s: float = Field(10.0, gt=0, le=60, description="Seconds for all messages at one end of a cycle")
 
 
-class SageMakerConfig(_Config):
+class SageMakerConfig(Record):
     """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
 
     via: Literal["direct", "queue"] = Field(
@@ -126,7 +122,7 @@ class SageMakerConfig(_Config):
         return self
 
 
-class JobsConfig(_Config):
+class JobsConfig(Record):
     """The jobs of a cycle, where they run, and what they may cost."""
 
     name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
@@ -137,21 +133,18 @@ class JobsConfig(_Config):
     priority: int = Field(100, ge=0, le=9999, description="Order among the jobs of the same share; higher goes first")
     role: str = Field("", description="ARN of the role whose rights the code has (batch, sagemaker)")
     log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
-    environment: Annotated[
-        dict[str, str], Field(description="Variables of every job, as NAME=value; shown in plans, so no secrets")
-    ] = {}
+    environment: dict[str, str] = Field(
+        {}, description="Variables of every job, as NAME=value; shown in plans, so no secrets"
+    )
     sla_s: int | None = Field(None, ge=60, description="Seconds from its scheduled time within which a cycle must end")
     blocked_dwell_s: int = Field(900, ge=0, description="Seconds a queue stays blocked before a job is ended for it")
-    prices: Annotated[
-        dict[str, float], Field(description="USD an hour by instance type, before the table of list prices")
-    ] = {}
+    prices: dict[str, float] = Field({}, description="USD an hour by instance type, before the table of list prices")
     vcpu_usd_per_hour: float | None = Field(
         None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
     )
-    titles_per_s: Annotated[
-        dict[str, Annotated[float, Field(gt=0)]],
-        Field(description="Titles a second that a machine of a type embeds, to compare costs before it was measured"),
-    ] = {}
+    titles_per_s: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Titles a second that a machine of a type embeds, to compare costs before it was measured"
+    )
     vcpu_titles_per_s: float | None = Field(
         None, gt=0, description="Titles a second that a vCPU of other machines embeds; null: not known until measured"
     )

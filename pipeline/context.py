@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.storage import Storage, open_storage, read_record
@@ -51,10 +52,8 @@ Figure = str | int | float | bool | None
 Status = Literal["done", "already_done"]
 
 
-class StageResult(BaseModel):
+class StageResult(Record):
     """The outcome of one stage. Failures are exceptions, so a stored result is always a success."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     stage: str = Field(description="Name of the stage")
@@ -76,14 +75,7 @@ def result_key(cycle: str, stage: str) -> str:
 def load_result(workspace: Storage, cycle: str, stage: str) -> StageResult | None:
     """The stored result, None when the stage has not finished. Raises DataError when it cannot be read."""
     key = result_key(cycle, stage)
-    return read_record(
-        workspace,
-        key,
-        StageResult,
-        what="a stage result",
-        writer=f"trnpipe {stage}",
-        next_command=f"delete it and run trnpipe {stage} again",
-    )
+    return read_record(workspace, key, StageResult, "a stage result", f"trnpipe {stage}")
 
 
 def store_result(workspace: Storage, result: StageResult) -> StageResult:

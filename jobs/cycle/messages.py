@@ -223,7 +223,7 @@ def _pending(storage: Storage, say: Say) -> Iterator[tuple[str, Pending]]:
     for stat in storage.list(OUTBOX):
         again = f"delete {storage.uri(stat.key)}"
         try:
-            found = read_record(storage, stat.key, Pending, what="a message", writer="trnjobs", next_command=again)
+            found = read_record(storage, stat.key, Pending, "a message", "trnjobs", next_command=again)
         except DataError as error:
             say(f"notify: {error.seen}; next: {again}")
             continue

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from pipeline.core.record import Record
 
 ALL_THERE_S = 1800.0
 """From the first node of a job to the last one: an image to load, a cache to pull; a dead node never arrives."""
@@ -19,10 +21,8 @@ _TARGET_IS_HASHED = (2, 16)
 _JSON_IS_HASHED = (2, 15)
 
 
-class CompilerFlags(BaseModel):
+class CompilerFlags(Record):
     """What neuronx-cc is told. The target is left to the framework, which adds it from the instance type."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_type: Literal["generic", "transformer"] = Field("transformer", description="Kind of model to optimise for")
     auto_cast: Literal["none", "matmult", "all"] = Field(
@@ -63,10 +63,8 @@ def flags_hash(tokens: tuple[str, ...], *, compiler: str, target: str) -> str:
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:8]
 
 
-class CompileConfig(BaseModel):
+class CompileConfig(Record):
     """How the graphs of a cycle are compiled before it, and what happens when one was missed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     flags: CompilerFlags = CompilerFlags()
     tool: Literal["auto", "neuron", "none"] = Field(
@@ -112,10 +110,8 @@ class CompileConfig(BaseModel):
         return root if root.startswith("s3://") else str(Path(root.removeprefix("file://")).expanduser().absolute())
 
 
-class EstimateConfig(BaseModel):
+class EstimateConfig(Record):
     """The machine that `trnpipe doctor` estimates for, and its price for costs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     instance: str = Field("trn1.32xlarge", description="Instance type whose cores are looked at")
     price_usd_per_hour: float | None = Field(

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.compile.hlo import distance
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
 
 FOLDER = "compile-cache/graphs"
@@ -15,10 +16,8 @@ Plan = Mapping[str, PlanValue]
 """Everything that decides the graphs of a run, by name; two runs with the same plan share their graphs."""
 
 
-class GraphRecord(BaseModel):
+class GraphRecord(Record):
     """One graph."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str = Field(description="The same on every machine: digest of operations, flags, world and versions")
     phase: str = Field(
@@ -36,10 +35,8 @@ class GraphRecord(BaseModel):
     compile_s: float = Field(description="Seconds the compiler took when it was recorded")
 
 
-class GraphManifest(BaseModel):
+class GraphManifest(Record):
     """All graphs of one way of running: settings, device, world size, flags, versions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     plan: dict[str, PlanValue] = Field(description="Everything that decides the graphs, by name")
@@ -108,11 +105,4 @@ def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[s
 
 
 def _read(workspace: Storage, key: str) -> GraphManifest | None:
-    return read_record(
-        workspace,
-        key,
-        GraphManifest,
-        what="a graph manifest",
-        writer="trnpipe compile",
-        next_command="delete it and run trnpipe compile again",
-    )
+    return read_record(workspace, key, GraphManifest, "a graph manifest", "trnpipe compile")

@@ -1,4 +1,4 @@
-"""The base of what is stored as JSON."""
+"""The base of settings and of what is stored as JSON."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -75,12 +75,7 @@ def store_digest(
 def load_digest(workspace: Storage, cycle: str) -> PrepareDigest | None:
     """None when there is none. Raises DataError when it cannot be read."""
     return read_record(
-        workspace,
-        digest_key(cycle),
-        PrepareDigest,
-        what="a digest of prepared data",
-        writer="trnpipe prepare",
-        next_command=f"trnpipe prepare --cycle {cycle}",
+        workspace, digest_key(cycle), PrepareDigest, "a digest of prepared data", f"trnpipe prepare --cycle {cycle}"
     )
 
 

@@ -167,14 +167,7 @@ class _Plan:
         self.workspace.delete([self._key])
 
     def _read(self) -> Todo | None:
-        return read_record(
-            self.workspace,
-            self._key,
-            Todo,
-            what="a list of partitions",
-            writer="trnpipe prepare",
-            next_command=f"delete {self.workspace.uri(self._key)} and run trnpipe prepare again",
-        )
+        return read_record(self.workspace, self._key, Todo, "a list of partitions", "trnpipe prepare")
 
 
 # The share of one worker: of each file, all chunks or every n-th.
@@ -221,14 +214,8 @@ class _Parts:
     def read_of(self, number: int) -> FileRead:
         """Raises KeyNotFound when nobody has read the file to its end, DataError."""
         key = join_key(self.prefix, file_name(number))
-        found = read_record(
-            self.workspace,
-            key,
-            FileRead,
-            what="the count of a file",
-            writer="trnpipe prepare",
-            next_command=f"delete {self.workspace.uri(self.prefix)} and run trnpipe prepare again",
-        )
+        again = f"delete {self.workspace.uri(self.prefix)} and run trnpipe prepare again"
+        found = read_record(self.workspace, key, FileRead, "the count of a file", "trnpipe prepare", next_command=again)
         if found is None:
             raise KeyNotFound(self.workspace.uri(key))
         return found

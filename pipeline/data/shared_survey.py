@@ -194,13 +194,9 @@ class SharedSurvey:
         return join_key(self._prefix, "labels.json")
 
     def _known(self) -> _Labels | None:
+        again = f"delete {self.workspace.uri(self._prefix)} and run trnpipe prepare again"
         return read_record(
-            self.workspace,
-            self._labels_key,
-            _Labels,
-            what="the labels of an input",
-            writer="trnpipe prepare",
-            next_command=f"delete {self.workspace.uri(self._prefix)} and run trnpipe prepare again",
+            self.workspace, self._labels_key, _Labels, "the labels of an input", "trnpipe prepare", next_command=again
         )
 
     def _look(self, folder: str, want_labels: bool, want_sample: bool) -> None:

@@ -64,10 +64,5 @@ def digest_key(cycle: str) -> str:
 def load_digest(workspace: Storage, cycle: str) -> VerifyDigest | None:
     """None when there is none. Raises DataError when it cannot be read."""
     return read_record(
-        workspace,
-        digest_key(cycle),
-        VerifyDigest,
-        what="a digest of verify",
-        writer="trnpipe embed verify",
-        next_command=f"trnpipe embed verify --cycle {cycle}",
+        workspace, digest_key(cycle), VerifyDigest, "a digest of verify", f"trnpipe embed verify --cycle {cycle}"
     )

@@ -134,13 +134,9 @@ def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | None:
     storage = open_storage(str(folder))
     finished, state = read_manifest(storage, ""), None
     if finished is None:
+        again = "give another folder with --out"
         state = read_record(
-            storage,
-            STATE,
-            HandoverState,
-            what="the state of a hand-over",
-            writer="trnpipe export vectors",
-            next_command="give another folder with --out",
+            storage, STATE, HandoverState, "the state of a hand-over", "trnpipe export vectors", next_command=again
         )
         if state is None:
             others = sorted(path.name for path in folder.iterdir() if not is_temp(path.name))

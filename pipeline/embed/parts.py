@@ -258,14 +258,7 @@ def _record_key(plan: EmbedPlan, index: int) -> str:
 
 
 def _load(storage: Storage, key: str) -> PartRecord:
-    record = read_record(
-        storage,
-        key,
-        PartRecord,
-        what="the record of a part",
-        writer="trnpipe embed",
-        next_command="delete it and run trnpipe embed again",
-    )
+    record = read_record(storage, key, PartRecord, "the record of a part", "trnpipe embed")
     if record is None:
         raise KeyNotFound(storage.uri(key))
     return record

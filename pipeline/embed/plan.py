@@ -276,13 +276,9 @@ def plan_key(cycle: str) -> str:
 
 def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
     """The plan of a cycle, None before there is one. Raises DataError when it cannot be read."""
+    again = _start_over(workspace, cycle)
     return read_record(
-        workspace,
-        plan_key(cycle),
-        EmbedPlan,
-        what="an embedding plan",
-        writer="this version of trnpipe embed",
-        next_command=_start_over(workspace, cycle),
+        workspace, plan_key(cycle), EmbedPlan, "an embedding plan", "this version of trnpipe embed", next_command=again
     )
 
 

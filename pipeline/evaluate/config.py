@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
+
+from pipeline.core.record import Record
 
 # The names of metrics: what a setting, a report and the gate call them.
 
@@ -86,10 +88,8 @@ class MetricName:
 Cutoff = Annotated[int, Field(ge=1, le=100_000)]
 
 
-class MetricsConfig(BaseModel):
+class MetricsConfig(Record):
     """What a model is measured by on a holdout."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ndcg_at: tuple[Cutoff, ...] = Field((5, 10), description="Ranks k of nDCG@k over the rows of a query")
     recall_at: tuple[Cutoff, ...] = Field((1, 10), description="Ranks k of recall@k over the rows of a query")
@@ -126,33 +126,26 @@ OnBetter = Literal["refuse", "warn", "off"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class GateConfig(BaseModel):
+class GateConfig(Record):
     """When a candidate may replace the model in production."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    floors: Annotated[
-        dict[Metric, Bound],
-        Field(description="Value each metric must reach, as metric=value; of loss and ece the most it may be"),
-    ] = {}
-    drops: Annotated[
-        dict[Metric, Allowed],
-        Field(
-            description="Metrics compared with the incumbent, as metric=allowed drop; the candidate must be shown not "
-            "to be worse by more (loss, ece: rise)"
-        ),
-    ] = {"ndcg@10": 0.01, "macro_f1": 0.01}
-    slice_drops: Annotated[
-        dict[RowMetric, Allowed],
-        Field(description="The same in each slice; refused when a slice is shown to be worse by more"),
-    ] = {"ndcg@10": 0.02, "macro_f1": 0.02}
-    baseline_drops: Annotated[
-        dict[Metric, Allowed],
-        Field(
-            description="Metrics compared with the baselines that have them; one is better when it is shown to be so by"
-            " more. f1 is of two labels only"
-        ),
-    ] = {"retrieval_ndcg@10": 0.0, "ndcg@10": 0.0, "macro_f1": 0.0, "f1": 0.0}
+    floors: dict[Metric, Bound] = Field(
+        {}, description="Value each metric must reach, as metric=value; of loss and ece the most it may be"
+    )
+    drops: dict[Metric, Allowed] = Field(
+        {"ndcg@10": 0.01, "macro_f1": 0.01},
+        description="Metrics compared with the incumbent, as metric=allowed drop; the candidate must be shown not "
+        "to be worse by more (loss, ece: rise)",
+    )
+    slice_drops: dict[RowMetric, Allowed] = Field(
+        {"ndcg@10": 0.02, "macro_f1": 0.02},
+        description="The same in each slice; refused when a slice is shown to be worse by more",
+    )
+    baseline_drops: dict[Metric, Allowed] = Field(
+        {"retrieval_ndcg@10": 0.0, "ndcg@10": 0.0, "macro_f1": 0.0, "f1": 0.0},
+        description="Metrics compared with the baselines that have them; one is better when it is shown to be so by"
+        " more. f1 is of two labels only",
+    )
     baselines: OnBetter = Field(
         "warn", description="A baseline is better than a candidate that would replace a model: refuse, warn, or off"
     )
@@ -202,13 +195,11 @@ CosineBar = Annotated[float, Field(ge=-1, le=1, description="Least cosine of a t
 OverlapBar = Annotated[Share, Field(description="Least share in common of the first ten, in the mean")]
 
 
-class ParityBars(BaseModel):
+class ParityBars(Record):
     """Bars between two sides in fp32.
 
     XLA:CPU and PyTorch's own CPU kernels stay 50 times and more below them (bench/results/parity.json).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_loss_difference: LossBar = 1e-3
     max_first_loss_difference: FirstLossBar = 1e-4
@@ -238,10 +229,8 @@ class ReducedBars(ParityBars):
     min_overlap: OverlapBar = 0.98
 
 
-class ParityConfig(BaseModel):
+class ParityConfig(Record):
     """What `trnpipe parity` computes on each side, and how far sides may be apart."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoint: str = Field(
         "", description="What both sides start from: a checkpoint's URI, or incumbent; empty: this cycle's candidate"
@@ -260,10 +249,8 @@ class ParityConfig(BaseModel):
     reduced: ReducedBars = ReducedBars()
 
 
-class RetrievalConfig(BaseModel):
+class RetrievalConfig(Record):
     """Search with the embeddings against a whole catalogue, exactly."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(True, description="Evaluate retrieval at all")
     catalogue: str | None = Field(
@@ -277,17 +264,14 @@ class RetrievalConfig(BaseModel):
     text: str = Field("text", description="Column of longer text, appended to the title (optional)")
     query: str = Field("query", description="Column of the query that the item is relevant to; empty: to none")
     query_id: str = Field("", description="Column that tells queries apart; empty: the query itself does")
-    queries: Annotated[
-        dict[str, str],
-        Field(description="Ask only queries of items whose column equals the value, as column=value or a|b"),
-    ] = {}
-    valid_queries: Annotated[
-        dict[str, str],
-        Field(
-            description="Of a catalogue file, the queries from which the weight of hybrid search is chosen, written"
-            " as queries are, such as split=valid; none: no such weight"
-        ),
-    ] = {}
+    queries: dict[str, str] = Field(
+        {}, description="Ask only queries of items whose column equals the value, as column=value or a|b"
+    )
+    valid_queries: dict[str, str] = Field(
+        {},
+        description="Of a catalogue file, the queries from which the weight of hybrid search is chosen, written"
+        " as queries are, such as split=valid; none: no such weight",
+    )
     max_queries: int = Field(5000, ge=1, description="Most queries asked, chosen by a hash of their id")
     max_items: int = Field(
         1_000_000, ge=1, description="Without a catalogue file: most products, all relevant ones and an even sample"
@@ -300,10 +284,8 @@ class RetrievalConfig(BaseModel):
     )
 
 
-class BaselinesConfig(BaseModel):
+class BaselinesConfig(Record):
     """Simple tools on the same holdout, scored once for the same data and known to the gate."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bm25: bool = Field(True, description="BM25 for the queries of retrieval in the same items")
     boosting: bool = Field(
@@ -318,10 +300,8 @@ class BaselinesConfig(BaseModel):
     )
 
 
-class EvaluateConfig(BaseModel):
+class EvaluateConfig(Record):
     """The candidate against the model in production, on one holdout."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str = Field(
         "", description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI; empty: the one this cycle trained"

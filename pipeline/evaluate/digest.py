@@ -96,13 +96,9 @@ def store_digest(workspace: Storage, digest: ScoreDigest) -> None:
 
 def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
     """None when there is none. Raises DataError when it cannot be read."""
+    again = f"delete it; trnpipe evaluate --cycle {cycle} writes it when it judges again"
     return read_record(
-        workspace,
-        digest_key(cycle),
-        ScoreDigest,
-        what="a digest of scores",
-        writer="trnpipe evaluate",
-        next_command=f"delete it; trnpipe evaluate --cycle {cycle} writes it when it judges again",
+        workspace, digest_key(cycle), ScoreDigest, "a digest of scores", "trnpipe evaluate", next_command=again
     )
 
 

@@ -121,14 +121,7 @@ def store_report(workspace: Storage, report: EvaluationReport) -> str:
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
     """The report of a cycle; None when there is none. Raises DataError when it cannot be read."""
     key = report_key(cycle)
-    return read_record(
-        workspace,
-        key,
-        EvaluationReport,
-        what="an evaluation report",
-        writer="trnpipe evaluate",
-        next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
-    )
+    return read_record(workspace, key, EvaluationReport, "an evaluation report", f"trnpipe evaluate --cycle {cycle}")
 
 
 # What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure.

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from pipeline.core.machines import MACHINES
+from pipeline.core.record import Record
 
 Profile = Literal["quick", "full"]
 Group = Literal["host", "tools", "cores", "collectives"]
@@ -24,10 +25,8 @@ OperationName = Literal[
 _LONGER = 10
 
 
-class HealthConfig(BaseModel):
+class HealthConfig(Record):
     """What a machine must have before work is given to it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile: Profile = Field(
         "quick",
@@ -58,13 +57,11 @@ class HealthConfig(BaseModel):
     burn_s: float = Field(
         3.0, gt=0, le=600, description="Seconds of matrix products on each core, to compare cores; full: ten times that"
     )
-    tolerances: Annotated[
-        dict[OperationName, Annotated[float, Field(gt=0, le=1)]],
-        Field(
-            description="Relative error against float64 that an operation may have, in place of the usual one, as"
-            " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known"
-        ),
-    ] = {}
+    tolerances: dict[OperationName, Annotated[float, Field(gt=0, le=1)]] = Field(
+        {},
+        description="Relative error against float64 that an operation may have, in place of the usual one, as"
+        " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known",
+    )
     slow_ratio: float = Field(
         1.5, gt=1, le=100, description="A core this many times slower than the median of its peers is unfit"
     )

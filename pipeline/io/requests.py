@@ -6,9 +6,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Literal, Self, TypeVar
 
 import tenacity
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.core.progress import Advance, progress
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 
 # Counts of storage requests: S3 is billed by request, so they are part of a cycle's figures.
@@ -36,10 +37,8 @@ class RequestCounts:
 T = TypeVar("T")
 
 
-class RetryPolicy(BaseModel):
+class RetryPolicy(Record):
     """How long one request may be repeated before its error counts. A long transfer has this budget per part."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_wait_s: float = Field(0.2, gt=0, le=60, description="Bound of the first random wait; doubles")
     max_wait_s: float = Field(20.0, gt=0, le=300, description="Upper bound of any wait")

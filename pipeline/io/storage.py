@@ -229,11 +229,13 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
 R = TypeVar("R", bound=BaseModel)
 
 
-def read_record(storage: Storage, key: str, kind: type[R], *, what: str, writer: str, next_command: str) -> R | None:
+def read_record(
+    storage: Storage, key: str, kind: type[R], what: str, writer: str, *, next_command: str = ""
+) -> R | None:
     """The record under a key, None when there is none.
 
     Raises DataError for anything else under its name: `what` it should be ("a stage result"), its `writer`
-    ("trnpipe evaluate") and the command to go on with.
+    ("trnpipe evaluate") and the command to go on with (default: delete it, and the writer again).
     """
     try:
         return kind.model_validate_json(storage.read_bytes(key))
@@ -245,7 +247,7 @@ def read_record(storage: Storage, key: str, kind: type[R], *, what: str, writer:
         raise DataError(
             f"{storage.uri(key)} is not {what}: {place + ': ' if place else ''}{first['msg']}",
             expected=f"a file written by {writer}",
-            next_command=next_command,
+            next_command=next_command or f"delete it and run {writer} again",
         ) from error
 
 

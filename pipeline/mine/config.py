@@ -2,15 +2,15 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pipeline.core.record import Record
 
 BM25, PARENT = "bm25", "parent"
 
 
-class MineConfig(BaseModel):
+class MineConfig(Record):
     """Which products become hard negatives of a training query."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(False, description="Mine in every cycle of jobs, before training")
     source: str = Field(

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
@@ -26,10 +27,8 @@ LOWEST_TEMPERATURE = 0.01
 """Of a temperature that is learnt."""
 
 
-class EncoderSize(BaseModel):
+class EncoderSize(Record):
     """Sizes of a BERT-style encoder."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     hidden_size: int
     num_layers: int
@@ -46,10 +45,8 @@ PRESETS: dict[str, EncoderSize] = {
 }
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Record):
     """A text encoder shared by query and product, interactions over both embeddings, and a relevance head."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["tiny", "small", "base", "large"] = Field(
         "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
@@ -179,10 +176,8 @@ class ModelConfig(BaseModel):
         return size
 
 
-class LossConfig(BaseModel):
+class LossConfig(Record):
     """What the model is trained for: grades of pairs, vectors that find products, or both."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     purpose: Literal["both", "retrieval", "ranking"] = Field(
         "both",
@@ -296,10 +291,8 @@ class LossConfig(BaseModel):
             )
 
 
-class InputSpec(BaseModel):
+class InputSpec(Record):
     """What the data fixes about the model: vocabulary, classes and features. Stored with every checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: int
     pad_id: int

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 
 PLAN_VARIABLE = "TRNPIPE_PARALLEL"
 """Environment: a plan as JSON, or the path of a file that holds one."""
@@ -29,10 +30,8 @@ _SMP_IDLE = ("allow_empty_shards", "fsdp_cache_flush_warnings")
 """Switches without a use here: a rank's part may always be empty, and torch.cuda.memory_stats counts cache flushes."""
 
 
-class Plan(BaseModel):
+class Plan(Record):
     """How a model is spread over devices. The keys of SageMaker's model parallel library v2 are read too."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shard_degree: int = Field(
         0, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"

@@ -94,14 +94,8 @@ def sides_text() -> str:
 
 def find_record(place: Storage) -> SideRecord | None:
     """The record in a place, None when there is none. Raises DataError for something else under its name."""
-    return read_record(
-        place,
-        RECORD,
-        SideRecord,
-        what="a record of a side",
-        writer="trnpipe parity",
-        next_command="record the side again, into another folder",
-    )
+    again = "record the side again, into another folder"
+    return read_record(place, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
 
 
 def load_side(place: Storage, cache_dir: Path) -> RecordedSide:

@@ -222,14 +222,7 @@ def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
 
 def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
     """The stored verdict; None when the cycle has none. Raises DataError when it cannot be read."""
-    return read_record(
-        workspace,
-        verdict_key(cycle),
-        StoredVerdict,
-        what="a verdict",
-        writer="trnpipe evaluate",
-        next_command=f"delete it and run trnpipe evaluate --cycle {cycle} again",
-    )
+    return read_record(workspace, verdict_key(cycle), StoredVerdict, "a verdict", f"trnpipe evaluate --cycle {cycle}")
 
 
 def stored_decision(

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.core.batching import Bucket, RankShare, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
+from pipeline.core.record import Record
 from pipeline.model.config import LossConfig
 from pipeline.parallel.config import Plan
 
@@ -16,10 +17,8 @@ Shape = Literal["cosine", "linear", "constant"]
 """Of the learning rate after the warm-up."""
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Record):
     """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
     head_rate: float = Field(
@@ -50,10 +49,8 @@ class OptimizerConfig(BaseModel):
         return self.layer_decay != 1.0
 
 
-class GuardConfig(BaseModel):
+class GuardConfig(Record):
     """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sigma: float = Field(6.0, gt=0, description="Skip above mean + sigma standard deviations of the gradient norm")
     min_ratio: float = Field(
@@ -72,10 +69,8 @@ class TrainPlan(Plan):
     )
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(Record):
     """One training run of one cycle."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     start: str = Field(
         "incumbent",
@@ -202,10 +197,8 @@ class TrainConfig(BaseModel):
         return self
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(Record):
     """When checkpoints are made and which stay."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every_steps: int = Field(200, ge=1, description="Steps between checkpoints")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept")

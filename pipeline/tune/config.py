@@ -5,9 +5,11 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from pipeline.core.record import Record
 
 # Which trials of a search go on: Hyperband over asynchronous successive halving. Pure.
 #
@@ -143,14 +145,10 @@ def _number(text: str, word: str) -> float:
 # Settings of `trnpipe tune`.
 
 
-class TuneConfig(BaseModel):
+class TuneConfig(Record):
     """A search over training settings: what may vary, how long a trial is, when it ends early."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    space: Annotated[
-        dict[str, str], Field(description=f"Settings of train and model to search, each with {FORMS}")
-    ] = {}
+    space: dict[str, str] = Field({}, description=f"Settings of train and model to search, each with {FORMS}")
     name: str = Field(
         "default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of this search; the same one continues it"
     )

@@ -80,14 +80,8 @@ def add_to_index(storage: Storage, own: CycleRow) -> tuple[CycleRow, ...]:
 
 def read_index(storage: Storage) -> Index | None:
     """None when there is none. Raises DataError when it cannot be read."""
-    return read_record(
-        storage,
-        INDEX,
-        Index,
-        what="the index of cycles",
-        writer="trnjobs report",
-        next_command="delete it; trnjobs report --cycle puts each cycle into it again",
-    )
+    again = "delete it; trnjobs report --cycle puts each cycle into it again"
+    return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=again)
 
 
 def _before(cycles: Sequence[CycleRow], own: CycleRow) -> tuple[CycleRow, ...]:
