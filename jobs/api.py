@@ -177,18 +177,20 @@ class Cycle:
         return self.status()
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
-        """Wait until the cycle has ended, wherever it runs, and close it. An interrupt ends the waiting alone.
+        """See the cycle through to its end, wherever it runs, and close it. An interrupt ends the waiting alone.
 
         Raises TransientError after `timeout_s`, ConfigError when it was not submitted, and what ended its engine here.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        self._cycle.plan()
+        plan = self._cycle.plan()
         while True:
             left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
             if self._running is not None:
                 self._running.join(left)
-            status = self.status()
             is_mine = self._running is not None and not self._running.has_ended
+            if not is_mine and self._store.closed() is None:
+                self._cycle.target().advance(plan)  # its driver may be gone, and SageMaker starts no job by itself
+            status = self.status()
             if status.has_ended and not is_mine:
                 if self._store.closed() is None:
                     close_cycle(self._cycle)
@@ -198,7 +200,7 @@ class Cycle:
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
                     next_command="wait again; status() tells how far it is",
                 )
-            if self._running is None or self._running.has_ended:
+            if not is_mine:
                 time.sleep(left)
 
     def status(self) -> CycleStatus:

@@ -100,7 +100,7 @@ def embed_rate_lines(plan: Plan, runs: Sequence[EmbedRun], stated: Mapping[str, 
             source = f"measured in {cycles}"
         elif machine in stated:
             source = f"stated in {'jobs.vcpu_titles_per_s' if machine == VCPU else 'jobs.titles_per_s'}"
-        price = prices.vcpu if machine == VCPU else prices.by_instance.get(machine)
+        price = prices.of_vcpu() if machine == VCPU else prices.of_machine(machine)
         cost = None if price is None or rate is None else usd_per_million(price, 1_000_000, 1e6 / rate)
         name = f"{machine} (this plan)" if machine == planned else machine
         rows.append((name, format_count(rate), usd(cost), source))

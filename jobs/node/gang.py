@@ -155,7 +155,7 @@ class Hub(Peers):
 
     def stop(self, reason: str) -> None:
         if not self._stop_reason:
-            self._stop_at, self._stop_reason = self._clock(), reason[:1000]
+            self._stop_at, self._stop_reason = self._clock(), reason[:MAX_REASON_CHARACTERS]
             self._tell(Message(kind="stop", text=self._stop_reason))
 
     def exit_code(self, own: int, *, stopped: bool) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.config import JobsConfig
-from jobs.plan.resources import ml_machine, ml_vcpus
+from jobs.plan.resources import PREFIX, ml_machine, ml_vcpus
 from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 
@@ -21,6 +21,19 @@ class Prices:
     vcpu: float | None = None
     ml_factor: float | None = None
     """On SageMaker: what a machine costs over EC2, where it has no price of its own. None: not on SageMaker."""
+
+    def of_machine(self, instance_type: str) -> float | None:
+        """A whole one."""
+        name = PREFIX + instance_type.removeprefix(PREFIX)
+        if self.ml_factor is not None and (own := self.by_instance.get(name)) is not None:
+            return own
+        return self._there(self.by_instance.get(instance_type))
+
+    def of_vcpu(self) -> float | None:
+        return self._there(self.vcpu)
+
+    def _there(self, price: float | None) -> float | None:
+        return price if price is None or self.ml_factor is None else price * self.ml_factor
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
@@ -35,24 +48,14 @@ def machine_share(needs: Resources) -> float:
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
-    """Of one node, or one child of an array; None where nobody knows."""
-    needs = job.resources
-    if prices.ml_factor is not None:
-        return _ml_usd_per_hour(needs, prices, prices.ml_factor)
-    price = prices.by_instance.get(needs.instance_type)
-    if price is None:
-        return None if prices.vcpu is None else prices.vcpu * needs.vcpus
-    return price * machine_share(needs)
-
-
-def _ml_usd_per_hour(needs: Resources, prices: Prices, factor: float) -> float | None:
-    """SageMaker lends whole machines."""
-    if (own := prices.by_instance.get(ml_machine(needs))) is not None:
-        return own
-    price = prices.by_instance.get(needs.instance_type)
-    if price is None and prices.vcpu is not None:
-        price = prices.vcpu * (needs.vcpus if needs.instance_type else ml_vcpus(needs))
-    return None if price is None else price * factor
+    """Of one node, or one child of an array; None where nobody knows. SageMaker lends whole machines."""
+    needs, whole = job.resources, prices.ml_factor is not None
+    chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
+    price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
+    if price is not None:
+        return price if whole else price * machine_share(needs)
+    vcpu = prices.of_vcpu()
+    return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:

@@ -1,7 +1,7 @@
 """Where rows come from: files below a path, in days; the ESCI layout; or the synthetic catalogue."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -232,11 +232,15 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     if config.path is None:
         return SyntheticSource(config)
     storage, stats = find_files(config.path, stop)
-    names = [stat.key.rsplit("/", 1)[-1] for stat in stats]
-    if config.format == "esci" or (config.format == "auto" and esci.EXAMPLES in names):
+    if _is_esci(config, stats):
         return _open_esci(config, storage, stats, scratch, stop)
     files = choose_files(storage, stats, config.format, config.path)
     return FileSource(config, storage, group_by_day(files.inputs, config.path))
+
+
+def _is_esci(config: DataConfig, stats: Iterable[ObjectStat]) -> bool:
+    names = (stat.key.rpartition("/")[2] for stat in stats)
+    return config.format == "esci" or (config.format == "auto" and esci.EXAMPLES in names)
 
 
 def listed(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
@@ -249,7 +253,7 @@ def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
     if config.path is None:
         return SyntheticSource(config).num_rows()
     storage, stats = find_files(config.path, stop)
-    if config.format == "esci" or any(stat.key.endswith(esci.EXAMPLES) for stat in stats):
+    if _is_esci(config, stats):
         return None
     found = choose_files(storage, stats, config.format, config.path).found
     if any(name != "parquet" for _, name in found) or len(found) > _MAX_FOOTERS:

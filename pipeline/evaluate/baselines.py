@@ -135,7 +135,7 @@ _WINDOW = 512
 
 
 def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
-    """The same with BM25, in this process alone: scores are those of BM25. Raises Preempted."""
+    """The best k of the catalogue for every query by BM25, in this process alone, with its scores. Raises Preempted."""
 
     def texts() -> Iterator[str]:
         for part in task.texts():

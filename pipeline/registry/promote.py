@@ -2,7 +2,7 @@
 
 One order of writes for every change: the checkpoint is verified, the outgoing pointer is logged first,
 the pointer is replaced if it is still that one, its own entry follows into the log. Killed anywhere, the pointer is
-the old one or the new one, and the history (see history.py) tells every change that the pointer went through.
+the old one or the new one, and the history (see records.py) tells every change that the pointer went through.
 """
 
 from collections.abc import Iterable

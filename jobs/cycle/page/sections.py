@@ -3,6 +3,7 @@
 Pure: markup from data. Every text of a job or a judgement is escaped where it is set.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import median
@@ -161,13 +162,13 @@ def _gantt(data: PageData) -> str:
     with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
     first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
     shown = [name for name in lanes if name in set(first[:MAX_LANES])]
-    known = {one.job for one in data.post_mortems}
+    known = {re.sub(r"-[0-9]+-node[0-9]+$", "", one.job) for one in data.post_mortems}
 
     def drawn(entry: Entry) -> Bar:
         spent = [Part(_kind(kind), ms / 1000, "") for kind, ms in entry.spent_ms.items() if ms]
         words = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in entry.spent_ms.items() if ms)
         failed = _failed(entry)
-        has_more = failed and any(name.startswith(entry.job.replace(":", "-")) for name in known)
+        has_more = failed and entry.job.replace(":", "-") in known
         return Bar(
             start=(entry.start_ms - began_ms) / 1000,
             waited=entry.waiting_ms / 1000,

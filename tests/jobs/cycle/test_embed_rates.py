@@ -62,6 +62,14 @@ def test_side_by_side() -> None:
     ]
 
 
+def test_on_sagemaker_a_machine_has_its_price_there() -> None:
+    prices = Prices({"trn1.32xlarge": 21.6, "inf2.xlarge": 0.72, "ml.inf2.xlarge": 0.9}, vcpu=0.036, ml_factor=1.5)
+    stated = {"trn1.32xlarge": 4_000.0, "inf2.xlarge": 500.0, VCPU: 10.0}
+    lines = embed_rate_lines(plan(job("train", resources=TRN1), ON_CPU), [], stated, prices)
+    found = {row[0]: row[2] for row in (re.split(r"  +", line) for line in lines[1:])}
+    assert found == {"1 vCPU (this plan)": "$1.50", "trn1.32xlarge": "$2.25", "inf2.xlarge": "$0.5000"}
+
+
 def test_nothing_to_compare() -> None:
     assert embed_rate_lines(plan(job("train"), ON_CPU), [], {}, PRICES) == []
     assert len(embed_rate_lines(plan(job("train"), ON_CPU), [], {VCPU: 1.0}, PRICES)) == 2, "the head, and 1 vCPU"

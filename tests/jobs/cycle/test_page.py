@@ -207,6 +207,20 @@ def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) ->
     assert index and [(row.cycle, row.outcome) for row in index.cycles] == [("c", "succeeded")]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_its_own"), [("train-1-node0", True), ("train-2-1-node0", False), ("x-1-node0", False)]
+)
+def test_a_failed_try_links_to_post_mortems_of_its_own_job(storage: Storage, name: str, is_its_own: bool) -> None:
+    store, plan, records, closed = make_cycle(storage, "c")
+    (own,) = storage.list("cycles/c/jobs/post-mortem")
+    storage.write_bytes(f"cycles/c/jobs/post-mortem/{name}.json", storage.read_bytes(own.key))
+    if own.key.rpartition("/")[2] != f"{name}.json":
+        storage.delete([own.key])
+    data = write_page(store, plan, records, JobsConfig(), closed)
+    assert [one.job for one in data.post_mortems] == [name]
+    assert (b"#post-mortems" in storage.read_bytes(report_key("c"))) is is_its_own
+
+
 def test_a_large_cycle_is_a_small_page(storage: Storage) -> None:
     """The whole of it, with time and memory, is python -m bench --only cycle_page."""
     make_two(storage, nodes=128, steps=20_000, slices=200, bad_rows=2000)

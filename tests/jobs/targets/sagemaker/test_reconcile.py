@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import trnpipe
 from jobs import cli
 from jobs.cycle.job_records import JobState
 from jobs.settings import CycleSettings, of_all_jobs
@@ -65,6 +66,15 @@ def test_reconcile_alone_takes_a_cycle_from_its_first_job_to_its_report(at: Sett
     assert at.store().storage.stat(f"reports/{CYCLE}.html") is not None
     assert run("reconcile") == EXIT_OK  # nothing is under way
     assert len(made) == 4
+
+
+def test_waiting_in_python_sees_a_cycle_through_whose_driver_died(
+    at: Setting, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.api.time.sleep", lambda _: let_all_end(at))
+    status = trnpipe.Cycle(workspace=at.folder, name=CYCLE).wait()
+    assert (status.outcome, [job.state for job in status.jobs]) == ("succeeded", ["SUCCEEDED"] * 3)
+    assert len(at.batch.submitted or at.ml.created) == 4 and at.store().closed() is not None
 
 
 def test_reconcile_tries_again_and_records_a_refusal(at: Setting, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
