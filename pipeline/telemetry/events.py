@@ -21,7 +21,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
@@ -101,7 +101,7 @@ class EventLog:
         else:
             with os_errors("opening", f"file://{real}"):
                 make_dirs(real.parent)
-                self._log = _Journal(real, real.open("a+b", buffering=0))
+                self._log = _Journal(real, real.open("a+b", buffering=0), shared=True)
                 fsync_path(real.parent)
 
     def emit(self, event: EventName, /, **fields: object) -> None:
@@ -149,24 +149,39 @@ class EventLog:
 
 
 class _Journal:
-    """A local file that whole lines are appended to."""
+    """A local file that whole lines are appended to. `shared`: by several processes."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        end = size = os.fstat(file.fileno()).st_size
-        while end > 0:  # after the last newline a writer was killed
-            start = max(0, end - BLOCK_BYTES)
-            newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(file.fileno(), end)
+    def __init__(self, path: Path, file: BinaryIO, *, shared: bool = False) -> None:
+        self.path, self.file, self._shared = path, file, shared
+        with self._alone():
+            end = size = os.fstat(file.fileno()).st_size
+            while end > 0:  # after the last newline a writer was killed
+                start = max(0, end - BLOCK_BYTES)
+                newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
+                if newline >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            if end < size:
+                os.ftruncate(file.fileno(), end)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody may take a line that another is writing for one that was cut when its writer was killed."""
+        if not self._shared:
+            yield
+            return
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def append(self, lines: bytes | bytearray) -> None:
         """What a full disk cuts is taken back."""
-        with os_errors("writing", f"file://{self.path}"):
+        with os_errors("writing", f"file://{self.path}"), self._alone():
             end = os.fstat(self.file.fileno()).st_size
             if os.write(self.file.fileno(), lines) != len(lines):
                 os.ftruncate(self.file.fileno(), end)

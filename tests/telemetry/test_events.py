@@ -1,5 +1,6 @@
 """The event log on a file system and on S3, and after kills."""
 
+import fcntl
 import os
 import signal
 import threading
@@ -99,6 +100,25 @@ def test_threads_do_not_mix_lines(storage: Storage, tmp_path: Path) -> None:
         thread.join()
     log.close()
     assert names_in(storage) == ["train_steps"] * 80
+
+
+def test_a_line_that_another_is_writing_is_not_cut_off(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "root"))
+    path = tmp_path / "root" / KEY
+    path.parent.mkdir(parents=True)
+    opened: list[EventLog] = []
+    with path.open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b'{"time": "", "event": "train')
+        other = threading.Thread(target=lambda: opened.append(EventLog(storage, KEY, scratch=tmp_path)))
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        file.write(b'_steps"}\n')
+    other.join(30)
+    opened[0].emit(EventName.STAGE_FINISHED)
+    opened[0].close()
+    assert names_in(storage) == ["train_steps", "stage_finished"]
 
 
 def test_a_half_line_is_cut_off(storage: Storage, tmp_path: Path) -> None:
