@@ -10,11 +10,11 @@ from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in
+from pipeline.io.storage import open_storage
+from pipeline.registry.checkpoints import Ancestor, prefix_in
 from pipeline.registry.model import Registry
-from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, read_history, read_pointer, who
-from pipeline.registry.serving import Pair, read_pair, roll_back_model
+from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, who
+from pipeline.registry.serving import Pair
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
@@ -38,26 +38,32 @@ VERBS: Mapping[str, str] = {
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """One action on the registry of the workspace. Returns the exit code; raises TrnpipeError."""
-    given = call.switches | call.options.keys()
-    if wrong := sorted(given - FLAGS[call.action]):
+    check_flags(call, "registry", FLAGS[call.action])
+    return ACTIONS[call.action](_Asked(open_registry(settings, stop), settings.cycle, call), say)
+
+
+def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
+    """Raises ConfigError for a flag that the action does not take."""
+    if wrong := sorted((call.switches | call.options.keys()) - fitting):
         raise ConfigError(
-            f"{wrong[0]} does not apply to trnpipe registry {call.action}",
-            expected=f"{', '.join(FLAGS[call.action])} and settings",
-            next_command="trnpipe registry --help",
+            f"{wrong[0]} does not apply to trnpipe {tool} {call.action}",
+            expected=f"{', '.join(sorted(fitting))} and settings",
+            next_command=f"trnpipe {tool} --help",
         )
+
+
+def open_registry(settings: Settings, stop: StopSignal) -> Registry:
+    """Of the model that the settings name; who changes it is on record with them. Raises ConfigError."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    return ACTIONS[call.action](_Registry(settings, workspace, call), say)
+    author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
+    return Registry(workspace, settings.model_name, author=author)
 
 
 @dataclass(frozen=True)
-class _Registry:
-    settings: Settings
-    workspace: Storage
+class _Asked:
+    registry: Registry
+    cycle: str
     call: ToolCall
-
-    @property
-    def model(self) -> str:
-        return self.settings.model_name
 
     @property
     def as_json(self) -> bool:
@@ -66,26 +72,20 @@ class _Registry:
     @property
     def named(self) -> str:
         """The checkpoint that was typed, as a prefix; empty when none was."""
-        return prefix_in(self.workspace, self.call.arguments[0]) if self.call.arguments else ""
-
-    def production(self, model: str = "") -> Pointer | None:
-        found = read_pointer(self.workspace, model or self.model)
-        return found[0] if found else None
-
-    def author(self) -> Author:
-        return Author(by=who(), settings_hash=settings_hash(self.settings), code_version=code_version())
+        return prefix_in(self.registry.workspace, self.call.arguments[0]) if self.call.arguments else ""
 
 
-def _list(registry: _Registry, say: Say) -> int:
+def _list(asked: _Asked, say: Say) -> int:
     """All models; a damaged pointer does not hide the others, but is the exit code."""
     found: dict[str, Pointer | None] = {}
     damaged: dict[str, str] = {}
-    for model in list_models(registry.workspace):
+    workspace = asked.registry.workspace
+    for model in list_models(workspace):
         try:
-            found[model] = registry.production(model)
+            found[model] = Registry(workspace, model).production()
         except CheckpointError as error:
             damaged[model] = error.seen
-    if registry.as_json:
+    if asked.as_json:
         rows = [{"model": model, "production": _dump(pointer)} for model, pointer in found.items()]
         say(json.dumps([*rows, *({"model": model, "damaged": seen} for model, seen in damaged.items())], indent=1))
     else:
@@ -98,24 +98,24 @@ def _list(registry: _Registry, say: Say) -> int:
     return CheckpointError.exit_code if damaged else EXIT_OK
 
 
-def _show(registry: _Registry, say: Say) -> int:
+def _show(asked: _Asked, say: Say) -> int:
     """The production of the model, or one checkpoint: with its lineage and what the history says of it."""
-    pointer = registry.production()
-    prefix = registry.named or (pointer.checkpoint if pointer else "")
-    entries = read_history(registry.workspace, registry.model)
+    registry, named = asked.registry, asked.named
+    pointer, entries = registry.production(), registry.history()
+    prefix = named or (pointer.checkpoint if pointer else "")
     # A checkpoint of production that is gone must not hide the history that leads back to a good one.
     ancestors: tuple[Ancestor, ...] = ()
     lost = ""
     if prefix:
         try:
-            ancestors = lineage(registry.workspace, prefix)
+            ancestors = registry.lineage(prefix)
         except CheckpointError as error:
             lost = error.seen
-    if lost and registry.named:
+    if lost and named:
         raise CheckpointError(lost, expected="a committed checkpoint", next_command="trnpipe registry show")
-    if registry.named:
+    if named:
         entries = tuple(entry for entry in entries if entry.digest == ancestors[0].digest)
-    if registry.as_json:
+    if asked.as_json:
         document = {
             "model": registry.model,
             "checkpoint": prefix or None,
@@ -127,8 +127,8 @@ def _show(registry: _Registry, say: Say) -> int:
         say(json.dumps(document | ({"damaged": lost} if lost else {}), indent=1))
     else:
         say(f"{registry.model} | {_production_line(pointer)}")
-        if not registry.named and (served := read_pair(registry.workspace, registry.model)):
-            say(f"{registry.model} | {served_line(served[0])}")
+        if not named and (served := registry.serving()):
+            say(f"{registry.model} | {served_line(served)}")
         for line in (*_lineage_lines(ancestors), *_history_lines(entries)):
             say(line)
         if lost:
@@ -136,34 +136,28 @@ def _show(registry: _Registry, say: Say) -> int:
     return CheckpointError.exit_code if lost else EXIT_OK
 
 
-def _promote(registry: _Registry, say: Say) -> int:
-    forced = registry.call.options.get(FORCE)
+def _promote(asked: _Asked, say: Say) -> int:
+    forced = asked.call.options.get(FORCE)
     if forced is not None and not one_line(forced):
         raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
-    known = Registry(registry.workspace, registry.model, author=registry.author())
-    before = known.production()
-    now = known.promote(registry.named, cycle=registry.settings.cycle, force=forced or "")
+    before = asked.registry.production()
+    now = asked.registry.promote(asked.named, cycle=asked.cycle, force=forced or "")
     _say_change(before, now, say)
     return EXIT_OK
 
 
-def _rollback(registry: _Registry, say: Say) -> int:
-    before, reason = registry.production(), registry.call.options.get(REASON, "")
-    now = roll_back_model(
-        registry.workspace,
-        registry.model,
-        registry.named,
-        reason=reason,
-        author=registry.author(),
-        without_vectors=WITHOUT_VECTORS in registry.call.switches,
-    )
+def _rollback(asked: _Asked, say: Say) -> int:
+    registry, call = asked.registry, asked.call
+    before = registry.production()
+    without = WITHOUT_VECTORS in call.switches
+    now = registry.rollback(asked.named, reason=call.options.get(REASON, ""), without_vectors=without)
     _say_change(before, now, say)
-    if served := read_pair(registry.workspace, registry.model):
-        say(f"{registry.model}: {served_line(served[0])}")
+    if served := registry.serving():
+        say(f"{registry.model}: {served_line(served)}")
     return EXIT_OK
 
 
-ACTIONS: Mapping[str, Callable[[_Registry, Say], int]] = {
+ACTIONS: Mapping[str, Callable[[_Asked, Say], int]] = {
     "list": _list,
     "show": _show,
     "promote": _promote,

@@ -203,19 +203,23 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     """
     stop = StopSignal()
     storage, name = place_of(uri, retry=RetryPolicy(), stop=stop)
-    manifest = read_manifest(storage, name)
+    manifest, folder = read_manifest(storage, name), storage.local_path(name)
     if manifest is not None and manifest.kind == VECTORS:
-        vectors = VectorSet(storage, name, manifest)
-        folder = Path(cache or Path.home() / ".cache" / "trnpipe" / "vectors").expanduser().absolute() / manifest.digest
-        hand_over(vectors, open_form("npy", vectors), folder, stop)
-        manifest = read_manifest(open_storage(str(folder)), "")
-    else:
-        folder = storage.local_path(name) or Path()
+        vectors, here = VectorSet(storage, name, manifest), cache or Path.home() / ".cache" / "trnpipe" / "vectors"
+        made = Path(here).expanduser().absolute() / manifest.digest
+        hand_over(vectors, open_form("npy", vectors), made, stop)
+        manifest, folder = read_manifest(open_storage(str(made)), ""), made
     if manifest is None or manifest.kind != KIND or manifest.fields["form"] != "npy":
         raise DataError(
             f"{storage.uri(name)} holds no finished vectors",
             expected="embeddings/<cycle> of a workspace, or a folder of trnpipe export vectors --to npy",
             next_command="trnpipe export vectors --to npy --out DIR",
+        )
+    if folder is None:  # its files are mapped
+        raise ConfigError(
+            f"{storage.uri(name)} is on no disk of this machine",
+            expected="embeddings/<cycle> of a workspace, or a folder on a disk",
+            next_command=f"aws s3 sync {storage.uri(name)} DIR",
         )
     with os_errors("reading", folder.as_uri()):
         # An empty matrix cannot be mapped.

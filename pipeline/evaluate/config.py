@@ -325,7 +325,6 @@ class EvaluateConfig(Record):
         description="Holdout queries that were trained on, by id or text: refuse above max_leak_share, or warn",
     )
     max_leak_share: float = Field(0.05, ge=0, le=1, description="Share of such queries that is only warned of")
-    vector_rows: int = Field(512, ge=0, description="Rows whose embeddings are kept beside the scores, for parity")
     save_every_s: float = Field(30.0, gt=0, description="Seconds after which scored rows are saved")
     promote: bool = Field(True, description="Put a candidate that passes the gate into production")
     force_reason: str = Field("", description="Promote although the gate refuses; why (goes on record)")

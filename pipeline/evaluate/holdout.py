@@ -216,12 +216,6 @@ class Holdout:
             texts.append(text_hashes(arrays["query"], self.rows.pad_id))
         return HoldoutQueries.of(np.concatenate(ids), np.concatenate(texts))
 
-    def sample(self, count: int) -> tuple[Int64s, Tokens, Tokens]:
-        """sample_id [M] ascending of at most `count` rows, chosen by a hash of it, with their query and product."""
-        ids = np.concatenate([arrays["sample_id"] for arrays in self.blocks(("sample_id",))])
-        chosen = np.sort(ids[np.argsort(mix64(ids.astype(np.uint64)), kind="stable")[:count]])
-        return chosen, *self.tokens_of(chosen)
-
     def tokens_of(self, sample_ids: Int64s) -> tuple[Tokens, Tokens]:
         """Query and product of rows of the holdout; sample_id [M] ascending."""
         found: list[Int64s] = []

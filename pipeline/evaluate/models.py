@@ -177,12 +177,10 @@ class ModelScorer:
     _watches: dict[str, GraphWatch] = field(default_factory=dict)
     _programs: dict[str, ScoreProgram] = field(default_factory=dict)
 
-    def run(
-        self, role: str, checkpoint: Checkpoint, holdout: Holdout, vectors: Vectors, vector_rows: int
-    ) -> tuple[ScoreSet | None, str]:
+    def run(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> tuple[ScoreSet | None, str]:
         """Scores on rank 0 (None elsewhere), and the key they lie under. Raises Preempted with what is done saved."""
         ctx = self.ctx
-        key = self._key(checkpoint, holdout, vector_rows)
+        key = self._key(checkpoint, holdout)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return load_scores(ctx.workspace, key, ctx.scratch / "scores") if ctx.world.is_main else None, key
         program = self._loaded(checkpoint, holdout)
@@ -201,7 +199,7 @@ class ModelScorer:
             )
         if not ctx.world.is_main:
             return None, key
-        sample, info = vectors.sample(holdout, vector_rows), holdout.sets[0].info
+        info = holdout.sets[0].info
         scores = ScoreSet(
             info=ScoreInfo(
                 role=role,
@@ -217,7 +215,6 @@ class ModelScorer:
                 labels=info.labels,
                 label_gains=info.label_gains,
                 rows=holdout.order.total,
-                vector_rows=0 if sample is None else len(sample.sample_id),
                 settings_hash=ctx.settings_hash,
                 code_version=ctx.code_version,
             ),
@@ -227,7 +224,6 @@ class ModelScorer:
             gain=arrays["gain"],
             logits=arrays["logits"],
             slices=holdout.slices(arrays, self.settings.evaluate.query_tokens),
-            vectors=sample,
         )
         save_scores(ctx.workspace, key, scores, ctx.scratch)
         parts.clear()
@@ -278,20 +274,15 @@ class ModelScorer:
             )
         return self._watches[name]
 
-    def _key(self, checkpoint: Checkpoint, holdout: Holdout, vector_rows: int) -> str:
+    def _key(self, checkpoint: Checkpoint, holdout: Holdout) -> str:
         """Named by all that decides the scores, so that another attempt finds those of the same question only."""
-        config, chunks = self.settings.evaluate, self.settings.embed.chunks
-        state, embed = checkpoint.state, self.settings.embed
-        limit = embed.row_limit(state.max_tokens, state.model.max_positions) if vector_rows else 0
         renamed = sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns))
         decides = fingerprint(
             {
                 "holdout": holdout.name,
-                "query_tokens": list(config.query_tokens),
-                "vectors": [vector_rows, self.settings.embed.precision, *([chunks] if chunks > 1 else [])],
+                "query_tokens": list(self.settings.evaluate.query_tokens),
                 "precision": self.settings.train.precision,
                 "device": self.backend.device_name(),
-                **({"row_tokens": limit} if limit else {}),
                 **({"renamed": renamed} if renamed else {}),
             }
         )

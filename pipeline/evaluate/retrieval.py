@@ -35,7 +35,7 @@ from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
-from pipeline.evaluate.scores import VectorSample, load_arrays, save_arrays
+from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
@@ -436,16 +436,6 @@ class Vectors:
 
     def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
         return self._embedder.stream(windows)
-
-    def sample(self, holdout: Holdout, count: int) -> VectorSample | None:
-        """Both embeddings of at most `count` rows of a holdout."""
-        if not count:
-            return None
-        sample_id, query, product = holdout.sample(count)
-        windows = [*pieces(query, _WINDOW), *pieces(product, _WINDOW)]
-        found = list(counted(self(windows), "embedding a sample", 2 * len(sample_id)))
-        half = len(found) // 2
-        return VectorSample(sample_id, np.concatenate(found[:half]), np.concatenate(found[half:]))
 
 
 KIND = "retrieval"

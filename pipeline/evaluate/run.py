@@ -234,13 +234,11 @@ class Evaluation:
             return report
 
     def _side(self, role: str, checkpoint: Checkpoint) -> Side:
-        vectors = self.scorer.vectors(checkpoint, self.holdout)
         with self.notes.timed(f"scoring_{role}"):
-            count = self.settings.evaluate.vector_rows
-            scores, key = self.scorer.run(role, checkpoint, self.holdout, vectors, count)
+            scores, key = self.scorer.run(role, checkpoint, self.holdout)
             threshold = self._threshold(role, checkpoint, scores)
         with self.notes.timed(f"searching_{role}"):
-            found = self.search.run(role, checkpoint, vectors)
+            found = self.search.run(role, checkpoint, self.scorer.vectors(checkpoint, self.holdout))
         rows = None if scores is None else judged_slices(to_rows(scores), self.splits.new)
         if rows is not None and not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
@@ -256,7 +254,7 @@ class Evaluation:
                 self.notes.warn(f"no threshold for the {role}: {valid}")
                 return None
             # Ranks gather in here: an error of one of them ends the run, or the others would wait for it.
-            scores, _ = self.scorer.run(role, checkpoint, valid, self.scorer.vectors(checkpoint, valid), 0)
+            scores, _ = self.scorer.run(role, checkpoint, valid)
         try:
             return best_threshold(to_rows(scores)) if scores else None
         except DataError as error:

@@ -33,6 +33,7 @@ from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
 from tests.killing import killed_at
 from tests.peak import measured, peak_mib
+from tests.s3 import MotoServer, lead_to
 
 STOP = StopSignal()
 LIBRARIES = {"faiss": "faiss", "lance": "lance", "usearch": "usearch"}
@@ -255,6 +256,19 @@ def test_arrays_of_a_cycle(vectors: VectorSet, tmp_path: Path) -> None:
     for bad in (str(tmp_path / "in"), str(tmp_path / "nowhere")):
         with pytest.raises(DataError, match="holds no finished vectors"):
             open_vectors(bad, cache)
+
+
+def test_files_that_lie_on_s3_alone_cannot_be_mapped(
+    vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_over(vectors, open_form("npy", vectors), tmp_path / "out", STOP)
+    with MotoServer("copies") as server:
+        lead_to(server.url, monkeypatch)
+        copy = open_storage("s3://copies/out")
+        for path in (tmp_path / "out").iterdir():
+            copy.upload(path, path.name)
+        with pytest.raises(ConfigError, match="is on no disk of this machine"):
+            open_vectors("s3://copies/out")
 
 
 def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,21 +79,6 @@ def test_lengths() -> None:
     assert [column.names[code] for code in column.codes] == ["1", "2-3", "2-3", *["4-8"] * 5, "9+"]
 
 
-def test_a_sample_is_a_function_of_the_ids(holdout: Holdout) -> None:
-    ids, query, product = holdout.sample(7)
-    assert len(ids) == 7 and (np.diff(ids) > 0).all()
-    assert len(query.lengths) == len(product.lengths) == 7
-    more, _, _ = holdout.sample(9)
-    assert set(ids.tolist()) < set(more.tolist())
-    for place, sample in enumerate(ids.tolist()):
-        for bucket, numbers in enumerate(holdout.order.rows):
-            arrays = holdout.rows.read(np.full(len(numbers), bucket), numbers, bucket)
-            for row in np.flatnonzero(arrays["sample_id"] == sample):
-                text = arrays["query"][row]
-                assert query.ids[query.offsets[place] : query.offsets[place + 1]].tolist() == text[text != 0].tolist()
-    assert len(holdout.sample(1000)[0]) == holdout.order.total
-
-
 def test_its_name_tells_what_is_scored(holdout: Holdout) -> None:
     assert holdout.name == Holdout("test", holdout.sets, holdout.rows, holdout.order, 0).name
     others = [

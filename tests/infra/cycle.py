@@ -49,7 +49,6 @@ _GIVEN = (
     "--train.evaluate-every=20",
     "--checkpoint.every-steps=10",
     "--checkpoint.keep-last=1",
-    "--evaluate.vector-rows=20",
     "--evaluate.save-every-s=0.01",
     "--evaluate.retrieval.window-rows=100",
     "--gate.min-queries=10",

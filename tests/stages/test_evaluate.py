@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -82,8 +81,6 @@ def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> N
     assert "metric " in told and "ndcg@10" in told and "promote: " in told and "generation 1" in told
     scores = load_scores(case.storage, report.candidate.scores, case.folder / "cache")
     assert scores.info.rows == len(scores.sample_id) == report.holdout.rows
-    assert scores.vectors is not None and len(scores.vectors.sample_id) == 20
-    np.testing.assert_allclose(np.linalg.norm(scores.vectors.query, axis=1), 1, rtol=1e-5)
     assert set(scores.slices) == {"brand", "partition", "query_tokens"}
     assert not case.storage.list_dirs("cycles/c1/evaluate/parts/")
 
@@ -150,14 +147,14 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
 
 
 def test_rows_shorter_than_the_model_reads_are_another_question(case: Case) -> None:
-    """Texts are cut to them; longer ones change nothing."""
+    """Of search: texts are cut to them. Longer ones change nothing, and scores of pairs are what they were."""
     case.run("--no-evaluate.promote")
     whole = case.report().candidate
     assert "done already" in case.run("--no-evaluate.promote", "--embed.buckets=64,128")
     assert "done already" not in case.run("--no-evaluate.promote", "--embed.buckets=8")
     cut = case.report().candidate
     assert cut.retrieval is not None and whole.retrieval is not None
-    assert cut.retrieval.values != whole.retrieval.values and cut.scores != whole.scores
+    assert cut.retrieval.values != whole.retrieval.values and cut.scores == whole.scores
 
 
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
@@ -423,7 +420,7 @@ def test_two_classes_get_a_threshold_on_valid(
     case.made("other", noisy(0.1))
     case.run("--evaluate.candidate=checkpoints/other/step-20", "--evaluate.split=valid", "--gate.drops=f1=0.5")
     assert case.report().holdout.split == "valid"
-    assert len(case.storage.list_dirs("cycles/c1/evaluate/scores/")) == 4, "valid is scored once for each model"
+    assert len(case.storage.list_dirs("cycles/c1/evaluate/scores/")) == 3, "a split is scored once for each model"
 
     def unreadable(self: ModelScorer, role: str, checkpoint: Any, holdout: Holdout, *args: Any) -> Any:
         if holdout.split == "valid":
