@@ -81,7 +81,8 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     shipped = [part for part in of_task if not part.variant]
     test, valid = (sides_of([part for part in shipped if part.split == split]) for split in ("test", "valid"))
     recipe = ours.recipe()
-    changed = sides_of([part for part in of_task if part.split == "test" and part.variant and part.recipe == recipe])
+    variants = [part for part in of_task if part.part == OURS and part.split == "test" and part.variant]
+    changed = sides_of([part for part in variants if part.recipe == recipe])
     if OURS not in test:
         raise Incomplete("ours was not run on test")
     test[OURS], is_present = _of_one_recipe(test[OURS], recipe)
