@@ -65,7 +65,7 @@ def live_cycle(
     found = {record.name: record for record in records}
     jobs, depths = list[LiveJob](), dict[str, int]()
     for spec in plan.jobs:  # each after those it depends on
-        depths[spec.name] = max((1 + depths[one.job] for one in spec.depends_on if one.job), default=0)
+        depths[spec.name] = max((1 + depths[one.job] for one in spec.depends_on), default=0)
         record = found.get(spec.name)
         if record is None:
             jobs.append(LiveJob(spec.name, depths[spec.name], "○", "not submitted", "", "", ""))

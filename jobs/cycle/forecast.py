@@ -35,7 +35,7 @@ def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
     for job in plan.jobs:  # each after those it depends on
         if job.name not in seconds:
             return None
-        ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on if one.job), default=0.0)
+        ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on), default=0.0)
     return max(ends.values(), default=0.0)
 
 

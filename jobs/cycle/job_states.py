@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
-from jobs.plan.spec import DependencyType, JobSpec
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, TransientError
 
 EXITED = "Essential container in task exited"
@@ -57,14 +57,8 @@ class Leaf:
         return self.spec.name if self.index is None else f"{self.spec.name}:{self.index}"
 
     def waits_for(self) -> Iterator[str]:
-        """Names of the jobs and children that must succeed before."""
-        for one in self.spec.depends_on:
-            if one.type is DependencyType.ALL:
-                yield one.job
-            elif one.type is DependencyType.N_TO_N:
-                yield f"{one.job}:{self.index}"
-            elif self.index:
-                yield f"{self.spec.name}:{self.index - 1}"
+        """Names of the jobs that must succeed before."""
+        return (one.job for one in self.spec.depends_on)
 
 
 def leaves_of(job: JobSpec) -> list[Leaf]:

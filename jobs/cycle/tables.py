@@ -23,7 +23,7 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
         rows.append(
             (
                 job.name,
-                ", ".join(one.job or one.type.value for one in job.depends_on) or "-",
+                ", ".join(one.job for one in job.depends_on) or "-",
                 shape_text(job),
                 str(job.resources.vcpus),
                 f"{job.resources.memory_mib:,}",

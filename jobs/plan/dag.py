@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from jobs.plan.spec import DependencyType, JobSpec
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
@@ -73,21 +73,15 @@ class Plan(Record):
 
 
 def dag_problems(jobs: Sequence[JobSpec]) -> Iterator[str]:
-    """What keeps jobs from being run in this order, one line each: names, unknown jobs and circles, sizes of arrays."""
-    before: dict[str, JobSpec] = {}
+    """What keeps jobs from being run in this order, one line each: names, unknown jobs and circles."""
+    before = set[str]()
     for job in jobs:
         if job.name in before:
             yield f"{job.name}: two jobs have this name"
         for one in job.depends_on:
-            if one.type is DependencyType.SEQUENTIAL:
-                if one.job or not job.array_size:
-                    yield f"{job.name}: a SEQUENTIAL dependency; expected on an array, naming no job"
-            elif one.job not in before:
+            if one.job not in before:
                 yield f"{job.name}: depends on {one.job!r}, which is not a job before it"
-            elif one.type is DependencyType.N_TO_N and before[one.job].array_size != job.array_size:
-                sizes = f"{one.job} of {before[one.job].array_size}, and has {job.array_size}"
-                yield f"{job.name}: depends child by child on {sizes}"
-        before[job.name] = job
+        before.add(job.name)
 
 
 def refuse(plan: Plan, problems: Iterable[str], *, platform: str, next_command: str) -> None:

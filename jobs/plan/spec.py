@@ -1,7 +1,7 @@
 """What a job is, whatever runs it. Where it runs (queue, role, log group, ...) is a placement of the target."""
 
 from collections.abc import Mapping
-from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
@@ -9,20 +9,11 @@ from jobs.plan.retry import Retry
 from pipeline.core.record import Record
 
 
-class DependencyType(StrEnum):
-    ALL = "ALL"
-    """The whole of the other job. (AWS Batch: no type.)"""
-    N_TO_N = "N_TO_N"
-    """Child i of an array waits for child i of the other."""
-    SEQUENTIAL = "SEQUENTIAL"
-    """Child i of an array waits for its own child i - 1."""
-
-
 class Dependency(Record):
-    """A job that must succeed before. SEQUENTIAL names no job."""
+    """A job that must succeed before: the whole of it, every child of an array."""
 
-    job: str = ""
-    type: DependencyType = DependencyType.ALL
+    job: str
+    type: Literal["ALL"] = "ALL"
 
 
 class Ulimit(Record):

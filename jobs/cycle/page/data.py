@@ -238,7 +238,7 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
         record = found.get(spec.name)
         yield Job(
             name=spec.name,
-            after=tuple(one.job for one in spec.depends_on if one.job),
+            after=tuple(one.job for one in spec.depends_on),
             state=record.state.value if record else "not submitted",
             nodes=max(1, spec.num_nodes),
             children=spec.array_size,

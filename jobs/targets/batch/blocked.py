@@ -7,25 +7,9 @@ Source of the reasons: the API reference of AWS Batch, JobDetail.statusReason.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from jobs.cycle.job_records import JobRecord, JobState, Sighting
 from pipeline.core.format import format_duration
-
-DWELL_S = 15 * 60.0
-"""How long a reason must persist before a job is ended for it."""
-
-
-class BlockKind(StrEnum):
-    """Whose fault it is, as AWS Batch has it."""
-
-    CAPACITY = "CAPACITY"
-    MISCONFIGURATION = "MISCONFIGURATION"
-    UNDETERMINED = "UNDETERMINED"
-
-
-NEVER_STARTS = frozenset({BlockKind.MISCONFIGURATION})
-"""What waiting does not cure. Capacity comes back."""
 
 
 @dataclass(frozen=True)
@@ -33,47 +17,42 @@ class Block:
     """A reason of AWS Batch, known by a part of its text, in our words."""
 
     word: str
-    kind: BlockKind
     words: str
     next_command: str
 
 
-_CAPACITY, _MISCONFIGURED = BlockKind.CAPACITY, BlockKind.MISCONFIGURATION
+_NEVER_STARTS = "MISCONFIGURATION:"
+"""What waiting does not cure. Capacity comes back."""
 _QUEUE = "aws batch describe-job-queues --job-queues QUEUE"
 _REASONS = (
     Block(
         "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
-        _CAPACITY,
         "EC2 has no such instances free in the zone of the compute environment",
         "wait; or add a zone, a reservation or a capacity block to the compute environment",
     ),
     Block(
         "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
-        _MISCONFIGURED,
         "it needs more vCPU than maxvCpus of any compute environment of the queue",
         "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
     Block(
         "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE",
-        _MISCONFIGURED,
         "it needs more instances than the service environment of the queue has",
         "aws batch update-service-environment, or fewer nodes in [jobs]",
     ),
     Block(
         "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
-        _MISCONFIGURED,
         "no instance type of the compute environments has the vCPU and memory it asks for",
         "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
     ),
     Block(
         "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
-        _MISCONFIGURED,
         "the service role of the compute environment lacks rights to start instances",
         "use the service-linked role AWSServiceRoleForBatch",
     ),
-    Block("MISCONFIGURATION:", _MISCONFIGURED, "the queue or its compute environments are set up wrongly", _QUEUE),
-    Block("CAPACITY:", _CAPACITY, "there is no capacity for it", "wait, or use another queue"),
-    Block("UNDETERMINED", BlockKind.UNDETERMINED, "AWS Batch does not know why it cannot start", _QUEUE),
+    Block(_NEVER_STARTS, "the queue or its compute environments are set up wrongly", _QUEUE),
+    Block("CAPACITY:", "there is no capacity for it", "wait, or use another queue"),
+    Block("UNDETERMINED", "AWS Batch does not know why it cannot start", _QUEUE),
 )
 
 
@@ -94,15 +73,9 @@ def watch(records: Sequence[JobRecord], before: Collection[Sighting], now: float
     )
 
 
-def overdue(
-    sightings: Sequence[Sighting], now: float, dwell_s: float = DWELL_S, kinds: Collection[BlockKind] = NEVER_STARTS
-) -> tuple[Sighting, ...]:
-    """Those whose reason is of these kinds and has persisted for `dwell_s`."""
-    return tuple(
-        one
-        for one in sightings
-        if (block := explain(one.reason)) and block.kind in kinds and now - one.since >= dwell_s
-    )
+def overdue(sightings: Sequence[Sighting], now: float, dwell_s: float) -> tuple[Sighting, ...]:
+    """Those that never start, and have been seen for `dwell_s`."""
+    return tuple(one for one in sightings if one.reason.startswith(_NEVER_STARTS) and now - one.since >= dwell_s)
 
 
 def block_lines(sightings: Sequence[Sighting], now: float) -> Iterator[str]:

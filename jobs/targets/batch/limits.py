@@ -94,7 +94,7 @@ def _sizes(plan: Plan, job: JobSpec) -> Iterator[str]:
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:
         yield f"a job definition of {definition:,} bytes; expected at most {MAX_DEFINITION_BYTES:,}"
-    request = submit_request(plan, job, definition="name:1", ids={d.job: "0" * 36 for d in job.depends_on if d.job})
+    request = submit_request(plan, job, definition="name:1", ids={d.job: "0" * 36 for d in job.depends_on})
     nodes = request.get("nodeOverrides", {}).get("nodePropertyOverrides", [{}])[0]
     override = len(json.dumps(request.get("containerOverrides") or nodes.get("containerOverrides")))
     if override > MAX_OVERRIDE_CHARACTERS:

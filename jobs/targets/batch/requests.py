@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.plan.dag import Plan
-from jobs.plan.spec import DependencyType, JobSpec
+from jobs.plan.spec import JobSpec
 from jobs.targets.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 
@@ -43,17 +43,13 @@ def definition_request(plan: Plan, job: JobSpec) -> Request:
 def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str]) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
-    depends_on: list[Request] = []
-    for one in job.depends_on:
-        earlier = {} if one.type is DependencyType.SEQUENTIAL else {"jobId": ids[one.job]}
-        depends_on.append(earlier | ({} if one.type is DependencyType.ALL else {"type": one.type.value}))
     request: Request = {
         "jobName": job_name(plan, job),
         "jobQueue": where.queue,
         "jobDefinition": definition,
         "shareIdentifier": where.share_identifier,
         "schedulingPriorityOverride": where.priority,
-        "dependsOn": depends_on,
+        "dependsOn": [{"jobId": ids[one.job]} for one in job.depends_on],
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
     }

@@ -9,7 +9,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.base import Target, log_stream, no_log, seconds_of
 from jobs.targets.batch.account import preflight
-from jobs.targets.batch.blocked import DWELL_S, NEVER_STARTS, BlockKind, block_lines, overdue, watch
+from jobs.targets.batch.blocked import block_lines, overdue, watch
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
@@ -112,7 +112,7 @@ class BatchTarget(Target):
         self._end_unrecorded(finder, plan, range(1, round_), {job.name for job in missing})
         for job in missing:
             # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.
-            waits_for = tuple(one for one in job.depends_on if not one.job or one.job in jobs)
+            waits_for = tuple(one for one in job.depends_on if one.job in jobs)
             spec = job.model_copy(update={"depends_on": waits_for})
             ids[job.name] = self._hand_over(finder, plan, round_, spec, ids)
         self._end_unrecorded(finder, plan, [round_], ids)
@@ -151,18 +151,12 @@ class BatchTarget(Target):
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
-    def check_blocked(
-        self,
-        records: Sequence[JobRecord],
-        *,
-        dwell_s: float = DWELL_S,
-        kinds: Collection[BlockKind] = NEVER_STARTS,
-    ) -> tuple[str, ...]:
-        """Why jobs cannot start, in words. Ends those whose reason is of these kinds and persisted for `dwell_s`."""
+    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
+        """Why jobs cannot start, in words. Ends those that never will, once that was seen for `dwell_s`."""
         now = self.store.clock()
         sightings = watch(records, self.store.sightings(), now)
         self.store.save_sightings(sightings)
-        for one in overdue(sightings, now, dwell_s, kinds):
+        for one in overdue(sightings, now, dwell_s):
             self.client.terminate_job(one.id.partition(":")[0], f"blocked for {now - one.since:.0f} s: {one.reason}")
         return tuple(block_lines(sightings, now))
 

@@ -6,7 +6,7 @@ from jobs.cycle import job_states
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
 from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.plan.spec import JobSpec
 from tests.jobs.cycle.cases import job
 
 SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED = JobState
@@ -17,8 +17,8 @@ def record(name: str, state: JobState, *attempts: AttemptRecord) -> JobRecord:
     return JobRecord(name=name, id=f"id-{name}", state=state, created_at=1.0, attempts=attempts)
 
 
-def array(name: str, size: int, *depends_on: Dependency) -> JobSpec:
-    return job(name, array_size=size, depends_on=depends_on)
+def array(name: str, size: int) -> JobSpec:
+    return job(name, array_size=size)
 
 
 def settled(jobs: list[JobSpec], now: dict[str, JobState]) -> dict[str, JobState]:
@@ -83,21 +83,6 @@ def test_a_dependency_on_an_array_waits_for_all_of_it() -> None:
     assert settled(jobs, {"a:0": FAILED, "a:1": RUNNING, "b": PENDING})["b"] is PENDING  # the others continue
     assert settled(jobs, {"a:0": FAILED, "a:1": SUCCEEDED, "b": PENDING})["b"] is FAILED
     assert settled(jobs, {"a:0": SUCCEEDED, "a:1": SUCCEEDED, "b": PENDING})["b"] is RUNNABLE
-
-
-def test_n_to_n_pairs_the_children() -> None:
-    jobs = [array("a", 3), array("b", 3, Dependency(job="a", type=DependencyType.N_TO_N))]
-    now = {"a:0": SUCCEEDED, "a:1": RUNNING, "a:2": FAILED} | {f"b:{i}": SUBMITTED for i in range(3)}
-    found = settled(jobs, now)
-    assert [found[f"b:{i}"] for i in range(3)] == [RUNNABLE, PENDING, FAILED]
-
-
-def test_sequential_children_run_one_after_another_and_stop_at_the_first_failure() -> None:
-    jobs = [array("a", 4, Dependency(type=DependencyType.SEQUENTIAL))]
-    found = settled(jobs, {f"a:{i}": SUBMITTED for i in range(4)})
-    assert list(found.values()) == [RUNNABLE, PENDING, PENDING, PENDING]
-    found = settled(jobs, {"a:0": SUCCEEDED, "a:1": FAILED, "a:2": PENDING, "a:3": PENDING})
-    assert list(found.values()) == [SUCCEEDED, FAILED, FAILED, FAILED]
 
 
 @pytest.mark.parametrize(

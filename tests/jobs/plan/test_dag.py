@@ -1,12 +1,11 @@
 """Any DAG of jobs is a plan; plans that the revision before has stored are read and keep their ids."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jobs.plan.dag import Plan, dag_problems
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.plan.spec import JobSpec
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job, plan
@@ -36,10 +35,6 @@ def test_where_a_job_runs_is_no_part_of_what_it_runs() -> None:
     assert not {"queue", "share_identifier", "priority", "job_role", "log_group"} & JobSpec.model_fields.keys()
 
 
-def of(*depends_on: Dependency, **fields: Any) -> JobSpec:
-    return job("b", **{"depends_on": depends_on, **fields})
-
-
 @pytest.mark.parametrize(
     ("jobs", "problem"),
     [
@@ -47,11 +42,6 @@ def of(*depends_on: Dependency, **fields: Any) -> JobSpec:
         ([job("a"), job("b", "nobody")], "b: depends on 'nobody', which is not a job before it"),
         ([job("a", "b"), job("b", "a")], "a: depends on 'b', which is not a job before it"),
         ([job("a", "a")], "a: depends on 'a', which is not a job before it"),
-        ([of(Dependency(type=DependencyType.SEQUENTIAL))], "b: a SEQUENTIAL dependency; expected on an array"),
-        (
-            [job("a", array_size=2), of(Dependency(job="a", type=DependencyType.N_TO_N), array_size=3)],
-            "b: depends child by child on a of 2, and has 3",
-        ),
     ],
 )
 def test_what_is_no_dag_in_order(jobs: list[JobSpec], problem: str) -> None:

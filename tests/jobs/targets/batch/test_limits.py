@@ -9,7 +9,7 @@ from botocore.validate import validate_parameters
 
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.plan.spec import Dependency, JobSpec
 from jobs.targets.batch.limits import check_plan, plan_problems
 from jobs.targets.batch.requests import definition_request, submit_request
 from pipeline.core.errors import ConfigError
@@ -62,11 +62,6 @@ def test_a_sound_plan_has_no_problem() -> None:
         ),
         ({"depends_on": tuple(Dependency(job="a") for _ in range(21))}, "21 dependencies"),
         ({"depends_on": (Dependency(job="nobody"),)}, "depends on 'nobody'"),
-        ({"depends_on": (Dependency(type=DependencyType.SEQUENTIAL),)}, "a SEQUENTIAL dependency"),
-        (
-            {"array_size": 3, "depends_on": (Dependency(job="a", type=DependencyType.N_TO_N),)},
-            "child by child on a of 2",
-        ),
     ],
 )
 def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) -> None:

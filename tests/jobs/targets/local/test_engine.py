@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
 from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, DependencyType, JobSpec
+from jobs.plan.spec import Dependency, JobSpec
 from jobs.targets.local import engine
 from jobs.targets.local.nodes import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
@@ -223,20 +223,12 @@ AGAIN = (NodeEnd(exit_code=75), NodeEnd(lost=True), NodeEnd(error="x: gone"))
 
 @st.composite
 def dags(draw: st.DrawFn) -> list[JobSpec]:
-    """Jobs, gangs and arrays; each depends on some of those before it in some way."""
+    """Jobs, gangs and arrays; each depends on some of those before it."""
     made: list[JobSpec] = []
     for number in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(["job", "gang", "array"]))
         size = draw(st.integers(2, 3)) if kind == "array" else 0
-        on = []
-        for one in made:
-            match draw(st.sampled_from(["", "", "ALL", "N_TO_N"])):
-                case "ALL":
-                    on.append(Dependency(job=one.name))
-                case "N_TO_N" if size and one.array_size == size:
-                    on.append(Dependency(job=one.name, type=DependencyType.N_TO_N))
-        if size and draw(st.booleans()):
-            on.append(Dependency(type=DependencyType.SEQUENTIAL))
+        on = [Dependency(job=one.name) for one in made if draw(st.integers(0, 2)) == 0]
         nodes = draw(st.integers(1, 2)) if kind == "gang" else 0
         attempts = draw(st.integers(1, 3))
         made.append(
