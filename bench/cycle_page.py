@@ -310,7 +310,7 @@ def _vectors(cycle: str, parent: str, text: str) -> VerifyDigest:
         cycle=cycle, passed=True, model_digest=f"d-{cycle}", vectors_digest="v", previous=parent or None,
         rows=1_000_000,
         counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5), drift=drift if parent else None,
-        mean_cosine=0.98 if parent else None, moved_share=0.01, ann_recall=0.99, recompute_min_cosine=0.9999,
+        mean_cosine=0.98 if parent else None, moved_share=0.01, recompute_min_cosine=0.9999,
         checks=(Check(name="files", outcome="pass", seen=text or "5 files, 1.2 MiB"),),
     )  # fmt: skip
 

@@ -44,7 +44,12 @@ from pipeline.tune.config import TuneConfig
 
 ENV_PREFIX = "TRNPIPE_"
 DEFAULT = "default"
-RETIRED = frozenset({"evaluate.vector_rows", "health.max_clock_skew_s", "health.nccom_across_nodes"})
+RETIRED = frozenset(
+    {
+        *("embed.verify.ann_queries", "embed.verify.ann_rows", "embed.verify.min_recall", "evaluate.vector_rows"),
+        *("health.max_clock_skew_s", "health.nccom_across_nodes"),
+    }
+)
 """Settings of earlier versions: files that were stored with a cycle may still name them, and they do nothing."""
 _NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 

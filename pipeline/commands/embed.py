@@ -23,7 +23,6 @@ from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     Picked,
     VerifyReport,
-    check_ann,
     check_catalogue,
     check_drift,
     check_files,
@@ -159,12 +158,5 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
         "catalogue": catalogue,
         "sample": sample,
         "drift": previous,
-        "ann": lambda: check_ann(
-            vectors,
-            rows=config.ann_rows,
-            queries=config.ann_queries,
-            min_recall=config.min_recall,
-            stop=ctx.stop,
-        ),
     }
     return [partial(guarded, name, check) for name, check in checks.items()]

@@ -65,9 +65,6 @@ class VerifyConfig(Record):
     min_drift_cosine: float | None = Field(
         None, ge=-1, le=1, description="Lowest mean cosine to the previous cycle; none: drift is only told"
     )
-    ann_queries: int = Field(200, ge=0, description="Vectors searched with an ANN index (extra: ann); 0: none")
-    ann_rows: int = Field(100_000, ge=2, description="Vectors put into that index, spread over the catalogue")
-    min_recall: float = Field(0.9, ge=0, le=1, description="Lowest recall@10 of that index against exact search")
 
 
 FRAME = 2

@@ -52,7 +52,7 @@ class VerifyDigest(Record):
     drift: Histogram | None = Field(description="Cosines between both cycles' vectors of ids in common, a sample")
     mean_cosine: float | None
     moved_share: float | None
-    ann_recall: float | None
+    ann_recall: float | None = Field(None, description="Of cycles of earlier versions")
     recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
     checks: tuple[Check, ...]
 

@@ -4,7 +4,6 @@ Files, numbers and ids need the vectors alone; then the catalogue is read again,
 the vectors are compared with the previous cycle's.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -55,7 +54,7 @@ def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:
     """The report as others draw it."""
     found = {check.name: check for check in report.checks}
     nothing = skipped("", "")
-    drift, ann, sample = (found.get(name, nothing) for name in ("drift", "ann", "sample"))
+    drift, sample = (found.get(name, nothing) for name in ("drift", "sample"))
     info, common = vectors.info, drift.figures.get("common_ids")
     return VerifyDigest(
         cycle=report.cycle,
@@ -73,7 +72,6 @@ def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:
         drift=drift.histogram,
         mean_cosine=drift.figures.get("mean_cosine"),
         moved_share=drift.figures.get("moved_share"),
-        ann_recall=ann.figures.get("recall"),
         recompute_min_cosine=sample.figures.get("min_cosine"),
         checks=report.checks,
     )
@@ -230,44 +228,6 @@ def cosine(left: Float32s, right: Float32s) -> Float32s:
     lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     found: Float32s = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-12)).astype(np.float32)
     return found.clip(-1.0, 1.0)
-
-
-# Whether an approximate index over the stored vectors still finds what exact search finds.
-
-NEIGHBOURS = 10
-_BATCH = 1000
-
-
-def check_ann(vectors: VectorSet, *, rows: int, queries: int, min_recall: float, stop: StopSignal) -> Check:
-    """Recall@10 of a usearch (HNSW) index with its default settings, over a sample spread by the ids' hashes."""
-    if not queries:
-        return skipped("ann", "embed.verify.ann_queries is 0")
-    if importlib.util.find_spec("usearch") is None:
-        return skipped("ann", "usearch is not installed: pip install 'trnpipe[ann]'")
-    from usearch.index import Index
-
-    step, held = np.uint64(max(1, vectors.info.rows // rows)), [np.zeros((0, vectors.layout.dim), dtype=np.float32)]
-    for part in range(len(vectors.info.parts)):
-        for batch, block in vectors.blocks(part):
-            stop.raise_if_set("sampling vectors")
-            held.append(block[batch["id_hash"].to_numpy() % step == 0])
-    values = np.concatenate(held)
-    if len(values) <= NEIGHBOURS:
-        return skipped("ann", f"{len(values)} vectors, more than {NEIGHBOURS} are needed")
-    index = Index(ndim=values.shape[1], metric="ip", dtype="f32")
-    with progress("building an ANN index", len(values), "vectors") as advance:
-        for start in range(0, len(values), _BATCH):
-            stop.raise_if_set("building an ANN index")
-            some = values[start : start + _BATCH]
-            index.add(np.arange(start, start + len(some)), some)
-            advance(len(some))
-    asked = values[:: max(1, len(values) // queries)][:queries]
-    exact = np.argpartition(-(asked @ values.T), NEIGHBOURS, axis=1)[:, :NEIGHBOURS]
-    found = np.asarray(index.search(asked, NEIGHBOURS).keys).reshape(len(asked), -1)
-    recall = sum(len(set(a) & set(b)) for a, b in zip(exact.tolist(), found.tolist(), strict=True)) / exact.size
-    seen = f"recall@{NEIGHBOURS} {recall:.3f} of {len(asked)} vectors among {len(values):,}"
-    too_low = [f"{seen}; expected at least {min_recall}"] if recall < min_recall else []
-    return judge("ann", too_low, seen, {"recall": recall})
 
 
 # The catalogue read again: every id with its text is in its part, in order, and nothing else is.

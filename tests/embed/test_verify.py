@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Callable, Generator, Iterator
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     VerifyReport,
-    check_ann,
     check_catalogue,
     check_drift,
     check_files,
@@ -244,21 +242,6 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     narrow.embed(tmp_path / "second", "c3")
     other = open_vectors(case.workspace, "c3")
     assert check_drift(other, vectors, tmp_path / "scratch", None, STOP).outcome == "skipped"
-
-
-def test_recall_of_an_index(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = vectors_of(case)
-    ask: dict[str, Any] = {"rows": 1000, "min_recall": 0.9, "stop": STOP}
-    assert check_ann(vectors, queries=0, **ask).outcome == "skipped"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install" in check_ann(vectors, queries=20, **ask).seen
-    monkeypatch.undo()
-    index = pytest.importorskip("usearch.index").Index
-    # Several threads build another index each time: of so few vectors it finds 0.9 to 0.98 of the nearest.
-    monkeypatch.setattr(index, "add", partialmethod(index.add, threads=1))
-    check = check_ann(vectors, queries=20, **ask)
-    assert check.outcome == "pass" and check.figures["recall"] > 0.9
-    assert check_ann(vectors, queries=20, **{**ask, "min_recall": 1.01}).outcome == "fail"
 
 
 def test_many_problems_are_told_in_short() -> None:

@@ -57,7 +57,6 @@ _GIVEN = (
     "--evaluate.retrieval.catalogue=s3://shop/esci",
     "--embed.output.rows-per-part=300",
     "--embed.tokenise-processes=1",
-    "--embed.verify.ann-queries=0",
     "--embed.verify.sample=20",
     "--health.burn-s=0.1",
     "--health.sweep-mib=64",

@@ -93,7 +93,6 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
         ["pass", "catalogue"],
         ["pass", "sample"],
         ["skipped", "drift"],
-        ["pass", "ann"],
         ["verify:", "serving.json:"],
     ]
     served, verified = read_pair(workspace, "relevance"), load_result(workspace, "c1", "verify")
@@ -103,9 +102,9 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     digest = digest_of(workspace)
     assert verified.inputs["vectors"] == digest.vectors_digest == vectors.manifest.digest
     assert verified.figures["rows"] == 100 and verified.figures["checks_skipped"] == "drift"
-    assert digest.passed and digest.ann_recall == verified.figures["ann_recall"]
+    assert digest.passed and digest.recompute_min_cosine == verified.figures["sample_min_cosine"]
     assert digest.counts.model_dump() == {"embedded": 100, "carried": 0, "new": None, "gone": None}
-    assert digest.drift is None and [check.name for check in digest.checks if check.outcome == "pass"][-1] == "ann"
+    assert digest.drift is None and [check.name for check in digest.checks if check.outcome == "pass"][-1] == "sample"
     assert embed(workspace) == 0
     assert "done already, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
@@ -138,7 +137,7 @@ def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest
     for name in ("p0", "p1"):
         np.testing.assert_allclose(after[name], before[name], atol=1e-3)
     assert np.abs(after["p3"] - before["p3"]).max() > 1e-3
-    assert embed(workspace, "--embed.verify.ann-queries=0", cycle="c2", catalogue="long", action="verify") == 0
+    assert embed(workspace, cycle="c2", catalogue="long", action="verify") == 0
     assert "pass     sample" in capsys.readouterr().out, "verify goes by what the vectors were made with"
     assert embed(workspace, *chunked, cycle="c3", catalogue="long") == 0
     assert "0 embedded, 6 carried over" in capsys.readouterr().out
@@ -153,7 +152,7 @@ def test_vectors_of_a_cycle_are_of_texts_cut_at_one_length(
     titles = [" ".join(islice(cycle(KINDS), words)) for words in (1, 2, 12, 20, 200)]
     write_catalogue(tmp_path / "long", [pa.table({"product_id": [f"p{n}" for n in range(5)], "title": titles})])
     assert embed(workspace, "--embed.buckets=8", "--embed.chunks=4", catalogue="long") == 0
-    assert embed(workspace, "--embed.verify.ann-queries=0", catalogue="long", action="verify") == 0
+    assert embed(workspace, catalogue="long", action="verify") == 0
     assert embed(workspace, cycle="c2", catalogue="long") == 0
     workspace.delete(["cycles/c2/embed/result.json"])
     workspace.delete_prefix("embeddings/c2")
@@ -171,7 +170,7 @@ def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFix
     assert path is not None
     path.write_bytes(b"PAR1")
     capsys.readouterr()
-    assert embed(workspace, "--embed.verify.ann-queries=0", "--json", action="verify") == 65
+    assert embed(workspace, "--json", action="verify") == 65
     told = capsys.readouterr()
     assert "part-00002.parquet" in told.err and "next: delete" in told.err
     outcomes = {check["name"]: check["outcome"] for check in json.loads(told.out)["checks"]}

@@ -248,7 +248,6 @@ def vectors(data: PageData) -> str:
         ("new ids, gone ids", f"{number(counts.new)}, {number(counts.gone)}"),
         ("mean cosine to the cycle before", number(found.mean_cosine)),
         ("share of vectors that moved", number(found.moved_share)),
-        ("recall of approximate search", number(found.ann_recall)),
         ("least cosine to vectors embedded again", number(found.recompute_min_cosine, 6)),
     ]
     rows += [
