@@ -30,6 +30,7 @@ from jobs.cycle.page.sections import sentence
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
+from jobs.targets.base import PATIENCE_S
 from pipeline.context import Figure
 from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
@@ -177,24 +178,30 @@ class Cycle:
         return self.status()
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
-        """See the cycle through to its end, wherever it runs, and close it. An interrupt ends the waiting alone.
+        """Wait until the cycle has ended, wherever it runs, and close it. An interrupt ends the waiting alone.
 
-        Raises TransientError after `timeout_s`, ConfigError when it was not submitted, and what ended its engine here.
+        On SageMaker, where no job starts the next one, whoever waits starts what is due. Raises TransientError after
+        `timeout_s` or where nobody answers for 15 min, ConfigError when it was not submitted, and what ended its engine
+        here.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        plan = self._cycle.plan()
+        self._cycle.plan()
+        target, answered_at = self._cycle.target(), time.monotonic()
         while True:
             left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
             if self._running is not None:
                 self._running.join(left)
             is_mine = self._running is not None and not self._running.has_ended
-            if not is_mine and self._store.closed() is None:
-                self._cycle.target().advance(plan)  # its driver may be gone, and SageMaker starts no job by itself
-            status = self.status()
-            if status.has_ended and not is_mine:
-                if self._store.closed() is None:
-                    close_cycle(self._cycle)
-                return self.status()
+            try:
+                status = self._status(self._cycle.records if is_mine or self._store.closed() else target.advance)
+                answered_at = time.monotonic()
+                if status.has_ended and not is_mine:
+                    if self._store.closed() is None:
+                        close_cycle(self._cycle)
+                    return self.status()
+            except TransientError:
+                if time.monotonic() - answered_at > PATIENCE_S:
+                    raise
             if until is not None and time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
@@ -204,11 +211,14 @@ class Cycle:
                 time.sleep(left)
 
     def status(self) -> CycleStatus:
+        return self._status(self._cycle.records)
+
+    def _status(self, records_of: Callable[[Plan], Sequence[JobRecord]]) -> CycleStatus:
         plan, claim = self._store.plan(), self._store.claim()
         if plan is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        records = self._cycle.records(plan)
+        records = records_of(plan)
         closed = self._store.closed() or outcome_of(plan, records)
         return CycleStatus(
             cycle=self.name,

@@ -50,7 +50,7 @@ RETIRED = frozenset(
         *("health.max_clock_skew_s", "health.nccom_across_nodes"),
     }
 )
-"""Settings of earlier versions: files that were stored with a cycle may still name them, and they do nothing."""
+"""Settings of earlier versions: files and jobs that were stored with a cycle may still name them. They do nothing."""
 _NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 
 
@@ -323,7 +323,8 @@ def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     keys = [key for key in sorted(env) if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE]
     names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in keys}
     ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
-    typed = _typed(model, [(name, env[key], f"env {key}") for key, name in ours.items()])
+    used = {key: name for key, name in ours.items() if _spelled(name) not in RETIRED}
+    typed = _typed(model, [(name, env[key], f"env {key}") for key, name in used.items()])
     return _read(model, typed, lambda texts: _Texts(model, texts))
 
 

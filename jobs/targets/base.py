@@ -10,6 +10,9 @@ from jobs.cycle.job_states import Leaf, leaves_of, new_record, parent_record
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError
 
+PATIENCE_S = 900.0
+"""How long neither AWS nor the workspace may answer before whoever follows a cycle gives up."""
+
 
 class Target(Protocol):
     """One place that runs the jobs of a cycle."""

@@ -171,8 +171,15 @@ class _Journal:
         if not self._shared:
             yield
             return
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self.file, fcntl.LOCK_EX)
+        for _ in range(100):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # for a second; then a writer hangs, and rather its line is lost than that all stop
+                time.sleep(0.01)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
         try:
             yield
         finally:

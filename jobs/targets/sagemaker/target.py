@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState, Submission
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import PATIENCE_S, Known, Target, job_id_of, known_leaves, log_stream, no_log
 from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
@@ -28,8 +28,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-PATIENCE_S = 900.0
-"""How long neither AWS nor the workspace may answer before a process gives up looking after its jobs."""
 _CANCELS = TypeAdapter(dict[str, Cancel])
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import trnpipe
 from jobs import cli
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_records import JobRecord, JobState
+from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
 from jobs.targets.sagemaker.target import SageMakerTarget
@@ -71,10 +72,30 @@ def test_reconcile_alone_takes_a_cycle_from_its_first_job_to_its_report(at: Sett
 def test_waiting_in_python_sees_a_cycle_through_whose_driver_died(
     at: Setting, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = []
+    advance = SageMakerTarget.advance
+
+    def throttled_at_times(target: SageMakerTarget, plan: Plan) -> tuple[JobRecord, ...]:
+        looks.append(plan)
+        if len(looks) % 2:
+            raise TransientError("throttled")
+        return advance(target, plan)
+
+    monkeypatch.setattr(SageMakerTarget, "advance", throttled_at_times)
     monkeypatch.setattr("jobs.api.time.sleep", lambda _: let_all_end(at))
     status = trnpipe.Cycle(workspace=at.folder, name=CYCLE).wait()
     assert (status.outcome, [job.state for job in status.jobs]) == ("succeeded", ["SUCCEEDED"] * 3)
     assert len(at.batch.submitted or at.ml.created) == 4 and at.store().closed() is not None
+
+
+def test_waiting_in_python_ends_where_nobody_answers(at: Setting, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any) -> None:
+        raise TransientError("nobody answers")
+
+    monkeypatch.setattr(SageMakerTarget, "advance", silent)
+    monkeypatch.setattr("jobs.api.PATIENCE_S", 0.0)
+    with pytest.raises(TransientError, match="nobody answers"):
+        trnpipe.Cycle(workspace=at.folder, name=CYCLE).wait(every_s=0.0)
 
 
 def test_reconcile_tries_again_and_records_a_refusal(at: Setting, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
