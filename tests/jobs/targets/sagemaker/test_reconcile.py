@@ -77,7 +77,7 @@ def test_waiting_in_python_sees_a_cycle_through_whose_driver_died(
 
     def throttled_at_times(target: SageMakerTarget, plan: Plan) -> tuple[JobRecord, ...]:
         looks.append(plan)
-        if len(looks) % 2:
+        if len(looks) % 3 == 1:
             raise TransientError("throttled")
         return advance(target, plan)
 
