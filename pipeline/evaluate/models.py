@@ -61,12 +61,13 @@ class Models:
         path = retrieval.catalogue if retrieval.enabled else None
         states = [one.state for one in (self.candidate, self.compared) if one]
         limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
+        asked = settings.evaluate.model_dump(mode="json", exclude=acted_on)
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
             "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
-            "evaluate": fingerprint(settings.evaluate.model_dump(mode="json", exclude=acted_on)),
+            "evaluate": fingerprint(asked | {"vector_rows": 512}),  # the default of a setting that is gone
             "gate": fingerprint(settings.gate.model_dump(mode="json")),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
