@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from bench.machine import gpu_name
 from bench.quality import ours
-from bench.quality.part import CPU, Budget, PartResult
+from bench.quality.part import CPU, EARLIER, Budget, PartResult
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -241,7 +241,7 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
     return Table(
         bench=f"quality_incremental_{task}_{budget.name}",
         title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.pairs:,} pairs"
-        + ("" if runs[0].recipe == ours.recipe(config_of(task), *runs[0].settings) else " (an earlier recipe)"),
+        + ("" if runs[0].recipe == ours.recipe(config_of(task), *runs[0].settings) else EARLIER),
         method=METHOD.format(**budget._asdict(), source=source, reads=used, others=reads - used),
         figures=figures,
         targets=(Target(figure="behind", comparison="<=", value=0.01),),

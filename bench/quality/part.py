@@ -13,6 +13,8 @@ KEPT = RESULTS / "quality"
 OURS, BM25 = "ours", "bm25"
 SPLIT_DIGITS = "mnrl_split_digits"
 """MNRL with texts cut as `data.tokenizer.split_digits` cuts them: what a change of tokenizer would give the peer."""
+EARLIER = " (an earlier recipe)"
+"""Ends the title of a table whose parts of ours had another recipe than the present one."""
 _DIGITS = 4
 _USUAL_BATCH, _USUAL_PRECISION = 64, "autocast"
 CPU = "cpu"

@@ -7,7 +7,7 @@ from bench.quality import ours
 from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, CPU, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.part import BM25, CPU, EARLIER, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
 from bench.quality.sides import (
     Incomplete,
     Sides,
@@ -103,7 +103,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     figures += _of_sides(changed if is_present else {}, (NDCG, ACCURACY) if searched else (F1,))
     return Table(
         bench=f"quality_{task}_{budget.name}",
-        title=_title(task, budget, best, searched=searched) + ("" if is_present else " (an earlier recipe)"),
+        title=_title(task, budget, best, searched=searched) + ("" if is_present else EARLIER),
         method=method,
         figures=figures,
         targets=targets,

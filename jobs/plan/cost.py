@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.config import JobsConfig
-from jobs.plan.resources import PREFIX, ml_machine, ml_vcpus
+from jobs.plan.resources import ml_machine, ml_name, ml_vcpus
 from jobs.plan.spec import JobSpec, Resources
 from pipeline.core.machines import NODES
 
@@ -24,8 +24,7 @@ class Prices:
 
     def of_machine(self, instance_type: str) -> float | None:
         """A whole one."""
-        name = PREFIX + instance_type.removeprefix(PREFIX)
-        if self.ml_factor is not None and (own := self.by_instance.get(name)) is not None:
+        if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
             return own
         return self._there(self.by_instance.get(instance_type))
 

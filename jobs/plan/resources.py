@@ -57,10 +57,15 @@ _SIZES = {  # vCPUs and GiB
 _USABLE = 0.9  # of the memory; the rest is that of the kernel and of SageMaker's agents
 
 
+def ml_name(instance_type: str) -> str:
+    """What SageMaker calls a machine: `ml.trn1.32xlarge`."""
+    return PREFIX + instance_type.removeprefix(PREFIX)
+
+
 def ml_machine(needs: Resources) -> str:
     """`ml.trn1.32xlarge`; empty for more than any machine of the family has."""
     if needs.instance_type:
-        return PREFIX + needs.instance_type.removeprefix(PREFIX)
+        return ml_name(needs.instance_type)
     fitting = (
         size
         for size, (vcpus, gib) in _SIZES.items()

@@ -14,6 +14,7 @@ class Dependency(Record):
 
     job: str
     type: Literal["ALL"] = "ALL"
+    """The only one; part of stored plans and of their ids."""
 
 
 class Ulimit(Record):

@@ -3,13 +3,11 @@
 import json
 
 from pipeline.commands import ToolCall
-from pipeline.commands.registry import check_flags, open_registry, served_line
+from pipeline.commands.registry import JSON, REASON, check_flags, open_registry, served_line
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.settings import Settings
-
-JSON, REASON = "--json", "--reason"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
