@@ -90,7 +90,7 @@ def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
     return {
         "label": torch.from_numpy(np.where(is_row, arrays["label"], -1).astype(np.int32)),
         "gain": torch.from_numpy(np.where(is_row, arrays["gain"], without).astype(np.float32)),
-        "query_key": _key32(arrays["query_id"]),
+        "query_key": _key32(arrays["query_key"]),
         "product_key": _key32(arrays["product_key"]),
     }
 

@@ -17,6 +17,7 @@ from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
 NONE = -1
+_NO_KEYS: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536
 """Rows whose texts are measured at a time."""
 _REPLAY, _FIRST = 3, 5  # purposes of streams of random numbers, apart from those of core/batching and train/loop
@@ -45,10 +46,7 @@ class MinedProducts:
 
     def places(self, query_id: Int64s) -> Int64s:
         """Where queries [N] stand in `query_id`, NONE for those that nothing was mined for."""
-        if not len(self.query_id):
-            return np.full(len(query_id), NONE, dtype=np.int64)
-        places = np.minimum(np.searchsorted(self.query_id, query_id), len(self.query_id) - 1)
-        return np.where(self.query_id[places] == query_id, places, NONE)
+        return _find(self.query_id, query_id)
 
     def choose(self, places: Int64s, visits: Int64s) -> Int64s:
         """Products [N, slots] of the queries at `places` [N], NONE where there are not so many.
@@ -82,6 +80,78 @@ class MinedProducts:
         most = -np.sort(-sizes, axis=1)[:, : self.slots].sum(axis=1)
         places = self.places(query_id)
         return np.where(places == NONE, 0, most[places]) if len(most) else np.zeros_like(query_id)
+
+
+# Queries that are products of each other, as in data that matches items to items.
+
+
+@dataclass(frozen=True)
+class Links:
+    """Texts that mean the same: a query that is a positive product of another one, and so on from query to query.
+
+    The products of one are then no negatives of another, though nobody has judged them so. In pairs of offers of the
+    same product, four queries that begin alike have a fifth of each other's positives unjudged among them.
+    """
+
+    key: Int64s
+    """Keys of the texts of all queries, ascending [Q]."""
+    meaning: Int64s
+    """What each has for a key instead: that of one text for all that mean the same, [Q]."""
+    linked: int
+    """How many queries mean the same as another."""
+
+    @staticmethod
+    def of(sources: Sequence[RowSource], positive_gain: float) -> "Links":
+        """Reads the texts and gains of every row once. Memory: 17 bytes a row."""
+        query, product, positive = [_NO_KEYS], [_NO_KEYS], [np.zeros(0, dtype=np.bool_)]
+        for source in sources:
+            total, largest = sum(source.sizes), len(source.sizes) - 1
+            for start in range(0, total, _BLOCK_ROWS):
+                rows = np.arange(start, min(total, start + _BLOCK_ROWS), dtype=np.int64)
+                arrays = source.read(*locate(source.sizes, rows), largest, ("query", "product", "gain"))
+                query.append(_text_key(arrays["query"], source.pad_id))
+                product.append(_text_key(arrays["product"], source.pad_id))
+                positive.append(arrays["gain"] >= np.float32(positive_gain))
+        asks, wanted = np.concatenate(query), np.concatenate(product)[np.concatenate(positive)]
+        key, first = np.unique(asks, return_inverse=True)
+        second = _find(key, wanted)
+        first = first[np.concatenate(positive)][second != NONE]
+        lowest = _connected(len(key), first, second[second != NONE])
+        return Links(key, key[lowest], int((np.bincount(lowest, minlength=len(key))[lowest] > 1).sum()))
+
+    def meanings(self, keys: Int64s) -> Int64s:
+        """What texts with these keys mean [N]; a text that is no query means itself."""
+        place = _find(self.key, keys)
+        return np.where(place == NONE, keys, self.meaning[place]) if len(self.key) else keys
+
+
+def _find(ascending: Int64s, keys: Int64s) -> Int64s:
+    """Where keys [N] stand in `ascending`, NONE for those that do not."""
+    if not len(ascending):
+        return np.full(len(keys), NONE, dtype=np.int64)
+    places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
+    return np.where(ascending[places] == keys, places, NONE)
+
+
+def _connected(size: int, first: Int64s, second: Int64s) -> Int64s:
+    """The lowest node that each of `size` nodes is connected with by edges from `first` to `second`, [size]."""
+    lowest = np.arange(size, dtype=np.int64)
+    while True:
+        before, lowest = lowest, lowest.copy()
+        low = np.minimum(before[first], before[second])
+        for nodes in (first, second, before[first], before[second]):
+            np.minimum.at(lowest, nodes, low)
+        lowest = lowest[lowest]
+        if np.array_equal(lowest, before):
+            return lowest
+
+
+def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
+    """A 64-bit hash of each row of tokens [N], however much padding it ends with."""
+    shown = np.where(tokens == pad_id, 0, tokens).astype(np.uint64)
+    places = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    with np.errstate(over="ignore"):
+        return mix64((shown * places).sum(axis=1, dtype=np.uint64)).view(np.int64)
 
 
 # Groups, with slots for such products.
@@ -140,6 +210,7 @@ class GroupedRows:
     slots: int
     lengths: tuple[int, ...]
     mined: MinedGroups | None = None
+    links: Links | None = None
 
     @staticmethod
     def of(
@@ -151,6 +222,7 @@ class GroupedRows:
         seed: int,
         mined: MinedProducts | None = None,
         by_topic: bool = False,
+        links: Links | None = None,
     ) -> "GroupedRows":
         """Deal the rows of a source, see core/batching. Reads the judgement and the texts of every row once.
 
@@ -178,7 +250,7 @@ class GroupedRows:
         asking = None
         if mined is not None:
             asking = MinedGroups.of(mined, [query_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, tuple(lengths), asking)
+        return GroupedRows(source, groups, slots, tuple(lengths), asking, links)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -195,11 +267,11 @@ class GroupedRows:
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
         """Groups `numbers[i]` of pool `pools[i]` in rows of length number `length`, in the order asked for.
 
-        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_id` have a row a group, all else
+        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_key` have a row a group, all else
         one a slot: those of judged rows, then those of mined products, which change with the epoch. `is_row` and
         `is_mined` say which slot holds one; the others have no tokens. The rest of such a slot, and of one with a mined
-        product, is that of its group's first row: nothing may be learnt from it. `product_key` is equal for products of
-        equal tokens.
+        product, is that of its group's first row: nothing may be learnt from it. `query_key` is equal for equal
+        queries, `product_key` for products of equal tokens; with links for all that mean the same.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -220,11 +292,11 @@ class GroupedRows:
         product = arrays.pop("product")
         flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
         texts = _lined_up(asking["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
-        # A 64-bit hash of each row of tokens.
-        places = mix64(np.arange(1, product.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-        with np.errstate(over="ignore"):
-            key = mix64((product.astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)).view(np.int64)
-        return {**arrays, **texts, **flags, "query_id": asking["query_id"], "product_key": key}
+        query_key, product_key = asking["query_id"], _text_key(product, self.source.pad_id)
+        if self.links is not None:
+            query_key = self.links.meanings(_text_key(asking["query"], self.source.pad_id))
+            product_key = self.links.meanings(product_key)
+        return {**arrays, **texts, **flags, "query_key": query_key, "product_key": product_key}
 
 
 @dataclass(frozen=True)
@@ -252,11 +324,13 @@ class TrainingPools:
         positive_gain: float,
         mined: MinedProducts | None = None,
         topic: int = 1,
+        link_queries: bool = False,
     ) -> "TrainingPools":
         """`replay_share` of the run's groups come from `old` (fewer when there are not so many).
 
         `topic`: groups of like queries that stay together, see `GroupedRows.of`.
         """
+        links = Links.of([new] if old is None else [new, old], positive_gain) if link_queries else None
 
         def grouped_from(rows: TokenRows) -> GroupedRows:
             return GroupedRows.of(
@@ -267,6 +341,7 @@ class TrainingPools:
                 seed=seed,
                 mined=mined,
                 by_topic=topic > 1,
+                links=links,
             )
 
         grouped = grouped_from(new)

@@ -101,6 +101,11 @@ class TrainConfig(Record):
         description="Queries that begin with the same words and ride in a batch together, so that their products are"
         " each other's hard negatives; 1: any queries",
     )
+    link_queries: bool = Field(
+        False,
+        description="A query that is a positive product of another one means the same, and so on from query to query:"
+        " the products of one are no negatives of the other. For data that matches items to items",
+    )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
     )

@@ -85,10 +85,12 @@ def _announce(run: Run) -> None:
     parameters = run.program.strategy.size
     parent = run.inputs.parent.prefix if run.inputs.parent else "scratch"
     mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
+    links = run.pools.new.links
+    linked = f" | {links.linked:,} of {len(links.key):,} queries mean the same as another" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {parent} | "
         f"{sum(run.pools.new.sizes):,} new and {sum(run.pools.kept):,} replayed groups of up to {run.pools.slots} "
-        f"samples{mined} | "
+        f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
         f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
     )

@@ -119,7 +119,7 @@ def test_keys_use_all_bits_of_the_id() -> None:
         "is_row": np.ones(4, np.bool_),
         "is_mined": np.zeros(4, np.bool_),
     }
-    tensors = group_tensors({**arrays, "query_id": ids, "product_key": ids[::-1].copy()}, np.arange(4, dtype=np.int32))
+    tensors = group_tensors({**arrays, "query_key": ids, "product_key": ids[::-1].copy()}, np.arange(4, dtype=np.int32))
     keys = tensors["query_key"].tolist()
     assert keys[0] == keys[2] and len(set(keys)) == 3
     assert tensors["product_key"].tolist() == keys[::-1]

@@ -1,5 +1,7 @@
 """What a run trains on: groups of all new rows, and a chosen share of old ones."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.sampler import GroupedRows, MinedProducts, TrainingPools, _lined_up
+from pipeline.core.arrays import Int64s
+from pipeline.data.sampler import GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
 from pipeline.data.shards import Arrays, TokenRows
 from tests.train.rows import make_rows, mined_from
 
@@ -80,7 +83,7 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         assert product == (wanted["product"][wanted["product"] != 0].tolist() if is_row else [])
         for name in ("label", "gain", "numeric", "categorical"):
             np.testing.assert_array_equal(arrays[name][slot], wanted[name])
-        np.testing.assert_array_equal(arrays["query_id"][slot // SLOTS], wanted["query_id"])
+        np.testing.assert_array_equal(arrays["query_key"][slot // SLOTS], wanted["query_id"])
         first = arrays["sample_id"][slot // SLOTS * SLOTS]
         asked = by_id[int(first)]["query"]  # rows of a query have the same text, but for those made up here
         assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
@@ -121,7 +124,7 @@ def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
             found = [text_of(arrays, slot // 5, 2 + slot % 5) for slot in filled.tolist()]
             assert found == [tokens[tokens != 0].tolist() for tokens in wanted]
             assert_equal_keys_for_equal_texts(arrays, 5)
-            for query, row in zip(arrays["query_id"].tolist(), chosen.tolist(), strict=True):
+            for query, row in zip(arrays["query_key"].tolist(), chosen.tolist(), strict=True):
                 met.setdefault(query, []).append(row)
     for query, visits in met.items():
         available = query % 6  # tests.train.rows.mined_from
@@ -141,7 +144,7 @@ def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
     kinds, numbers = np.array(asked).T
     arrays = pools.read(kinds, numbers, 2, 3)
     filled = arrays["is_mined"].reshape(len(asked), -1).any(1)
-    of_old = mined.places(arrays["query_id"])
+    of_old = mined.places(arrays["query_key"])
     assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
     assert filled.any() and not filled.all()
 
@@ -154,7 +157,7 @@ def test_groups_of_like_queries_are_neighbours(tmp_path: Path) -> None:
     )
     assert sorted(ids_of(by_topic)[0]) == sorted(ids_of(as_dealt)[0])
     arrays = by_topic.read(np.zeros(by_topic.sizes[0], dtype=np.int64), np.arange(by_topic.sizes[0]), 0)
-    ids = arrays["query_id"].tolist()
+    ids = arrays["query_key"].tolist()
     keys = [(ids[:place].count(query), text_of(arrays, place, 1)) for place, query in enumerate(ids)]
     assert keys == sorted(keys) and len({place for place, _ in keys}) > 1
 
@@ -219,3 +222,98 @@ def test_no_replay(tmp_path: Path) -> None:
         assert sorted(i for bucket in ids_of(pools) for group in bucket for i in group) == list(range(1, 9))
     nothing_old = build(new, make_rows(tmp_path, [(0, 0)], first_id=9), 0.5)
     assert sum(nothing_old.kept) == 0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Rows of one bucket: (query, product, gain), each text a number; products have room for more tokens."""
+
+    judged: Sequence[tuple[int, int, float]]
+    pad_id: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (len(self.judged),)
+
+    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
+        query, product, gain = np.array(self.judged, dtype=np.float64).reshape(-1, 3)[rows].T
+        frame = np.full(len(rows), 2), np.full(len(rows), 3)
+        padding = np.full((len(rows), 2), self.pad_id)
+        count, nothing = len(rows), np.zeros((len(rows), 0))
+        arrays: Arrays = {
+            "query": np.stack([frame[0], query, frame[1]], axis=1).astype(np.int32),
+            "product": np.concatenate([np.stack([frame[0], product, frame[1]], axis=1), padding], axis=1).astype(
+                np.int32
+            ),
+            "gain": gain.astype(np.float32),
+            "label": (gain > 0).astype(np.int32),
+            "query_id": query.astype(np.int64),
+            "sample_id": rows + 1,
+            "numeric": nothing.astype(np.float32),
+            "categorical": nothing.astype(np.int32),
+        }
+        assert all(len(values) == count for values in arrays.values())
+        return arrays
+
+
+def means_the_same(links: Links, texts: int) -> list[list[int]]:
+    """Texts that have a meaning in common, by the lowest of them."""
+    rows = Judged([(text, text, 0.0) for text in range(10, 10 + texts)])
+    pools = TrainingPools(
+        GroupedRows.of(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, links=links), None, (0,), 1
+    )
+    arrays = pools.read(np.zeros(texts, dtype=np.int64), np.arange(texts), 0)
+    keys = arrays["query_key"].tolist()
+    assert arrays["product_key"].tolist() == keys  # a text has the same key on both sides
+    named = {int(arrays["sample_id"][place]) + 9: key for place, key in enumerate(keys)}
+    return sorted(sorted(text for text in named if named[text] == key) for key in set(keys))
+
+
+def test_queries_that_are_positives_of_each_other_mean_the_same() -> None:
+    judged = [(10, 11, 1.0), (11, 12, 1.0), (12, 99, 1.0), (13, 10, 0.1), (13, 98, 1.0), (14, 98, 1.0), (15, 15, 1.0)]
+    links = Links.of([Judged(judged)], 0.99)
+    assert links.linked == 3
+    # 13 has judged 10 as no positive of it; what 13 and 14 have in common is no query, and says nothing.
+    assert means_the_same(links, 6) == [[10, 11, 12], [13], [14], [15]]
+
+
+def test_links_go_from_partition_to_partition() -> None:
+    new, old = Judged([(10, 11, 1.0), (12, 13, 1.0)]), Judged([(11, 13, 1.0), (13, 90, 1.0)])
+    assert means_the_same(Links.of([new], 0.99), 4) == [[10], [11], [12], [13]]
+    assert means_the_same(Links.of([new, old], 0.99), 4) == [[10, 11, 12, 13]]
+    build = [
+        TrainingPools.build(new, old, 0.5, 1, slots=2, lengths=(16,), positive_gain=0.99, link_queries=linked)  # type: ignore[arg-type]
+        for linked in (True, False)
+    ]
+    for pools, different in zip(build, (1, 4), strict=True):
+        arrays = pools.read(np.zeros(4, dtype=np.int64), np.arange(4), 0)
+        assert len(set(arrays["query_key"].tolist())) == different
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_links_are_those_of_a_search_from_query_to_query(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    texts = 40
+    judged = [(int(a), int(b), float(gain)) for a, b, gain in rng.integers([10, 10, 0], [50, 60, 2], (45, 3))]
+    judged += [(text, 99, 0.0) for text in range(10, 10 + texts)]
+    asked, near = range(10, 10 + texts), {text: {text} for text in range(10, 10 + texts)}
+    for query, product, gain in judged:
+        if gain == 1.0 and product in asked:
+            near[query].add(product)
+            near[product].add(query)
+    expected = set()
+    for text in asked:
+        met, ahead = {text}, [text]
+        while ahead:
+            new = near[ahead.pop()] - met
+            met |= new
+            ahead += new
+        expected.add(tuple(sorted(met)))
+    links = Links.of([Judged(judged)], 0.99)
+    assert means_the_same(links, texts) == sorted(list(one) for one in expected)
+    assert links.linked == sum(len(one) for one in expected if len(one) > 1)
+
+
+def test_nothing_is_linked_without_rows() -> None:
+    links = Links.of([Judged([])], 0.99)
+    assert links.linked == 0 and means_the_same(links, 2) == [[10], [11]]

@@ -54,6 +54,7 @@ def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
         ({"negatives": "digest"}, "negatives"),
         ({"train_mined_per_query": 2}, "train.mined_per_query"),
         ({"train_queries_per_topic": 4}, "train.queries_per_topic"),
+        ({"train_link_queries": True}, "train.link_queries"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],
@@ -64,8 +65,8 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
     assert caught.value.seen == f"checkpoints/c/step-3 was trained with other {named}"
 
 
-def test_runs_from_before_there_were_topics_are_those_without() -> None:
-    assert "train.queries_per_topic" not in identity()
+def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
+    assert not {"train.queries_per_topic", "train.link_queries"} & set(identity())
 
 
 def test_runs_from_before_there_was_a_memory_are_those_without() -> None:
