@@ -68,7 +68,9 @@ class CheckpointWriter:
         before_commit: Callable[[], None] = lambda: None,
         in_use: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`before_commit` makes durable what must not be lost once the checkpoint is there (the events before it).
+        """`staging` may be shared by the cycles of a machine.
+
+        `before_commit` makes durable what must not be lost once the checkpoint is there (the events before it).
 
         `in_use` tells the prefixes of checkpoints that retention must leave alone, such as promoted ones.
         """
@@ -119,7 +121,7 @@ class CheckpointWriter:
                 except CheckpointError:
                     store.delete(step)
             if not is_whole:
-                folder = self._staging / f"step-{step}"
+                folder = self._staging / f"{store.cycle}-step-{step}"
                 manifest = commit_snapshot(store.storage, snapshot, folder, before_commit=self._before_commit)
                 size_bytes = manifest.size_bytes
         # SafetensorError: how safetensors reports a full disk.

@@ -142,7 +142,7 @@ def _promote(asked: _Asked, say: Say) -> int:
         raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
     before = asked.registry.production()
     now = asked.registry.promote(asked.named, cycle=asked.cycle, force=forced or "")
-    _say_change(before, now, say)
+    say_change(before, now, say)
     return EXIT_OK
 
 
@@ -151,7 +151,7 @@ def _rollback(asked: _Asked, say: Say) -> int:
     before = registry.production()
     without = WITHOUT_VECTORS in call.switches
     now = registry.rollback(asked.named, reason=call.options.get(REASON, ""), without_vectors=without)
-    _say_change(before, now, say)
+    say_change(before, now, say)
     if served := registry.serving():
         say(f"{registry.model}: {served_line(served)}")
     return EXIT_OK
@@ -188,7 +188,7 @@ def _when(entry: Entry | Pair) -> str:
     return entry.author.at.strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _say_change(before: Pointer | None, now: Pointer, say: Say) -> None:
+def say_change(before: Pointer | None, now: Pointer, say: Say) -> None:
     if now == before:
         say(f"{now.model}: unchanged, production already is {_production_line(now)}")
         return

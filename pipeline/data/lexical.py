@@ -78,9 +78,13 @@ def numeric_names(config: DataConfig) -> tuple[str, ...]:
 
 def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArray[np.float32]:
     """Features [N, len(LEXICAL_NAMES)] of N pairs, each 0 to about 1 (counts and lengths on a log scale)."""
-    analyse = lru_cache(maxsize=65_536)(_analyse)
+    analyse = lru_cache(maxsize=_KEPT_TEXTS)(_analyse)
     values = [_pair(analyse(query), analyse(title)) for query, title in zip(queries, titles, strict=True)]
     return np.array(values, dtype=np.float32).reshape(len(values), len(LEXICAL_NAMES))
+
+
+_KEPT_TEXTS = 1024
+"""Texts whose parts are kept, as rows of a query are neighbours: 20 KB each at 100 characters, 130 KB at 1,000."""
 
 
 def _scaled(count: float) -> float:

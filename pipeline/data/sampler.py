@@ -17,6 +17,8 @@ from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
 NONE = -1
+MOST_LINKED = 64
+"""Queries that may mean the same. Offers of one product are some 20 at most in WDC's sets."""
 _NO_KEYS: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536
 """Rows whose texts are measured at a time."""
@@ -89,20 +91,25 @@ class MinedProducts:
 class Links:
     """Texts that mean the same: a query that is a positive product of another one, and so on from query to query.
 
-    The products of one are then no negatives of another, though nobody has judged them so. In pairs of offers of the
-    same product, four queries that begin alike have a fifth of each other's positives unjudged among them.
+    The positives of one are then no negatives of another, though nobody has judged them so. In pairs of offers of the
+    same product, four queries that begin alike have a fifth of each other's positives unjudged among them. A product
+    that many queries lead to says nothing of them: more than MOST_LINKED that are linked are left as they are.
     """
 
     key: Int64s
-    """Keys of the texts of all queries, ascending [Q]."""
+    """Keys of the texts that have another one's for theirs, ascending [N]."""
     meaning: Int64s
-    """What each has for a key instead: that of one text for all that mean the same, [Q]."""
+    """That one [N]: the same for all that mean the same."""
+    queries: int
+    """How many there are, by their texts."""
     linked: int
-    """How many queries mean the same as another."""
+    """How many of them mean the same as another."""
+    loose: int = 0
+    """How many are linked to too many."""
 
     @staticmethod
     def of(sources: Sequence[RowSource], positive_gain: float) -> "Links":
-        """Reads the texts and gains of every row once. Memory: 17 bytes a row."""
+        """Reads the texts and gains of every row once. Memory: some 70 bytes a row while linking."""
         query, product, positive = [_NO_KEYS], [_NO_KEYS], [np.zeros(0, dtype=np.bool_)]
         for source in sources:
             total, largest = sum(source.sizes), len(source.sizes) - 1
@@ -117,10 +124,13 @@ class Links:
         second = _find(key, wanted)
         first = first[np.concatenate(positive)][second != NONE]
         lowest = _connected(len(key), first, second[second != NONE])
-        return Links(key, key[lowest], int((np.bincount(lowest, minlength=len(key))[lowest] > 1).sum()))
+        size = np.bincount(lowest, minlength=len(key))[lowest]
+        other = (size <= MOST_LINKED) & (lowest != np.arange(len(key)))
+        linked, loose = (size > 1) & (size <= MOST_LINKED), size > MOST_LINKED
+        return Links(key[other], key[lowest[other]], len(key), int(linked.sum()), int(loose.sum()))
 
     def meanings(self, keys: Int64s) -> Int64s:
-        """What texts with these keys mean [N]; a text that is no query means itself."""
+        """What texts with these keys mean [N]; one that is not linked means itself."""
         place = _find(self.key, keys)
         return np.where(place == NONE, keys, self.meaning[place]) if len(self.key) else keys
 
@@ -290,12 +300,13 @@ class GroupedRows:
             if is_mined.any():
                 arrays["product"][is_mined.reshape(-1)] = self.mined.products.tokens(chosen[chosen != NONE])
         product = arrays.pop("product")
-        flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
-        texts = _lined_up(asking["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
         query_key, product_key = asking["query_id"], _text_key(product, self.source.pad_id)
         if self.links is not None:
             query_key = self.links.meanings(_text_key(asking["query"], self.source.pad_id))
             product_key = self.links.meanings(product_key)
+            is_mined &= product_key.reshape(is_mined.shape) != query_key[:, None]  # no negative: an empty slot
+        flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
+        texts = _lined_up(asking["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
         return {**arrays, **texts, **flags, "query_key": query_key, "product_key": product_key}
 
 

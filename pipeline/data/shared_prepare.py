@@ -107,6 +107,10 @@ def prepare_share(
     encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
     named = name_partitions(encoding, source)
     infos = {one.prefix: info for one in named if (info := committed(encoding, one, workspace, tell))}
+    for one in named:
+        # What a try killed at the end of its commit left: were the folder ever deleted for damage, it proves its files.
+        if one.prefix in infos and (parts := _Parts(workspace, one)).there():
+            workspace.delete_prefix(parts.prefix)
     plan = _Plan(config, workspace, named)
     todo = plan.agree([one.prefix for one in named if one.prefix not in infos])
     shares = _shares([one for one in named if one.prefix in todo], worker, workers)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -178,11 +179,20 @@ class Partition:
 
 
 def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:
-    """Partitions in order of date, or the one called `flat`. Raises DataError when both layouts are mixed."""
+    """Partitions in order of date, or the one called `flat`. Raises DataError when both are mixed, or for no date."""
     days: dict[str, list[InputFile]] = {}
     for file in files:
         match = _DAY.fullmatch(file.key.split("/")[0])
         days.setdefault(match.group(0) if match else FLAT, []).append(file)
+    for name in days.keys() - {FLAT}:
+        try:
+            date.fromisoformat(name.removeprefix("dt="))
+        except ValueError as error:
+            raise DataError(
+                f"{path} holds {name}, which is no day: {error}",
+                expected="dt=YYYY-MM-DD: days are trained in their order",
+                next_command=f"rename {name}",
+            ) from error
     if FLAT in days and len(days) > 1:
         raise DataError(
             f"{path} holds dt= folders and also {days[FLAT][0].key}",

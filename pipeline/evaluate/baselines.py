@@ -4,12 +4,13 @@ Their scores lie under `baselines/` in the workspace, below a key of all that de
 try and another cycle on the same data find them there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import JsonValue
 
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
@@ -256,9 +257,11 @@ class Baselines:
             if isinstance(fitted, str):
                 return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
             threshold = self._threshold(fitted, holdout, valid)
-            fields = {"threshold": threshold, "fitted_rows": fitted.num_rows}
-            save_arrays(ctx.workspace, key, _KIND, fitted.score(holdout, ctx.stop), ctx.scratch, fields)
-        arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
+            arrays = fitted.score(holdout, ctx.stop)
+            saved: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
+            save_arrays(ctx.workspace, key, _KIND, arrays, ctx.scratch, saved)
+        else:
+            arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
         rows, chosen = to_rows(arrays, holdout.sets[0].info), saved.get("threshold")
         threshold = chosen if isinstance(chosen, float) else None
         metrics = metric_report(rows, config.metrics, threshold)

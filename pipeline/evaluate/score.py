@@ -33,8 +33,8 @@ from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import Queries, mean_over_queries, value_of
 from pipeline.evaluate.products import text_hashes
-from pipeline.evaluate.scores import stage_arrays, to_probabilities
-from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
+from pipeline.evaluate.scores import commit_arrays, to_probabilities
+from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
@@ -142,10 +142,9 @@ class PartStore:
         return place, found
 
     def commit(self, start: int, arrays: Arrays) -> None:
-        folder = self.scratch / "part"
-        stage_arrays(folder, FILE, arrays)
         fields = {"start": start, "stop": start + len(next(iter(arrays.values())))}
-        commit_dir(self.storage, folder, f"{self.prefix}/{start:012d}", kind=KIND, fields=fields)
+        prefix = f"{self.prefix}/{start:012d}"
+        commit_arrays(self.storage, prefix, FILE, arrays, self.scratch, kind=KIND, fields=fields)
 
     def clear(self) -> None:
         """Remove all parts, markers first: they are in a score set now."""

@@ -1,6 +1,5 @@
 """Scores of one model on one holdout: an artefact of its own, so that models and devices are compared without them."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.core.manifest import Manifest
 from pipeline.core.record import Record
 from pipeline.data.shards import Arrays
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
+from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.storage import Storage, os_errors
 
@@ -26,15 +26,30 @@ from pipeline.io.storage import Storage, os_errors
 ARRAYS_FILE = "arrays.safetensors"
 
 
-def stage_arrays(folder: Path, file: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Make a folder that holds one file of arrays by name, to be committed. Raises the errors of a disk."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with os_errors("writing", f"file://{folder}"):
-        folder.mkdir(parents=True)
-        try:
-            save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
+def commit_arrays(
+    storage: Storage,
+    prefix: str,
+    file: str,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    scratch: Path,
+    *,
+    kind: str,
+    fields: Mapping[str, JsonValue],
+) -> Manifest:
+    """Commit one file of arrays by name. Raises the errors of a disk.
+
+    By way of a folder of its own in `scratch`, which the cycles of a machine share.
+    """
+    home = scratch / "arrays"
+    with os_errors("writing", f"file://{home}"):
+        atomic.make_dirs(home)
+        atomic.sweep_temps(home)
+        with atomic.temp_dir(home / "staged") as folder:
+            try:
+                save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
+            except SafetensorError as error:  # how safetensors reports a full disk
+                raise OSError(str(error)) from error
+            return commit_dir(storage, folder, prefix, kind=kind, fields=fields)
 
 
 def save_arrays(
@@ -45,10 +60,14 @@ def save_arrays(
     scratch: Path,
     fields: Mapping[str, JsonValue] | None = None,
 ) -> None:
-    """Commit arrays by name, and `fields` beside them. A writer killed at any byte leaves nothing that is read."""
-    folder = scratch / kind
-    stage_arrays(folder, ARRAYS_FILE, arrays)
-    commit_dir(storage, folder, prefix, kind=kind, fields=fields or {})
+    """Commit arrays by name, and `fields` beside them, unless they are there already.
+
+    `prefix` names what decides the arrays, so another cycle's are the same. They stay: it may be reading them. A writer
+    killed at any byte leaves nothing that is read.
+    """
+    if read_manifest(storage, prefix) is not None:
+        return
+    commit_arrays(storage, prefix, ARRAYS_FILE, arrays, scratch, kind=kind, fields=fields or {})
 
 
 def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tuple[Arrays, Mapping[str, JsonValue]]:
@@ -128,9 +147,8 @@ def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) 
         tensors |= {name: getattr(scores.vectors, name.partition(".")[2]) for name in _TYPES if "." in name}
     description = _Description(info=scores.info, slices={name: column.names for name, column in scores.slices.items()})
     _check(description, tensors, storage.uri(prefix))
-    folder = scratch / "scores" / prefix.replace("/", "-")
-    stage_arrays(folder, FILE, tensors)
-    return commit_dir(storage, folder, prefix, kind=KIND, fields=description.model_dump(mode="json"))
+    fields = description.model_dump(mode="json")
+    return commit_arrays(storage, prefix, FILE, tensors, scratch, kind=KIND, fields=fields)
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:

@@ -47,11 +47,14 @@ def promote(
         raise _stale(workspace, model)
     if refusal := _refusal(decision, candidate, past):
         record_refusal(workspace, model, prefix, decision.model_copy(update={"reasons": refusal}), author)
+        again = f"trnpipe evaluate --cycle {candidate.state.cycle}; or, to overrule the gate on record, "
+        is_withdrawn = refusal == _WITHDRAWN
         raise GateRefused(
             f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
-            expected="a passing verdict of this very checkpoint against the one in production",
-            next_command=f"trnpipe evaluate --cycle {candidate.state.cycle}; or, to overrule the gate on record, "
-            f"trnpipe registry promote {prefix} --force REASON",
+            expected="a model that was not rolled back from, or a reason to put it there again"
+            if is_withdrawn
+            else "a passing verdict of this very checkpoint against the one in production",
+            next_command=("" if is_withdrawn else again) + f"trnpipe registry promote {prefix} --force REASON",
         )
     forced = one_line(decision.forced)
     entry = Pointer(
@@ -162,6 +165,9 @@ def withdrawn(entries: Iterable[Entry]) -> frozenset[str]:
     return frozenset(gone)
 
 
+_WITHDRAWN = ("production was rolled back from it",)
+
+
 def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tuple[str, ...]:
     """Why the decision does not carry the candidate; empty when it does."""
     forced = bool(one_line(decision.forced))
@@ -170,7 +176,7 @@ def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tup
     if decision.digest != candidate.digest and (decision.digest or not forced):
         return (f"the verdict is of content {decision.digest[:12]}, the checkpoint has {candidate.digest[:12]}",)
     if candidate.digest in withdrawn(past) and not forced:
-        return ("production was rolled back from it",)
+        return _WITHDRAWN
     return ()
 
 

@@ -113,7 +113,7 @@ def offer(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
         if pointer is None or pointer[0].digest != pair.digest:
             there = pointer[0].checkpoint if pointer else "nothing"
             return f"serving.json stays: {there} is in production, the vectors are of {pair.checkpoint}"
-        if now is not None and now.digest == pair.digest and now.vectors.generation >= pair.vectors.generation:
+        if now is not None and now.digest == pair.digest and _age(now) > _age(pair):
             return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
         if pair.vectors.digest in _withdrawn(past_pairs(workspace, pair.model)):
             again = f"trnpipe serving rollback {pair.vectors.cycle} serves them all the same"
@@ -177,7 +177,10 @@ def roll_back_model(
 
 
 def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
-    """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before. Production follows its model.
+    """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before.
+
+    Production follows where its model is another than the served one: of other vectors of the same model it is no
+    matter.
 
     Raises ConfigError when there is none, CheckpointError when it is damaged, TransientError when another changes it.
     """
@@ -204,16 +207,22 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
             expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}))}",
             next_command="trnpipe serving show",
         )
-    target = known[-1]
+    target = next((pair for pair in reversed(known) if cycle and _has_vectors(workspace, pair)), known[-1])
     if target.is_of == now.is_of:
         return now
     _check_vectors(workspace, target)
-    if _has_to_follow(workspace, produced, target):
+    if target.digest != now.digest and _has_to_follow(workspace, produced, target):
         _roll_both(workspace, target, served, reason, author)
     else:
         _put(workspace, target.model_copy(update=_said("rolled_back", reason, author)), served, SERVING)
     after = read_pair(workspace, model)
     return after[0] if after else target
+
+
+def _age(pair: Pair) -> tuple[int, str]:
+    """By which vectors of a model are newer than others, as embed/carry_over has it. Those of one cycle are equal: made
+    anew, they are served."""
+    return pair.vectors.generation, pair.vectors.cycle
 
 
 def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool:

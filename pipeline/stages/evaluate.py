@@ -8,7 +8,7 @@ from pipeline.data.tokens import read_token_sets
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
-from pipeline.registry.promote import promote, record_refusal
+from pipeline.registry.promote import promote, record_refusal, withdrawn
 from pipeline.registry.records import Author, Pointer, changes_of, read_history, store_verdict, verdict_key, who
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
@@ -38,6 +38,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
         if before == now and (promoted or not wanted):
             standing = "promoted" if promoted else "passed, and not promoted"
+            if promoted and models.candidate.digest in withdrawn(read_history(ctx.workspace, settings.model_name)):
+                again = f"trnpipe registry promote {models.candidate.prefix} --force REASON puts it there again"
+                standing = f"promoted, and rolled back since ({again})"
             ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
             return earlier.model_copy(update={"status": "already_done"})
     known = load_report(ctx.workspace, ctx.cycle)

@@ -255,7 +255,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         positive_gain=train.loss.positive_gain,
         mined=mined,
         topic=train.queries_per_topic,
-        link_queries=train.link_queries,
+        link_queries=train.link_queries and train.loss.contrastive_weight > 0,
     )
 
 

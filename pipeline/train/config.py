@@ -104,7 +104,7 @@ class TrainConfig(Record):
     link_queries: bool = Field(
         False,
         description="A query that is a positive product of another one means the same, and so on from query to query:"
-        " the products of one are no negatives of the other. For data that matches items to items",
+        " the positives of one are no negatives of the other. For data that matches items to items",
     )
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"

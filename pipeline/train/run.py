@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.store import Best, prefix_of
 from pipeline.core.errors import CheckpointError, Preempted, TransientError
+from pipeline.data.sampler import MOST_LINKED
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.telemetry.console import TensorBoardSink
@@ -86,7 +87,7 @@ def _announce(run: Run) -> None:
     parent = run.inputs.parent.prefix if run.inputs.parent else "scratch"
     mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
     links = run.pools.new.links
-    linked = f" | {links.linked:,} of {len(links.key):,} queries mean the same as another" if links else ""
+    linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {parent} | "
         f"{sum(run.pools.new.sizes):,} new and {sum(run.pools.kept):,} replayed groups of up to {run.pools.slots} "
@@ -96,6 +97,11 @@ def _announce(run: Run) -> None:
     )
     for message in warnings_of(run.pools.new, train, [one.info for one in run.inputs.new_sets]):
         ctx.console.warn(message)
+    if links and links.loose:
+        ctx.console.warn(
+            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} meet at texts"
+            " that are both products and queries, so these mean many things"
+        )
     if selection.late:
         names = ", ".join(p.name for p in selection.late)
         ctx.console.warn(f"partitions at or before the parent's watermark have changed: {names}; replayed only")

@@ -1,8 +1,8 @@
 """Saving, verifying, passing over and pruning checkpoints, on a real folder."""
 
 import resource
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,27 @@ def test_nothing_goes_while_it_is_not_known_what_is_in_use(tmp_path: Path, error
 
 
 @pytest.mark.fault
+def test_two_cycles_that_save_the_same_step_at_once_have_each_their_own(tmp_path: Path) -> None:
+    """They share the scratch folder of the machine."""
+    storage, config = open_storage(str(tmp_path / "workspace")), CheckpointConfig()
+    made = {cycle: replace(snapshot(5), state=state_at(5, cycle=cycle)) for cycle in ("a", "b")}
+
+    def writer(cycle: str, before_commit: Callable[[], None]) -> CheckpointWriter:
+        store = CheckpointStore(storage, cycle, cache_dir=tmp_path / "cache", emit=lambda name, **fields: None)
+        return CheckpointWriter(store, config, tmp_path / "staging", before_commit)
+
+    def save(writer: CheckpointWriter, cycle: str) -> None:
+        writer.submit(made[cycle])
+        writer.wait()
+        assert writer.last_saved == 5 and writer.failure == ""
+
+    other = writer("b", lambda: None)
+    save(writer("a", lambda: save(other, "b")), "a")
+    for cycle in ("a", "b"):
+        assert open_checkpoint(storage, prefix_of(cycle, 5), tmp_path / "opened").state.cycle == cycle
+
+
+@pytest.mark.fault
 def test_a_damaged_later_step_does_not_push_out_good_ones(tmp_path: Path) -> None:
     """The run went back to step 1 because step 3 is damaged; keeping the newest must not mean keeping only that."""
     place = Place(tmp_path, CheckpointConfig(keep_last=1))
@@ -338,7 +359,7 @@ def test_a_half_deleted_checkpoint_is_not_taken_for_whole(place: Place, monkeypa
 
 
 def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place) -> None:
-    leftovers = place.folder / "staging" / "step-3"
+    leftovers = place.folder / "staging" / f"{CYCLE}-step-3"
     leftovers.mkdir(parents=True)
     (leftovers / "half").write_bytes(b"x")
     half_committed = place.path(3, WEIGHTS)

@@ -322,6 +322,7 @@ def test_labels_in_the_data_are_ordered_by_gain(workplace: Make, tmp_path: Path)
         ({"path": "/no/such/folder"}, "does not exist"),
         ({"path": "{tmp}/empty"}, "no input file"),
         ({"path": "{tmp}/mixed"}, "holds dt= folders and also"),
+        ({"path": "{tmp}/nodays"}, "holds dt=2026-13-01, which is no day"),
         ({"path": "{tmp}/norows", "numeric": (), "categorical": ()}, "no usable rows"),
         ({"filter": {"brand": "Nobody"}}, "is empty in all rows"),
         ({"numeric": ("weight",)}, "no column 'weight'"),
@@ -333,6 +334,8 @@ def test_unusable_input_is_one_clear_error(workplace: Make, tmp_path: Path, chan
     (tmp_path / "norows").mkdir()
     write_days(tmp_path / "mixed", days=1)
     (tmp_path / "mixed" / "more.csv").write_text("query,title,label\n")
+    write_days(tmp_path / "nodays", days=2)
+    (tmp_path / "nodays" / "dt=2026-01-02").rename(tmp_path / "nodays" / "dt=2026-13-01")
     (tmp_path / "norows" / "a.csv").write_text("query,title,label\n")
     change = {
         key: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value for key, value in change.items()

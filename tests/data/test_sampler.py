@@ -1,8 +1,8 @@
 """What a run trains on: groups of all new rows, and a chosen share of old ones."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.arrays import Int64s
-from pipeline.data.sampler import GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
+from pipeline.data.sampler import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
 from pipeline.data.shards import Arrays, TokenRows
 from tests.train.rows import make_rows, mined_from
 
@@ -169,7 +169,7 @@ def test_replayed_groups_of_like_queries_stay_together(tmp_path: Path) -> None:
     before = ids_of(pools.old)
     for pool, groups in enumerate(ids_of(pools)):
         replayed = [before[pool].index(group) for group in groups[pools.new.sizes[pool] :]]
-        steps = [(b - a) % len(before[pool]) for a, b in pairwise(replayed)]
+        steps = [(b - a) % len(before[pool]) for a, b in itertools.pairwise(replayed)]
         assert len(set(replayed)) == len(replayed) and steps.count(1) >= len(steps) * 3 // 4
 
 
@@ -312,6 +312,33 @@ def test_links_are_those_of_a_search_from_query_to_query(seed: int) -> None:
     links = Links.of([Judged(judged)], 0.99)
     assert means_the_same(links, texts) == sorted(list(one) for one in expected)
     assert links.linked == sum(len(one) for one in expected if len(one) > 1)
+
+
+def test_queries_that_meet_at_a_product_of_many_kinds_are_left_as_they_are() -> None:
+    judged = [(10 + n, 9, 1.0) for n in range(MOST_LINKED)]
+    assert Links.of([Judged(judged)], 0.99).linked == 0  # nobody asks for it
+    links = Links.of([Judged([*judged, (9, 9, 1.0), (200, 201, 1.0), (201, 200, 1.0)])], 0.99)
+    assert (links.linked, links.loose, links.queries) == (2, MOST_LINKED + 1, MOST_LINKED + 3)
+    assert [len(one) for one in means_the_same(links, MOST_LINKED)] == [1] * MOST_LINKED
+    links = Links.of([Judged([*judged[1:], (9, 9, 1.0)])], 0.99)
+    assert (links.linked, links.loose) == (MOST_LINKED, 0)
+
+
+def test_a_mined_product_that_means_the_same_leaves_its_slot_empty() -> None:
+    rows = Judged([(10, 11, 1.0), (11, 12, 1.0), (13, 14, 1.0)])
+    mined = MinedProducts(rows, rows.pad_id, np.array([10, 13]), np.array([[0, 2], [0, 1]]), slots=2, seed=1)
+    found = {}
+    for links in (None, Links.of([rows], 0.99)):
+        groups = GroupedRows.of(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, mined=mined, links=links)
+        arrays = groups.read(np.zeros(3, dtype=np.int64), np.arange(3), 0)
+        texts = [[text_of(arrays, row, 3 + slot)[1:2] for slot in (0, 1)] for row in range(3)]
+        assert arrays["is_mined"].reshape(3, 3)[:, 1:].tolist() == [[bool(text) for text in row] for row in texts]
+        assert arrays["is_row"].reshape(3, 3).tolist() == [[True, False, False]] * 3
+        found[links is None] = {
+            int(row): sorted(itertools.chain(*text)) for row, text in zip(arrays["sample_id"][::3], texts, strict=True)
+        }
+    assert found[True] == {1: [11, 14], 2: [], 3: [11, 12]}
+    assert found[False] == {1: [14], 2: [], 3: [11, 12]}  # 10 and 11 mean the same
 
 
 def test_nothing_is_linked_without_rows() -> None:

@@ -271,6 +271,20 @@ def test_a_damaged_part_is_named(workplace: Make, data: Path) -> None:
 
 
 @pytest.mark.stage
+def test_parts_that_a_killed_commit_left_do_not_outlive_what_they_prove(
+    workplace: Make, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, place = CONFIG.model_copy(update={"path": str(data)}), workplace("shared")
+    left = place.folder / "workspace/tokens/catalogue/share"
+    with monkeypatch.context() as patch:  # killed between its commit and taking the parts away
+        patch.setattr(type(place.storage), "delete_prefix", lambda *args: None)
+        work(place, config, 0, 1)
+    assert list(left.rglob("*.safetensors"))
+    assert isinstance(work(place, config, 0, 1), PreparedData)
+    assert not list(left.rglob("*.safetensors"))
+
+
+@pytest.mark.stage
 def test_workers_that_have_all_parts_at_once(
     workplace: Make, data: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,8 +236,9 @@ def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, mak
     put(workspace, make("a"))
     put(workspace, make("b"))
     back(workspace)
-    with pytest.raises(GateRefused, match="rolled back from it"):
+    with pytest.raises(GateRefused, match="rolled back from it") as caught:
         put(workspace, prefix("b"))
+    assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"
     assert put(workspace, prefix("b"), forced="it was not the model").action == "forced"
     put(workspace, make("c"))
     assert put(workspace, prefix("b")).checkpoint == prefix("b"), "put there again since, so it is like any other"

@@ -138,6 +138,36 @@ def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tu
         roll_back_pair(workspace, MODEL, "c9", reason="x", author=AUTHOR)
 
 
+def test_a_newer_model_that_waits_for_its_vectors_stays_in_production(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    offer(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    third = make("c3")
+    in_production(workspace, third)  # passed the gate; embedding takes hours
+    before = production(workspace)
+    assert roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR).vectors.cycle == "c2"
+    assert production(workspace) == before
+    assert offer(workspace, embedded(workspace, tmp_path, "c3", third, 4)).startswith("serving.json: ")
+    assert roll_back_pair(workspace, MODEL, "c2", reason="all bad", author=AUTHOR).vectors.cycle == "c2"
+    found = production(workspace)
+    assert found is not None and found.checkpoint == two[1].checkpoint  # of another model than was served
+
+
+def test_vectors_of_a_cycle_that_were_made_anew_are_served(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    workspace.delete_prefix("embeddings/c2")
+    folder = Path(mkdtemp(dir=tmp_path))
+    (folder / "part-0.parquet").write_bytes(b"of another dtype")
+    commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
+    anew = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2)
+    assert anew.vectors.digest != two[1].vectors.digest
+    assert offer(workspace, anew).startswith("serving.json: ")
+    assert roll_back_pair(workspace, MODEL, "c1", reason="bad", author=AUTHOR).vectors.cycle == "c1"
+    back = roll_back_pair(workspace, MODEL, "c2", reason="good", author=AUTHOR)
+    assert back.vectors.digest == anew.vectors.digest  # those that are there
+
+
 @pytest.mark.parametrize("asked", ["", "c1"])
 def test_a_rollback_that_was_ended_between_its_moves_is_ended_by_the_same_command(
     workspace: Storage, two: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, asked: str

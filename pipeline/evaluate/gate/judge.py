@@ -240,11 +240,12 @@ def judge(
         checks, slice_confidence = floor_checks(ours, config), config.confidence
         if theirs is None:
             outcome: Outcome = "pass"
-            reason = "no model is in production: only floors are judged"
+            reason = "there is no incumbent to compare with: only floors are judged"
             if config.without_incumbent == "refuse":
-                outcome, reason = "fail", "no model is in production, and gate.without_incumbent is refuse"
+                outcome, reason = "fail", "there is no incumbent to compare with, and gate.without_incumbent is refuse"
             elif not config.floors:
-                outcome, reason = "warn", "no model is in production and gate.floors is empty: any candidate passes"
+                outcome = "warn"
+                reason = "there is no incumbent to compare with, and gate.floors is empty: any candidate passes"
             checks.append(GateCheck(name="incumbent", kind="incumbent", outcome=outcome, reason=reason))
         else:
             checks += _over_all_rows(ours, theirs, config, seed)
