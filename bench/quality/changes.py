@@ -39,6 +39,7 @@ def _values(name: str, flag: str, *found: str, also: tuple[str, ...] = ()) -> It
 
 
 MEMORY = ("--train.loss.memory-batches", "8", "--train.loss.graded-weight", "3")
+WITHOUT_LINKS = ("--train.link-queries", "false")
 CHANGES = (
     *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1", "2"),
     *_values("graded", "--train.loss.graded-weight", "1", "2", "3"),
@@ -59,6 +60,17 @@ CHANGES = (
     Change("memory-8-graded-3", MEMORY),
     Change("memory-8-graded-3-split-digits-false", (*MEMORY, "--data.tokenizer.split-digits", "false")),
     Change("memory-8-graded-3-margin-0", (*MEMORY, "--train.loss.false-negative-margin", "0")),
+    Change("link-queries-false", WITHOUT_LINKS),
+    Change("split-digits-false-link-queries-false", ("--data.tokenizer.split-digits", "false", *WITHOUT_LINKS)),
+    Change(
+        "memory-8-graded-3-split-digits-false-link-queries-false",
+        (*MEMORY, "--data.tokenizer.split-digits", "false", *WITHOUT_LINKS),
+    ),
+    Change(
+        "memory-8-graded-3-margin-0-link-queries-false",
+        (*MEMORY, "--train.loss.false-negative-margin", "0", *WITHOUT_LINKS),
+    ),
+    Change("margin-0-link-queries-false", ("--train.loss.false-negative-margin", "0", *WITHOUT_LINKS)),
     *_values("unclipped", "--train.optimizer.max-grad-norm", "100"),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),

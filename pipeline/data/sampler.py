@@ -92,7 +92,7 @@ class Links:
     """Texts that mean the same: a query that is a positive product of another one, and so on from query to query.
 
     The positives of one are then no negatives of another, though nobody has judged them so. In pairs of offers of the
-    same product, four queries that begin alike have a fifth of each other's positives unjudged among them. A product
+    same product, queries that begin alike have many of each other's positives unjudged among them. A product
     that many queries lead to says nothing of them: more than MOST_LINKED that are linked are left as they are.
     """
 
