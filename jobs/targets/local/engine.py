@@ -164,6 +164,8 @@ class Engine:
     """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line a change of state.
 
     `grace_s`: from SIGTERM to SIGKILL, which is what keepers do; what one of them leaves undone, the engine does.
+    `clock`: seconds since 1970, for what is written down; how long something takes is measured by `monotonic`, which
+    neither a correction of the clock nor a suspended machine moves.
     """
 
     plan: Plan
@@ -179,9 +181,10 @@ class Engine:
     grace_s: float
     poll_s: float = 0.1
     pause: Callable[[float], None] = time.sleep
+    monotonic: Callable[[], float] = time.monotonic
     _unsaved: set[int] = field(default_factory=set)
-    _asked_at: dict[Path, float] = field(default_factory=dict)
-    """When a node was first seen to start, or was asked to end."""
+    _since: dict[Path, float] = field(default_factory=dict)
+    """When a node was first seen to start, began to run, or was asked to end; by `monotonic`."""
 
     def run(self) -> None:
         """To the end of the last job. When stopped, what runs is ended, does not count, and Preempted is raised.
@@ -194,7 +197,7 @@ class Engine:
                 changed = self.tick()
                 trouble_since = None
             except OSError as error:
-                changed, now = False, self.clock()
+                changed, now = False, self.monotonic()
                 if trouble_since is None:
                     trouble_since = now
                     self.say(f"cannot write below {self.files.folder}: {error}; no job is started until it can")
@@ -246,15 +249,17 @@ class Engine:
         by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
         for node in step.stop:
             self.nodes.stop(folders[node], by)
-        for node, cause in self._late(leaf, folders, views, step, by):
-            self.nodes.kill(folders[node], cause)
         # The time-out is that of the attempt: it runs from the start of the main node on.
-        gone_s = 0.0 if main.started_at is None else self.clock() - main.started_at
+        ran_s = 0.0
+        if main.started_at is not None:  # the wall clock tells how long it ran before this engine first saw it
+            ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
+        for node, cause in self._late(leaf, folders, views, step, by, ran_s):
+            self.nodes.kill(folders[node], cause)
         for node in step.start:
             start = NodeStart(
                 command=local_command(leaf.spec.command),
                 environment=node_environment(os.environ, self.plan, leaf, leaf_id, attempt, node, _address()),
-                timeout_s=max(0.0, leaf.spec.timeout_s - gone_s),
+                timeout_s=max(0.0, leaf.spec.timeout_s - ran_s),
             )
             self.nodes.start(folders[node], start)
         if step.is_over and main.end is not None:
@@ -263,19 +268,20 @@ class Engine:
             self._update({leaf.name: job_states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
 
     def _late(
-        self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal
+        self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal, ran_s: float
     ) -> Iterator[tuple[int, StoppedBy]]:
         """Nodes that their keepers should have ended by now, and why: a keeper may be suspended, or hang."""
-        now, main, to_end_s = self.clock(), views[0], self.grace_s + MARGIN_S
-        ran_s = now - main.started_at if main.phase is Phase.RUNNING and main.started_at is not None else 0.0
-        if ran_s > leaf.spec.timeout_s + to_end_s:
+        main, to_end_s = views[0], self.grace_s + MARGIN_S
+        if main.phase is Phase.RUNNING and ran_s > leaf.spec.timeout_s + to_end_s:
             yield from ((node, "timeout") for node, view in enumerate(views) if view.phase in ALIVE)
-        if main.phase is Phase.STARTING and self._waited_s(folders[0] / "start", now) > START_PATIENCE_S:
+        if main.phase is Phase.STARTING and self._waited_s(folders[0] / "start") > START_PATIENCE_S:
             yield 0, ""
-        yield from ((node, by) for node in step.stop if self._waited_s(folders[node] / "stop", now) > to_end_s)
+        yield from ((node, by) for node in step.stop if self._waited_s(folders[node] / "stop") > to_end_s)
 
-    def _waited_s(self, what: Path, now: float) -> float:
-        return now - self._asked_at.setdefault(what, now)
+    def _waited_s(self, what: Path, before_s: float = 0.0) -> float:
+        """Since the first call for `what`, and `before_s` of that call."""
+        now = self.monotonic()
+        return now - self._since.setdefault(what, now - before_s)
 
     def _active(self) -> list[Leaf]:
         return [leaf for leaf in self.leaves if self.records[leaf.name].state.is_active]

@@ -1,5 +1,6 @@
 """This machine as a target: submit runs the jobs to the end."""
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class LocalTarget(Target):
     grace_s: float = PLATFORM_S
     poll_s: float = 0.1
     new_id: Callable[[], str] = lambda: str(uuid.uuid4())
+    monotonic: Callable[[], float] = time.monotonic
 
     @property
     def name(self) -> str:
@@ -134,6 +136,7 @@ class LocalTarget(Target):
             clock=self.store.clock,
             grace_s=self.grace_s,
             poll_s=self.poll_s,
+            monotonic=self.monotonic,
         ).run()
 
     def _known(self, plan: Plan) -> Known:

@@ -171,6 +171,8 @@ class World:
     nodes: FakeNodes
     files: MemoryFiles
     said: list[str]
+    ahead_s: float = 0.0
+    """The wall clock, of the monotonic one."""
 
     def engine(self, stop: StopSignal | None = None) -> Engine:
         """A new one, which knows what the files say."""
@@ -186,10 +188,11 @@ class World:
             machine=self.nodes.machine,
             stop=stop or StopSignal(),
             say=self.said.append,
-            clock=lambda: self.nodes.now,
+            clock=lambda: self.nodes.now + self.ahead_s,
             grace_s=GRACE_S,
             poll_s=POLL_S,
             pause=self.nodes.pause,
+            monotonic=lambda: self.nodes.now,
         )
 
     def ends(self) -> dict[str, JobState]:

@@ -11,6 +11,7 @@ from jobs.cycle.job_records import JobState
 from jobs.plan.retry import Retry
 from jobs.plan.spec import Dependency, JobSpec
 from jobs.targets.local import engine
+from jobs.targets.local.engine import Engine
 from jobs.targets.local.nodes import NodeEnd
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
@@ -88,6 +89,57 @@ def test_the_engine_enforces_a_timeout_that_the_keeper_does_not(num_nodes: int) 
     assert made.nodes.now == pytest.approx(100 + PATIENCE_S, abs=2.0)
 
 
+def run_a_second(engine: Engine, made: World) -> None:
+    for _ in range(10):
+        engine.tick()
+        made.nodes.pause(0.1)
+
+
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
+@pytest.mark.parametrize("num_nodes", [0, 2])
+def test_a_wall_clock_that_jumps_ends_no_job_before_its_limit(num_nodes: int, jump_s: float) -> None:
+    made = world([job("g", num_nodes=num_nodes, timeout_s=3600)], lambda *_: Fate(after_s=60.0))
+    running = made.engine()
+    run_a_second(running, made)
+    made.ahead_s = jump_s
+    running.run()
+    assert (made.ends(), made.nodes.kills) == ({"g": SUCCEEDED}, [])
+    assert len(made.record("g").attempts) == 1
+
+
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
+def test_a_wall_clock_that_jumps_hurries_no_keeper_that_starts_or_ends(jump_s: float) -> None:
+    """A node that does not begin, and is cancelled."""
+    made = world([job("a")], lambda *_: Fate(hangs="starting"))
+    running = made.engine()
+    run_a_second(running, made)
+    made.ahead_s = jump_s
+    run_a_second(running, made)
+    assert made.nodes.kills == []
+    made.files.asked["a"] = "why"
+    run_a_second(running, made)
+    made.ahead_s -= jump_s
+    run_a_second(running, made)
+    assert made.nodes.kills == []
+    running.run()
+    assert made.nodes.kills == [(("a", 1, 0), "SIGTERM")]
+    assert made.nodes.now == pytest.approx(2.0 + PATIENCE_S, abs=1.0)
+
+
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
+def test_the_limit_holds_though_the_wall_clock_jumps_and_the_engine_dies(jump_s: float) -> None:
+    """The next engine learns from the wall clock how long the job has run, and measures from there."""
+    made = world([job("a", timeout_s=100)], lambda *_: Fate(hangs="running"))
+    run_a_second(made.engine(), made)
+    made.nodes.pause(80.0)
+    second = made.engine()
+    run_a_second(second, made)
+    made.ahead_s = jump_s
+    second.run()
+    assert made.record("a").status_reason == "Job attempt duration exceeded timeout"
+    assert made.nodes.now == pytest.approx(100 + PATIENCE_S, abs=2.0)
+
+
 def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
     made = ran([job("a")], {("a", 1, 0): Fate(hangs="starting")})
     assert made.ends() == {"a": SUCCEEDED}
@@ -99,9 +151,7 @@ def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
 def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
     made = world([job("a")], lambda *_: Fate(hangs="running"))
     running = made.engine()
-    for _ in range(10):
-        running.tick()
-        made.nodes.pause(0.1)
+    run_a_second(running, made)
     made.files.asked["a"] = "why"
     running.run()
     assert (made.ends(), made.record("a").status_reason) == ({"a": FAILED}, "why")
@@ -112,9 +162,7 @@ def interrupt(made: World) -> None:
     """An engine runs for a second, and is told to stop as Ctrl-C does."""
     stop = StopSignal()
     first = made.engine(stop)
-    for _ in range(10):
-        first.tick()
-        made.nodes.pause(0.1)
+    run_a_second(first, made)
     stop.set("SIGINT")
     with pytest.raises(Preempted):
         first.run()

@@ -296,35 +296,34 @@ def suspend_keeper(place: Path, node: int) -> None:
 
 
 class Late:
-    """A clock that is ahead, by more with each look at it up to a limit."""
+    """A monotonic clock that is ahead, by `step_s` more with each look at it up to a limit."""
 
-    def __init__(self) -> None:
-        self.ahead_s, self.until_s = 0.0, 0.0
+    def __init__(self, step_s: float) -> None:
+        self.ahead_s, self.until_s, self.step_s = 0.0, 0.0, step_s
 
     def __call__(self) -> float:
-        self.ahead_s = min(self.until_s, self.ahead_s + 1.0)
-        return time.time() + self.ahead_s
+        self.ahead_s = min(self.until_s, self.ahead_s + self.step_s)
+        return time.monotonic() + self.ahead_s
 
 
 def test_the_timeout_of_a_job_whose_keeper_is_suspended(place: Path) -> None:
-    clock = Late()
+    clock = Late(step_s=600.0)
     plan = plan_of(sleeps("a", timeout_s=3600))
 
     def say(line: str) -> None:
         if "RUNNING" in line:
             until(lambda: number_in(Path("command")), "the command")
             suspend_keeper(place, 0)
-            clock.ahead_s = clock.until_s = 3600 + 10 + MARGIN_S
+            clock.until_s = 2 * (3600 + 10 + MARGIN_S)
 
-    to = target(place, say=say)
-    found = submit(replace(to, store=replace(to.store, clock=clock)), plan)
+    found = submit(replace(target(place, say=say), monotonic=clock), plan)
     assert (found["a"].state, found["a"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
     assert not is_alive(number_in(Path("command")))
     until_no_keepers(place)
 
 
 def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
-    clock = Late()
+    clock = Late(step_s=1.0)
     code = """
 if os.environ["TRNJOBS_NODE"] == "1":
     open("command", "w").write(f"{os.getpid()}\\n")
@@ -343,8 +342,7 @@ if os.environ["TRNJOBS_ATTEMPT"] == "1":
 
     helper = Thread(target=suspend_node)
     helper.start()
-    to = target(place)
-    found = submit(replace(to, store=replace(to.store, clock=clock)), plan_of(work("g", num_nodes=2, code=code)))
+    found = submit(replace(target(place), monotonic=clock), plan_of(work("g", num_nodes=2, code=code)))
     helper.join()
     assert codes(found["g"]) == [75, 0]
     until_no_keepers(place)
