@@ -6,7 +6,8 @@ engine.lock                         held by the one engine of the cycle
 round-<n>/state.json                the leaves that were submitted in a round
 cancel.json                         reasons by id of job: what a user has cancelled
 attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py);
-                                    killed.json where the engine had to end it
+                                    killed.json where the engine had to end it, or was interrupted: the reason, for
+                                    when the keeper cannot tell it
 """
 
 import fcntl
@@ -140,17 +141,21 @@ class Processes:
         return NodeView(Phase.ENDED, started.at, lost)
 
     def stop(self, folder: Path, by: Signal) -> None:
+        """Tell the keeper to end its command. A second Ctrl-C ends engine and keepers at once: the reason is written
+        first, for an engine that finds the node lost."""
         started = _read(folder / node_keeper.STARTED, _STARTED)
         own = self._own.get(folder)
         with suppress(ProcessLookupError):  # ended meanwhile
             if started is not None and is_locked(folder / node_keeper.STARTED):
+                if by == "SIGINT":
+                    with suppress(OSError):  # a full disk keeps no signal back
+                        _note_reason(folder, by)
                 os.kill(started.pid, signal.Signals[by])
             elif started is None and own is not None:
                 own.send_signal(signal.Signals[by])
 
     def kill(self, folder: Path, by: StoppedBy) -> None:
-        if not (folder / KILLED).exists():  # the reason first: another engine may have to find it
-            write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
+        _note_reason(folder, by)  # first: another engine may have to find it
         kill_marked(node_keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
@@ -170,6 +175,12 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
 
     over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
     return kill_marked(node_keeper.MARK, is_over)[0]
+
+
+def _note_reason(folder: Path, by: StoppedBy) -> None:
+    """The first one stays."""
+    if not (folder / KILLED).exists():
+        write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
 
 
 def _mark(folder: Path) -> str:

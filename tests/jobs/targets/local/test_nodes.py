@@ -158,6 +158,43 @@ def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(fol
         assert not is_alive(one)
 
 
+def test_a_keeper_killed_after_an_interruption_is_no_lost_host(folder: Path) -> None:
+    """As by a second Ctrl-C, before the command has ended."""
+    nodes = Processes(grace_s=600)
+    start(nodes, folder, "import signal\nsignal.signal(signal.SIGTERM, lambda *_: open('told', 'w'))\n" + SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    nodes.stop(folder, "SIGINT")
+    nodes.stop(folder, "SIGTERM")  # the first counts
+    until(Path("told").exists, "the signal")
+    (pid,) = keepers_of(folder)
+    os.kill(pid, signal.SIGKILL)
+    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="SIGINT")
+    assert not is_alive(number_in(Path("command")))
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_command_that_ends_by_itself_after_an_interruption_has_its_own_exit_code(folder: Path, code: int) -> None:
+    nodes = Processes(grace_s=600)
+    handler = f"import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit({code}))\n"
+    start(nodes, folder, handler + SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    nodes.stop(folder, "SIGINT")
+    end = ended(nodes, folder)
+    assert (end.exit_code, end.stopped_by, end.lost) == (code, "SIGINT", False)
+
+
+def test_a_full_disk_keeps_no_interruption_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    nodes = Processes(grace_s=5)
+    start(nodes, folder, SLEEP)
+    until(lambda: number_in(Path("command")), "the command")
+    monkeypatch.setattr("jobs.targets.local.nodes.write_bytes_atomic", full)
+    nodes.stop(folder, "SIGINT")
+    assert ended(nodes, folder).stopped_by == "SIGINT"
+
+
 def test_a_suspended_command_ends_as_well(folder: Path) -> None:
     nodes = Processes(grace_s=0.1)
     start(nodes, folder, SLEEP)

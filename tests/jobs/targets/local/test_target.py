@@ -16,6 +16,7 @@ import pytest
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.job_states import EXITED, INTERRUPTED
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec, Resources
@@ -27,6 +28,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.proc.children import MARGIN_S
+from pipeline.proc.signals import stop_on_signals
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import is_alive, number_in, suspend, until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
@@ -193,6 +195,60 @@ def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(plac
     found = submit(target(place), plan)
     assert {record.state for record in found.values()} == {SUCCEEDED}
     assert codes(found["a"]) == [143, 0]
+
+
+@pytest.mark.parametrize("exit_code", [0, 75])
+def test_a_job_that_ends_by_itself_after_an_interruption(place: Path, exit_code: int) -> None:
+    """With 0 it has succeeded; with 75, its state saved, it goes on, and the try does not count."""
+    code = f"""
+import signal, time
+if os.environ["TRNJOBS_ATTEMPT"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit({exit_code}))
+    open("ready", "w")
+    time.sleep(600)
+"""
+    plan, stop = plan_of(work("a", retry=Retry.of(1), code=code), work("b", "a")), StopSignal()
+
+    def say(line: str) -> None:
+        if "RUNNING" in line:
+            until(Path("ready").exists, "its handler")
+            stop.set("SIGINT")
+
+    with pytest.raises(Preempted):
+        submit(replace(target(place, say=say), stop=stop), plan)
+    found = submit(target(place), plan)
+    assert {record.state for record in found.values()} == {SUCCEEDED}
+    assert codes(found["a"]) == ([0] if exit_code == 0 else [75, 0])
+
+
+def test_after_a_second_ctrl_c_the_only_try_is_not_used_up(place: Path) -> None:
+    code = """
+import signal, time
+if os.environ["TRNJOBS_ATTEMPT"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: open("told", "w"))
+    open("ready", "w")
+    time.sleep(600)
+"""
+    plan = plan_of(work("a", retry=Retry.of(1), code=code))
+
+    def run() -> None:
+        stop = StopSignal()
+        with stop_on_signals(stop, grace_s=600):
+            submit(replace(target(place, grace_s=600), stop=stop), plan)
+
+    engine = FORK.Process(target=run)
+    engine.start()
+    assert engine.pid is not None
+    until(Path("ready").exists, "its handler")
+    os.kill(engine.pid, signal.SIGINT)
+    until(Path("told").exists, "the command is told")
+    os.kill(engine.pid, signal.SIGINT)
+    engine.join()
+    assert engine.exitcode == Preempted.exit_code
+    until_no_keepers(place)
+    found = submit(target(place), plan)
+    assert [attempt.status_reason for attempt in found["a"].attempts] == [INTERRUPTED, EXITED]
+    assert found["a"].state is SUCCEEDED
 
 
 # Told to end, it does so once there is a file `waits`.
