@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 from jobs.config import StageJob
 from jobs.cycle.cost_ledger import CycleLedger, read_ledger
-from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
@@ -64,7 +64,7 @@ class OpenCycle:
         """The plan that was submitted. Raises ConfigError when none was."""
         plan = self.store.plan()
         if plan is None:
-            others = ", ".join(claimed_cycles(self.store.storage, runs=True)[-5:]) or "none"
+            others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
             raise ConfigError(
                 f"no jobs of cycle {self.name} in {self.store.storage.root} (cycles with jobs: {others})",
                 expected="a cycle that was submitted",

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.forecast import (
     EMBED,
     VCPU,
@@ -117,11 +117,12 @@ def _earlier(store: CycleStore, target: str) -> tuple[list[tuple[JobRecord, ...]
 
     `target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch.
     """
-    names = [name for name in claimed_cycles(store.storage) if name != store.cycle][-HISTORY:]
+    claims = claims_by_age(store)
+    names = [name for name in claims if name != store.cycle][-HISTORY:]
     cycles = [CycleStore(store.storage, name, store.clock) for name in names]
     records, runs = [one.records() for one in cycles], dict[str, list[EmbedRun]]()
     for one, its_records in zip(cycles, records, strict=True):
-        claim = one.claim()
+        claim = claims[one.cycle]
         if claim is None or claim.target != target:
             continue
         plan = one.plan()

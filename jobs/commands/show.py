@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jobs.cycle.cost_ledger import CycleLedger, success_of
-from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
@@ -80,9 +80,9 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """The cycles of a workspace, newest last: one line each, from what is on record."""
     newest = open_cycle(arguments.settings, say).store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
-    for name in claimed_cycles(newest.storage, runs=True)[-arguments.last :]:
+    for name, claim in list(claims_by_age(newest, runs=True).items())[-arguments.last :]:
         store = CycleStore(newest.storage, name, newest.clock)
-        claim, closed, records = store.claim(), store.closed(), store.records()
+        closed, records = store.closed(), store.records()
         done = sum(record.state is JobState.SUCCEEDED for record in records)
         tries = sum(len(leaf.attempts) for record in records for leaf in record.leaves())
         at = claim.claimed_at if claim else None
@@ -95,7 +95,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
                 format_duration(closed.at - at) if closed and at is not None else "-",
                 f"{done}/{len(records)}" if records else "-",
                 str(tries) if records else "-",
-                closed.reason if closed else "",
+                "its claim.json is not a valid record" if claim is None else closed.reason if closed else "",
             )
         )
     for line in aligned(rows, left=(0, 1, 2, 3, 7)):
@@ -106,9 +106,14 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
     asked = open_cycle(arguments.settings, say)
-    names = claimed_cycles(asked.store.storage)[-arguments.last :] if arguments.last else [asked.name]
+    claims = claims_by_age(asked.store) if arguments.last else {}
+    names = list(claims)[-arguments.last :] if arguments.last else [asked.name]
     ledgers: list[CycleLedger] = []
     for name in names:
+        if arguments.last and claims[name] is None:
+            if not arguments.json:
+                say(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
+            continue
         cycle = asked.other(name)
         plan = cycle.store.plan() if arguments.last else cycle.plan()
         if plan is not None:

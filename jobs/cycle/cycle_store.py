@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -76,13 +77,13 @@ class CycleStore:
                 self.storage.delete([self.key("claim.json")])
             raise
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
-            if held := self._read("claim.json", Claim.model_validate_json):
+            if held := self.claim():
                 free = held.model_copy(update={"owner": "", "lease_until": 0.0})
                 self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
-        return self._claim() if self.storage.stat(self.key("claim.json")) else None
+        return self._read("claim.json", Claim.model_validate_json)
 
     def plan(self) -> Plan | None:
         """The plan that was submitted; None before. Raises DataError when it cannot be read."""
@@ -192,7 +193,7 @@ class CycleStore:
         return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
 
     def _claim(self) -> Claim:
-        found = self._read("claim.json", Claim.model_validate_json)
+        found = self.claim()
         if found is None:
             raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
         return found
@@ -217,15 +218,37 @@ class CycleStore:
 
 def claimed_cycles(storage: Storage, *, runs: bool = False) -> list[str]:
     """Names of the cycles with jobs, sorted; `runs`: also what `trnjobs run` has submitted, which is no cycle."""
-    names = [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
+    names = _cycle_names(storage, runs)
     found = _of_each(storage, names, lambda name: storage.stat(f"cycles/{name}/jobs/claim.json"))
     return [name for name, stat in zip(names, found, strict=True) if stat]
+
+
+def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
+    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs` as above.
+
+    None, before all others: a claim that is not a valid record.
+    """
+
+    def read(name: str) -> Claim | DataError | None:
+        try:
+            return replace(store, cycle=name).claim()
+        except DataError as error:  # one that is damaged hides no other cycle
+            return error
+
+    names = _cycle_names(store.storage, runs)
+    found = zip(names, _of_each(store.storage, names, read), strict=True)
+    claims = {name: None if isinstance(claim, DataError) else claim for name, claim in found if claim is not None}
+    return dict(sorted(claims.items(), key=lambda one: (one[1].claimed_at if one[1] else -inf, one[0])))
 
 
 def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
     """Those of these cycles, in the workspace of `store`, that nobody has closed; in their order."""
     found = _of_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
     return [name for name, closed in zip(names, found, strict=True) if closed is None]
+
+
+def _cycle_names(storage: Storage, runs: bool) -> list[str]:
+    return [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
 
 
 def _of_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:

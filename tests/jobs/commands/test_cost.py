@@ -11,14 +11,15 @@ from jobs.commands import show
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed
 from jobs.settings import CycleSettings
+from jobs.setup import open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.test_cost_ledger import attempt, record
 
 
-def cycle(workspace: Path, name: str, code: int) -> None:
-    store = CycleStore(open_storage(str(workspace)), name, lambda: 1000.0)
+def cycle(workspace: Path, name: str, code: int, claimed_at: float = 1000.0) -> None:
+    store = CycleStore(open_storage(str(workspace)), name, lambda: claimed_at)
     shape = plan(job("prepare")).model_copy(update={"cycle": name})
     with store.submitting(shape, "local", "me"):
         store.save_records((record("prepare", attempt(1010, 1070, code), created_at=1000.0),))
@@ -35,7 +36,8 @@ def workspace(tmp_path: Path) -> Path:
 def said(command: str, workspace: Path, **flags: object) -> list[str]:
     jobs = {"sla_s": 60, "vcpu_usd_per_hour": 0.6}
     settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
-    run, lines = {"cost": show.run_cost, "report": show.run_report}[command], list[str]()
+    commands = {"cost": show.run_cost, "report": show.run_report, "history": show.run_history}
+    run, lines = commands[command], list[str]()
     arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False, "open": False} | flags)
     assert run(arguments, lines.append) == EXIT_OK
     return lines
@@ -53,6 +55,39 @@ def test_the_last_cycles_and_their_success(workspace: Path) -> None:
     assert [line.split()[1] for line in lines[:2]] == ["2026-11-19:", "2026-11-20:"]
     assert lines[-2] == "2 of 2 cycles done (100%) | 2 of 2 jobs succeeded (100%) | 0 of 2 deadlines met"
     assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done (67%)")
+
+
+def test_the_last_cycles_are_those_claimed_last_whatever_their_names(workspace: Path) -> None:
+    cycle(workspace, "check-base", 0, claimed_at=900.0)
+    cycle(workspace, "run-script", 0, claimed_at=950.0)
+    assert [line.split()[1] for line in said("cost", workspace, last=2)[:2]] == ["2026-11-19:", "2026-11-20:"]
+    nightly = ["2026-11-18", "2026-11-19", "2026-11-20"]
+    assert [line.split()[0] for line in said("history", workspace, last=3)[1:]] == nightly
+    assert [line.split()[0] for line in said("history", workspace, last=9)[1:]] == [
+        "check-base",
+        "run-script",
+        *nightly,
+    ]
+
+
+def test_a_damaged_claim_does_not_hide_the_other_cycles(workspace: Path) -> None:
+    (workspace / "cycles/2026-11-19/jobs/claim.json").write_text("{")
+    damaged, *others = said("history", workspace, last=9)[1:]
+    assert damaged.split()[:3] == ["2026-11-19", "-", "-"]
+    assert damaged.endswith("its claim.json is not a valid record")
+    assert [line.split()[0] for line in others] == ["2026-11-18", "2026-11-20"]
+    lines = said("cost", workspace, last=9)
+    assert lines[0].startswith("cycle 2026-11-19: its claim.json is not a valid record: left out")
+    assert [line.split()[1] for line in lines[1:3]] == ["2026-11-18:", "2026-11-20:"]
+    assert len(said("cost", workspace, last=9, json=True)) == 1
+
+
+def test_the_cycles_named_for_one_that_has_no_jobs_are_the_newest(workspace: Path) -> None:
+    for number in range(5):
+        cycle(workspace, f"check-{number}", 0, claimed_at=900.0 + number)
+    settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "none"})
+    with pytest.raises(ConfigError, match="check-3, check-4, 2026-11-18, 2026-11-19, 2026-11-20"):
+        open_cycle(settings, print).plan()
 
 
 def test_a_cycle_that_was_only_claimed_is_left_out(workspace: Path) -> None:

@@ -1,6 +1,7 @@
 """`trnjobs plan` as it is typed, with the shipped settings for Trainium."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from botocore.session import Session
 from botocore.validate import ParamValidator
 
 from jobs import cli
+from jobs.cycle.cycle_store import CycleStore
+from pipeline.io.storage import open_storage
+from tests.jobs.cycle.cases import job, plan
+from tests.jobs.cycle.test_cost_ledger import attempt, record
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TRN1 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}", "--cycle=2026-11-20"]
@@ -147,6 +152,23 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
     assert "2 nodes" in text and "no earlier cycle" in text
     assert max(map(len, text.splitlines())) <= 160
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_expected_durations_are_those_of_the_newest_cycles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten of 10 minutes, after eleven that sort behind them by name, one of which has a damaged claim."""
+    names = [*(f"check-{number:02}" for number in range(11)), *(f"2026-11-{day}" for day in range(10, 20))]
+    for claimed_at, name in enumerate(names, 1):
+        store = CycleStore(open_storage(str(tmp_path)), name, partial(float, claimed_at))
+        with store.submitting(plan(job("prepare")).model_copy(update={"cycle": name}), "local", "me"):
+            took_s = 60 if name.startswith("check-") else 600
+            store.save_records((record("prepare", attempt(1010, 1010 + took_s, 0), created_at=1000.0),))
+    (tmp_path / "cycles/check-05/jobs/claim.json").write_text("{")
+    assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--target=local"]) == 0
+    text = capsys.readouterr().out
+    (line,) = (line for line in text.splitlines() if line.startswith("prepare "))
+    assert "10m00s" in line, text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles, unclosed_cycles
+from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -268,6 +268,19 @@ def test_claimed_cycles(storage: Storage, clock: Clock) -> None:
     assert claimed_cycles(storage) == ["2026-11-20", "2026-11-21"]
 
 
+def test_claims_by_age_whatever_the_cycles_are_called(storage: Storage, store: CycleStore, clock: Clock) -> None:
+    for name, at in (("check-base", 1.0), ("run-one", 2.0), ("2026-11-21", 3.0), ("2026-11-20", 3.0), ("0-late", 4.0)):
+        clock.now = at
+        claim(CycleStore(storage, name, clock), cycle())
+    storage.write_bytes("cycles/2026-11-19/train/result.json", b"{}")
+    ages = [(name, one.claimed_at if one else None) for name, one in claims_by_age(store, runs=True).items()]
+    assert ages == [("check-base", 1.0), ("run-one", 2.0), ("2026-11-20", 3.0), ("2026-11-21", 3.0), ("0-late", 4.0)]
+    assert list(claims_by_age(store)) == ["check-base", "2026-11-20", "2026-11-21", "0-late"]
+    storage.write_bytes("cycles/2026-11-21/jobs/claim.json", b"{")
+    assert list(claims_by_age(store)) == ["2026-11-21", "check-base", "2026-11-20", "0-late"]
+    assert claims_by_age(store)["2026-11-21"] is None
+
+
 def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
     storage: Storage, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,3 +300,4 @@ def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
         monkeypatch.setattr(storage, request, met(getattr(storage, request)))
     assert claimed_cycles(storage) == names
     assert unclosed_cycles(store, names) == ["cycle-3"]
+    assert list(claims_by_age(store)) == names
