@@ -68,7 +68,7 @@ def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> Embed
     if record.state is not JobState.SUCCEEDED or None in times or titles < 1 or seconds <= 0:
         return None
     needs = job.resources
-    share = machine_share(needs) if needs.instance_type else needs.vcpus  # without a type, vCPUs are what is counted
+    share = machine_share(job) if needs.instance_type else needs.vcpus  # without a type, vCPUs are what is counted
     return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
 
 
@@ -137,7 +137,7 @@ def array_lines(
         workers = max(1, job.array_size)
         if measured := measured_rate(runs.get(job.name, ()), machine):
             rate, cycles = measured
-            share = machine_share(needs) if needs.instance_type else needs.vcpus
+            share = machine_share(job) if needs.instance_type else needs.vcpus
             seconds = amount.units / (rate * share * workers)
             source = f"{rate:,.0f}/s of {machine}, measured in {cycles}"
         rows.append(

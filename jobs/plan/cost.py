@@ -1,7 +1,7 @@
 """What jobs cost. Pure.
 
-A node costs the share of its machine that its vCPUs are; AWS Batch places jobs by vCPU, and an accelerator machine is
-asked for whole. Machines without a price in the table cost by the vCPU, when the settings say how much.
+A container costs the share of its machine that its vCPUs are, as AWS Batch places it; a node of a gang has a machine of
+its own. Machines without a price in the table cost by the vCPU, when the settings say how much.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jobs.config import JobsConfig
 from jobs.plan.resources import ml_machine, ml_name, ml_vcpus
-from jobs.plan.spec import JobSpec, Resources
+from jobs.plan.spec import JobSpec
 from pipeline.core.machines import NODES
 
 
@@ -40,10 +40,13 @@ def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
     return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
 
 
-def machine_share(needs: Resources) -> float:
-    """Of its machine that one node takes; all of one that is not in the table."""
-    known = NODES.get(needs.instance_type)
-    return min(1.0, needs.vcpus / known.vcpus) if known else 1.0
+def machine_share(job: JobSpec) -> float:
+    """Of its machine that one node takes; all of one that is not in the table.
+
+    AWS Batch puts no other job on the nodes of a gang (user guide, multi-node parallel jobs: nodes are single-tenant).
+    """
+    known = NODES.get(job.resources.instance_type)
+    return min(1.0, job.resources.vcpus / known.vcpus) if known and not job.num_nodes else 1.0
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
@@ -52,7 +55,7 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
     price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
     if price is not None:
-        return price if whole else price * machine_share(needs)
+        return price if whole else price * machine_share(job)
     vcpu = prices.of_vcpu()
     return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
 

@@ -16,6 +16,7 @@ from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.machines import NODES
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,10 @@ def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """A gang must fit one compute environment; of an array one child."""
-    needs = job.resources.vcpus * max(1, job.num_nodes)
+    """A gang must fit one compute environment, with a whole machine for each node; of an array one child."""
+    machine = NODES.get(job.resources.instance_type)
+    whole = machine.vcpus if machine and job.num_nodes else job.resources.vcpus
+    needs = whole * max(1, job.num_nodes)
     usable = [one for one in environments if one["state"] == "ENABLED" and one["status"] != "INVALID"]
     if not usable:
         yield f"queue {queue}: no enabled compute environment"

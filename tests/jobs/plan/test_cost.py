@@ -36,6 +36,8 @@ def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
     assert job_usd(job("a", resources=TRN1, num_nodes=4), 1800, LIST) == pytest.approx(40)
     assert job_usd(job("a", resources=TRN1, array_size=8), 1800, LIST) == pytest.approx(80)
     assert job_usd(job("a"), 1800, LIST) is None
+    half = of(64, "trn1.32xlarge").model_copy(update={"num_nodes": 4})
+    assert job_usd(half, 1800, LIST) == pytest.approx(40), "nodes of a gang have their machines to themselves"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.jobs.targets.batch.fake_batch import FakeBatch
 from tests.jobs.targets.batch.setting import FAST, Clock
 
 GANG = job("train", num_nodes=10, resources=TRN1)
+HALF = GANG.model_copy(update={"resources": TRN1.model_copy(update={"vcpus": 64})})
 WIDE = job("train", num_nodes=2, resources={"vcpus": 96, "memory_mib": 1000, "instance_type": "p4d.24xlarge"})
 
 
@@ -51,6 +52,7 @@ def test_a_sound_account_has_nothing_to_say() -> None:
             GANG,
             "train: 1,280 vCPU at once; the compute environments of relevance go up to 1,279",
         ),
+        ({"resources": {"maxvCpus": 1279}}, HALF, "train: 1,280 vCPU at once"),
         ({"resources": {"maxvCpus": 1}}, job("train"), "train: 2 vCPU at once"),
         ({"resources": {"type": "SPOT"}}, GANG, "10 nodes; they need a managed on-demand EC2"),
         ({"resources": {"type": "FARGATE"}}, GANG, "they need a managed on-demand EC2"),
